@@ -1,0 +1,366 @@
+"""TOML + `--section.key value` -> frozen typed sections. No torch here: a bad configuration fails before anything starts.
+
+    config = load(["--config", "bloom.toml", "--optim.lr", "1e-3"])
+    config.optim.lr
+
+Every key is declared once, below, with its default and one line; `--help` prints exactly that. An interval of 0 is off,
+dtypes are torch's names. Reading is strict: a string is never taken for a number, and an unknown key names its neighbour.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
+USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...]"
+
+
+class ConfigError(ValueError):
+    """What the user asked for cannot be; `train.py` prints it and exits with code 2."""
+
+
+def key(default: Any, line: str, **bounds: Any) -> Any:
+    return Field(default, description=line, **bounds)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    dir: str = key("runs/bloom", "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/")
+    seed: int = key(1234, "the one seed: initial values, data order and dropout are functions of it", ge=0, lt=2**31)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU where there is one")
+
+
+class Model(Section):
+    name: Literal["bloom"] = key("bloom", "which file of dtmega/models")
+    vocab_size: int = key(8192, "rows of the embedding; at least the tokenizer's vocabulary", ge=1)
+    hidden_size: int = key(256, "D", ge=1)
+    n_layers: int = key(4, "L", ge=1)
+    n_heads: int = key(8, "H; must divide hidden_size", ge=1)
+    ffn_hidden_size: int = key(0, "F; 0 = 4 D", ge=0)
+    hidden_dropout: float = key(0.0, "on the embedding and on each residual branch", ge=0, lt=1)
+    attention_dropout: float = key(0.0, "on the attention probabilities", ge=0, lt=1)
+    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
+    init_std: float = key(0.02, "std of N(0, std); the layers that write to the residual get std / sqrt(2 L)", gt=0)
+    apply_residual_connection_post_layernorm: bool = key(False, "the residual is the LayerNorm's output (BERT's order)")
+
+    @model_validator(mode="after")
+    def _check(self) -> Model:
+        if self.hidden_size % self.n_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
+                f"([model] n_heads, [model] hidden_size)"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.n_heads
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+class Data(Section):
+    path: str | list[str] = key("stdlib", "'stdlib' (Python's own docs and sources) or .bin/.idx prefixes")
+    weights: list[float] = key([], "one positive weight per path, normalised; empty = by number of tokens")
+    tokenizer: str = key("stdlib-8k", "stdlib-8k, bytes, a tiktoken name, a .tiktoken file or a tokenizer.json")
+    seq_len: int = key(256, "S; a sample is S + 1 tokens", ge=1)
+    split: str = key("969,30,1", "documents to train, valid, test, by weight")
+    eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
+    reset_position_ids: bool = key(False, "positions start again after each end-of-document")
+    reset_attention_mask: bool = key(False, "no attention across an end-of-document")
+    num_workers: int = key(1, "loader processes per rank; 0 = in the trainer", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        if self.weights and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
+            raise ValueError(
+                f"[data] weights needs {len(self.paths)} positive numbers, one per [data] path, got {self.weights}"
+            )
+        try:
+            fractions = [float(x) for x in self.split.split(",")]
+        except ValueError:
+            fractions = []
+        if len(fractions) != 3 or min(fractions) < 0 or fractions[0] <= 0:
+            raise ValueError(f"[data] split is three weights 'train,valid,test' with train > 0, got '{self.split}'")
+        return self
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        train, valid, test = (float(x) for x in self.split.split(","))
+        return train, valid, test
+
+
+class Batch(Section):
+    micro_batch_size: int = key(8, "B: sequences per rank and forward", ge=1)
+    global_batch_size: int = key(16, "sequences per optimizer step", ge=1)
+    rampup: list[int] = key([], "[start, increment, samples]: grow from start to global_batch_size over samples")
+
+    @model_validator(mode="after")
+    def _check(self) -> Batch:
+        if self.rampup:
+            if len(self.rampup) != 3 or min(self.rampup) < 1:
+                raise ValueError(
+                    f"[batch] rampup is three positive integers [start, increment, samples], got {self.rampup}"
+                )
+            start, increment, _ = self.rampup
+            if start > self.global_batch_size or (self.global_batch_size - start) % increment:
+                raise ValueError(
+                    f"[batch] rampup cannot grow from {start} to global_batch_size={self.global_batch_size} in steps of "
+                    f"{increment}: ({self.global_batch_size} - {start}) % {increment} = "
+                    f"{(self.global_batch_size - start) % increment}, expected 0 and start <= global_batch_size"
+                )
+        for size in {self.global_batch_size, *self.rampup[:2]}:
+            if size % self.micro_batch_size:
+                raise ValueError(
+                    f"micro_batch_size={self.micro_batch_size} does not divide {size} "
+                    f"([batch] micro_batch_size; [batch] global_batch_size and rampup's sizes)"
+                )
+        return self
+
+    def size_at(self, samples: int) -> int:
+        """Sequences in the step that starts after `samples` consumed ones (Megatron-LM `microbatches.py`)."""
+        if not self.rampup or samples > self.rampup[2]:
+            return self.global_batch_size
+        start, increment, ramp_samples = self.rampup
+        increments = (self.global_batch_size - start) // increment
+        return min(start + increment * (samples * increments // ramp_samples), self.global_batch_size)
+
+
+class Optim(Section):
+    lr: float = key(1e-3, "peak learning rate", gt=0)
+    min_lr: float = key(0.0, "where the decay ends", ge=0)
+    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = key("cosine", "after the linear warm-up")
+    unit: Literal["steps", "samples", "tokens"] = key("steps", "what warmup, decay and wsd_decay count")
+    warmup: int = key(0, "length of the linear warm-up", ge=0)
+    decay: int = key(0, "where the decay has reached min_lr; 0 = the end of training", ge=0)
+    wsd_decay: int = key(0, "wsd: length of the final linear decay; 0 = a tenth of the schedule", ge=0)
+    beta1: float = key(0.9, "AdamW", ge=0, lt=1)
+    beta2: float = key(0.95, "AdamW", ge=0, lt=1)
+    eps: float = key(1e-8, "AdamW", gt=0)
+    weight_decay: float = key(0.1, "AdamW, on matrices and embeddings; never on biases and norms", ge=0)
+    clip_grad: float = key(1.0, "largest L2 norm of the whole gradient; 0 = no clipping", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Optim:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr} ([optim] min_lr, [optim] lr)")
+        return self
+
+
+class Train(Section):
+    steps: int = key(0, "how long: optimizer steps ...", ge=0)
+    samples: int = key(0, "... or sequences", ge=0)
+    tokens: int = key(0, "... or tokens; exactly one of the three", ge=0)
+    max_skipped: int = key(10, "stop with an error after this many NaN/Inf steps in a row", ge=1)
+    exit_interval: int = key(0, "save and exit at every multiple of this step", ge=0)
+    exit_duration_min: float = key(0.0, "save and exit after this many minutes", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Train:
+        if [self.steps > 0, self.samples > 0, self.tokens > 0].count(True) != 1:
+            raise ValueError(
+                f"exactly one of [train] steps, samples, tokens must be positive, got "
+                f"steps={self.steps}, samples={self.samples}, tokens={self.tokens}"
+            )
+        return self
+
+
+class Eval(Section):
+    interval: int = key(100, "steps between validation losses", ge=0)
+    steps: int = key(10, "global batches per validation and test loss, the same ones each time", ge=1)
+    prompt: str = key("def ", "continued by the trained model at the end; empty = no sample")
+    sample_tokens: int = key(64, "length of that continuation", ge=0)
+
+
+class Log(Section):
+    interval: int = key(10, "steps between log lines (metrics.jsonl gets every step)", ge=0)
+    tensorboard: bool = key(True, "write tensorboard/ in the run directory")
+
+
+class Checkpoint(Section):
+    interval: int = key(100, "steps between checkpoints; one is written at the end in any case", ge=0)
+    keep: int = key(2, "how many finished checkpoints stay", ge=1)
+    resume: str = key("auto", "auto = the newest in the run directory, none = start anew, or a checkpoint's folder")
+
+
+class Precision(Section):
+    params: Literal["float32", "bfloat16"] = key(
+        "float32", "dtype of the forward and backward; master weights are fp32"
+    )
+    reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of gradient sums")
+
+
+class Compile(Section):
+    enable: Literal["auto"] | bool = key("auto", "torch.compile per block; auto = on CUDA")
+
+
+class Config(Section):
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    batch: Batch = Batch()
+    optim: Optim = Optim()
+    train: Train
+    eval: Eval = Eval()
+    log: Log = Log()
+    checkpoint: Checkpoint = Checkpoint()
+    precision: Precision = Precision()
+    compile: Compile = Compile()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.total_steps() < 1:
+            raise ValueError(
+                f"the run is shorter than one step of {self.batch.size_at(0)} sequences x {self.data.seq_len} tokens "
+                f"([train] samples={self.train.samples} or tokens={self.train.tokens}, [batch] global_batch_size)"
+            )
+        if self.optim.decay and self.optim.decay < self.optim.warmup:
+            raise ValueError(
+                f"decay={self.optim.decay} ends before warmup={self.optim.warmup} does ([optim] decay, [optim] warmup)"
+            )
+        return self
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; the last one is the last that fits whole in `samples` or `tokens`."""
+        if self.train.steps:
+            return self.train.steps
+        total = self.train.samples or self.train.tokens // self.data.seq_len
+        steps = samples = 0
+        while self.batch.rampup and samples <= self.batch.rampup[2] and samples + self.batch.size_at(samples) <= total:
+            samples += self.batch.size_at(samples)
+            steps += 1
+        return steps + (total - samples) // self.batch.size_at(samples)
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump())
+
+
+def load(argv: list[str]) -> Config:
+    """`--config NAME.toml` (a path, or a name under configs/), then overrides in order. Prints help and exits on --help.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key, a wrong type, a value out of range, keys that contradict.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(describe())
+        sys.exit(0)
+    name, overrides = _parse_argv(argv)
+    path = find(name)
+    try:
+        values = tomli.loads(path.read_text(encoding="utf-8"))
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    for section, k, text in overrides:
+        # Names are checked here too, because only a known key tells how its text is to be read.
+        field = _field(section, k, f"--{section}.{k}")
+        table = values.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: '{section}' must be a table [{section}], got {table!r}")
+        table[k] = _parse_value(field, text)
+    return validate(values, str(path))
+
+
+def find(name: str) -> Path:
+    for path in (Path(name), CONFIGS_DIR / name, CONFIGS_DIR / f"{name}.toml"):
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
+    raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")
+
+
+def validate(values: dict[str, Any], source: str) -> Config:
+    """Typed sections from nested dicts; `source` names the file in messages."""
+    for section, table in values.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{source}: '{section}' stands outside any section; expected [section] tables with keys")
+        for k in table:
+            _field(section, k, source)
+    try:
+        return Config.model_validate({"train": {}} | values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from None
+
+
+def describe() -> str:
+    """What `--help` prints: every key, its default, one line."""
+    lines = [f"usage: {USAGE}", "NAME is a path, or a name under configs/. Every key, its default, and what it is:"]
+    for section, info in Config.model_fields.items():
+        lines += ["", f"[{section}]"]
+        for k, field in _section_class(info).model_fields.items():
+            default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]
+            lines.append(f"  --{section}.{k} {' '.join(default.split())}".ljust(48) + f"  {field.description}")
+    return "\n".join(lines)
+
+
+def _section_class(info: FieldInfo) -> type[Section]:
+    assert isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+    return info.annotation
+
+
+def _field(section: str, k: str, source: str) -> FieldInfo:
+    if section not in Config.model_fields:
+        raise ConfigError(f"{source}: unknown section [{section}]{_nearest(section, list(Config.model_fields))}")
+    fields = _section_class(Config.model_fields[section]).model_fields
+    if k not in fields:
+        raise ConfigError(f"{source}: unknown key '{k}' in [{section}]{_nearest(k, list(fields))}")
+    return fields[k]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
+
+
+def _parse_argv(argv: list[str]) -> tuple[str, list[tuple[str, str, str]]]:
+    name, overrides, rest = "", [], list(argv)
+    while rest:
+        flag, eq, text = rest.pop(0).partition("=")
+        if not flag.startswith("--") or (flag != "--config" and "." not in flag):
+            raise ConfigError(f"cannot read argument '{flag}'; usage: {USAGE}")
+        if not eq:
+            if not rest:
+                raise ConfigError(f"{flag} needs a value; usage: {USAGE}")
+            text = rest.pop(0)
+        if flag == "--config":
+            name = text
+        else:
+            section, _, k = flag[2:].partition(".")
+            overrides.append((section, k, text))
+    if not name:
+        raise ConfigError(f"--config is missing; usage: {USAGE}")
+    return name, overrides
+
+
+def _parse_value(field: FieldInfo, text: str) -> Any:
+    """A key of type str takes the text as it stands; any other is read as TOML (1e-3, true, [1, 2])."""
+    if field.annotation is str:
+        return text
+    try:
+        return tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"][:2])
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    section, _, k = where.partition(".")
+    return f"[{section}] {k}: {error['msg']}, got {error['input']!r}"
