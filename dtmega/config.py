@@ -1,10 +1,10 @@
-"""TOML + `--section.key value` -> frozen typed sections. No torch here: a bad configuration fails before anything starts.
+"""TOML + `--section.key value` -> frozen typed sections. No torch: a bad configuration fails before anything starts.
 
     config = load(["--config", "bloom.toml", "--optim.lr", "1e-3"])
     config.optim.lr
 
-Every key is declared once, below, with its default and one line; `--help` prints exactly that. An interval of 0 is off,
-dtypes are torch's names. Reading is strict: a string is never taken for a number, and an unknown key names its neighbour.
+Every key is declared once, below, with its default and one line; `--help` prints exactly that. An interval of 0 is
+off, dtypes are torch's names. Reading is strict: no string is taken for a number, an unknown key names its neighbour.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Batch(Section):
             start, increment, _ = self.rampup
             if start > self.global_batch_size or (self.global_batch_size - start) % increment:
                 raise ValueError(
-                    f"[batch] rampup cannot grow from {start} to global_batch_size={self.global_batch_size} in steps of "
-                    f"{increment}: ({self.global_batch_size} - {start}) % {increment} = "
+                    f"[batch] rampup cannot grow from {start} to global_batch_size={self.global_batch_size} in steps "
+                    f"of {increment}: ({self.global_batch_size} - {start}) % {increment} = "
                     f"{(self.global_batch_size - start) % increment}, expected 0 and start <= global_batch_size"
                 )
         for size in {self.global_batch_size, *self.rampup[:2]}:
@@ -239,21 +239,31 @@ class Config(Section):
 
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; the last one is the last that fits whole in `samples` or `tokens`."""
-        if self.train.steps:
-            return self.train.steps
-        total = self.train.samples or self.train.tokens // self.data.seq_len
+        return self._totals()[0]
+
+    def total_samples(self) -> int:
+        """Sequences of the whole run."""
+        return self._totals()[1]
+
+    def _totals(self) -> tuple[int, int]:
+        most_steps = self.train.steps or sys.maxsize
+        most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
         steps = samples = 0
-        while self.batch.rampup and samples <= self.batch.rampup[2] and samples + self.batch.size_at(samples) <= total:
+        while self.batch.rampup and samples <= self.batch.rampup[2]:
+            if steps == most_steps or samples + self.batch.size_at(samples) > most_samples:
+                return steps, samples
             samples += self.batch.size_at(samples)
             steps += 1
-        return steps + (total - samples) // self.batch.size_at(samples)
+        size = self.batch.global_batch_size
+        more = min(most_steps - steps, (most_samples - samples) // size)
+        return steps + more, samples + more * size
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump())
 
 
 def load(argv: list[str]) -> Config:
-    """`--config NAME.toml` (a path, or a name under configs/), then overrides in order. Prints help and exits on --help.
+    """`--config NAME.toml` (a path, or a name under configs/), then overrides in order. --help prints help and exits.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, a wrong type, a value out of range, keys that contradict.
@@ -310,7 +320,8 @@ def describe() -> str:
 
 
 def _section_class(info: FieldInfo) -> type[Section]:
-    assert isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+    assert isinstance(info.annotation, type)
+    assert issubclass(info.annotation, Section)
     return info.annotation
 
 

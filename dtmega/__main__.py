@@ -1,0 +1,83 @@
+"""`python -m dtmega {tokenize, generate}`: what is done before and after training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import tomli
+
+from dtmega import config
+from dtmega.data import tokenize
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dtmega", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    table: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+        "tokenize": ("text files -> .bin/.idx", tokenize.add_arguments, tokenize.main),
+        "generate": ("sample from a run's last checkpoint", _generate_arguments, _generate),
+    }
+    for name, (line, add_arguments, _) in table.items():
+        add_arguments(commands.add_parser(name, help=line, description=line))
+    args = parser.parse_args(argv)
+    try:
+        return table[args.command][2](args)
+    except ValueError as error:
+        print(f"dtmega {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", type=Path, required=True, help="a run directory, such as runs/bloom")
+    parser.add_argument("--prompt", required=True, help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=128, help="how many to draw (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most probable (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, help="draw from the k most probable; 0 = all (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another sample (default 0)")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    # Imported here so that `tokenize` starts without torch.
+    from dtmega import mesh, models
+    from dtmega.checkpoint import local as checkpoint
+    from dtmega.data.tokenizer import load_tokenizer
+    from dtmega.models.generate import generate
+
+    cfg = run_config(args.run)
+    found = checkpoint.finished(args.run / "checkpoints")
+    if not found:
+        raise ValueError(f"{args.run} holds no finished checkpoint (--run)")
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    model = models.build(cfg.model).to(mesh.pick_device(cfg.run.device))
+    model.init_buffers(cfg.run.seed)
+    checkpoint.load_model(found[-1], model)
+    new = generate(
+        model,
+        tokenizer.encode(args.prompt),
+        args.tokens,
+        eod_id=tokenizer.eod_id,
+        seed=args.seed,
+        temperature=args.temperature,
+        top_k=args.top_k,
+    )
+    print(args.prompt + tokenizer.decode(new))
+    return 0
+
+
+def run_config(run_dir: Path) -> config.Config:
+    """The configuration a run was started with.
+
+    Raises:
+        ValueError: no such run.
+    """
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run_dir} is not a run directory: it has no config.toml (--run)")
+    return config.validate(tomli.loads(path.read_text(encoding="utf-8")), str(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Saved states of a run: complete or not there, and never unpickled."""

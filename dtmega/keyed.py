@@ -1,0 +1,73 @@
+"""Randomness as a function: a counter-based hash of (seed, name, global index) instead of a generator with a state.
+
+Nothing here remembers anything, so a mask or an initial value is the same on every layout, is repeated by recompute,
+and needs no place in a checkpoint. The arithmetic is integer (hash) or single correctly rounded operations (normal),
+so the bits do not depend on the device, the number of threads, or where in a tensor an element happens to sit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def key(seed: int, name: str) -> int:
+    """A signed 32-bit key for everything drawn under `name`."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little", signed=True)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Bijective hash of int32 lanes: "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018)."""
+    # int32 has no logical shift: the mask removes the copies of the sign bit.
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def fold(index: Tensor) -> Tensor:
+    """int64 -> int32, all 64 bits taking part."""
+    return (index ^ mix((index >> 32).to(torch.int32))).to(torch.int32)
+
+
+def keep(p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
+    hashed = mix(rows.unsqueeze(-1) ^ mix(columns))
+    return hashed >= round(p * 2**32) - 2**31
+
+
+def normal(seed: int, name: str, index: Tensor) -> Tensor:
+    """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
+
+    The inverse normal distribution of a hashed uniform number: Wichura's PPND7 (Applied Statistics 37, 1988, AS 241),
+    accurate to 1e-7. The logarithm it needs is a series, because library logarithms differ in the last bit between
+    devices, and between the vectorised part of a tensor and its tail.
+    """
+    hashed = mix(mix(fold(index) ^ key(seed, name)) ^ key(seed, name + "#"))
+    u = (hashed.to(torch.float64) + (2**31 + 0.5)) / 2**32  # in (0, 1), symmetric about 1/2
+    q = u - 0.5
+    r = 0.180625 - q * q
+    # fmt: off
+    central = q * _polynomial(r, 3.3871327179e0, 5.0434271938e1, 1.5929113202e2, 5.9109374720e1) / _polynomial(
+        r, 1.0, 1.7895169469e1, 7.8757757664e1, 6.7187563600e1)
+    t = (-_log(torch.minimum(u, 1 - u))).sqrt() - 1.6
+    tail = _polynomial(t, 1.4234372777e0, 2.7568153900e0, 1.3067284816e0, 1.7023821103e-1) / _polynomial(
+        t, 1.0, 7.3700164250e-1, 1.2021132975e-1)
+    # fmt: on
+    return torch.where(q.abs() <= 0.425, central, torch.where(q < 0, -tail, tail)).to(torch.float32)
+
+
+def _polynomial(x: Tensor, *coefficients: float) -> Tensor:
+    y = torch.full_like(x, coefficients[-1])
+    for c in coefficients[-2::-1]:
+        y = y * x + c
+    return y
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural logarithm of positive fp64 values to 1e-11: x = m 2^e, log m = 2 atanh((m - 1) / (m + 1))."""
+    m, e = torch.frexp(x)  # m in [1/2, 1)
+    s = (m - 0.75) / (m + 0.75)  # |s| <= 1/5
+    series = _polynomial(s * s, *(2.0 / k for k in range(1, 17, 2)))
+    return e * 0.6931471805599453 + (s * series - 0.2876820724517809)  # log 2, log 3/4

@@ -1,0 +1,162 @@
+"""BLOOM (arXiv:2211.05100): Megatron's GPT with ALiBi, a LayerNorm after the embedding, and a tied head.
+
+Written as if for one device. The first and last modules are optional, so that one forward serves every stage of a
+pipeline; head counts come from tensors, so that a sharded weight just works.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtmega import config, keyed
+from dtmega.attention import Bias, Dropout, alibi_slopes, attention, causal_alibi
+from dtmega.models.layers import KeyedDropout, LMHead
+
+
+class Attention(nn.Module):
+    """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM."""
+
+    def __init__(self, cfg: config.Model) -> None:
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.qkv = nn.Linear(cfg.hidden_size, 3 * cfg.hidden_size)
+        self.out = nn.Linear(cfg.hidden_size, cfg.hidden_size)
+        self.dropout = KeyedDropout(cfg.attention_dropout)
+
+    def forward(self, x: Tensor, bias: Bias, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
+        dropout = None
+        if self.training and self.dropout.p > 0:
+            assert sample_ids is not None
+            dropout = Dropout(self.dropout.p, self.dropout.key, head_ids, sample_ids)
+        return self.out(attention(q, k, v, bias, dropout).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg: config.Model) -> None:
+        super().__init__()
+        self.up = nn.Linear(cfg.hidden_size, cfg.ffn)
+        self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + drop(attn(LN x)), then x + drop(mlp(LN x)); or, post-layernorm, the residual is the LayerNorm's output."""
+
+    def __init__(self, cfg: config.Model) -> None:
+        super().__init__()
+        self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
+        self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.attn = Attention(cfg)
+        self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
+        self.mlp_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.mlp = MLP(cfg)
+        self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
+
+    def forward(self, h: Tensor, bias: Bias, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
+        x = self.attn_norm(h)
+        h = (x if self.residual_is_normed else h) + self.attn_dropout(
+            self.attn(x, bias, head_ids, sample_ids), sample_ids
+        )
+        x = self.mlp_norm(h)
+        return (x if self.residual_is_normed else h) + self.mlp_dropout(self.mlp(x), sample_ids)
+
+
+class Bloom(nn.Module):
+    slopes: Tensor  # [H] fp32
+    head_ids: Tensor  # [H] int32
+
+    def __init__(self, cfg: config.Model) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.embed_norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
+        self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.head: LMHead | None = LMHead(cfg.hidden_size, cfg.vocab_size)
+        self.tie()
+        # Buffers with one entry per head: a plan shards them as it shards the heads.
+        self.register_buffer("slopes", torch.empty(cfg.n_heads), persistent=False)
+        self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
+
+    def tie(self) -> None:
+        """One parameter, two owners. Called again after anything that replaces parameters."""
+        if self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """One microbatch through the layers this stage holds.
+
+        Args:
+            tokens: [B, S] int64, or on later stages the hidden state [B, S, D].
+            labels: [B, S] int64; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
+            position_ids: [B, S] int64; ALiBi's distances are differences of these (default: of places in the sequence).
+            document_ids: [B, S] int64; attention stays inside a document.
+
+        Returns:
+            The fp32 sum of token losses, without labels the logits [B, S, V]; on earlier stages the hidden state.
+
+        Raises:
+            ValueError: dropout in training without sample_ids.
+        """
+        if self.training and sample_ids is None and max(self.cfg.hidden_dropout, self.cfg.attention_dropout) > 0:
+            raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
+        fused = not (self.training and self.cfg.attention_dropout > 0)
+        bias = causal_alibi(self.slopes, tokens.shape[1], position_ids, document_ids, fused)
+        h = tokens
+        if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
+            h = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids)
+        for layer in self.layers.values():
+            h = layer(h, bias, self.head_ids, sample_ids)
+        if self.norm is not None and self.head is not None:
+            h = self.head(self.norm(h), labels)
+        return h
+
+    def init_buffers(self, seed: int) -> None:
+        """Values of everything that is not a parameter; needed after `to_empty`."""
+        self.slopes.copy_(alibi_slopes(self.cfg.n_heads))
+        self.head_ids.copy_(torch.arange(self.cfg.n_heads))
+        for name, module in self.named_modules():
+            if isinstance(module, KeyedDropout):
+                module.key.fill_(keyed.key(seed, name))
+
+
+def init_std(cfg: config.Model, name: str) -> float | None:
+    """std of N(0, std) for the parameter of that name; None for biases (0) and LayerNorm weights (1).
+
+    The two layers that write to the residual are scaled down by sqrt(2 L) (Megatron `scaled_init_method_normal`).
+    """
+    if name.endswith("bias") or "norm" in name:
+        return None
+    if name.endswith(("attn.out.weight", "mlp.down.weight")):
+        return cfg.init_std / math.sqrt(2 * cfg.n_layers)
+    return cfg.init_std
+
+
+# Our name -> transformers' BloomForCausalLM name; fused QKV rows have the same order in both, so nothing is permuted.
+HF_KEYS = {
+    "embed.": "transformer.word_embeddings.",
+    "embed_norm.": "transformer.word_embeddings_layernorm.",
+    "layers.{}.attn_norm.": "transformer.h.{}.input_layernorm.",
+    "layers.{}.attn.qkv.": "transformer.h.{}.self_attention.query_key_value.",
+    "layers.{}.attn.out.": "transformer.h.{}.self_attention.dense.",
+    "layers.{}.mlp_norm.": "transformer.h.{}.post_attention_layernorm.",
+    "layers.{}.mlp.up.": "transformer.h.{}.mlp.dense_h_to_4h.",
+    "layers.{}.mlp.down.": "transformer.h.{}.mlp.dense_4h_to_h.",
+    "norm.": "transformer.ln_f.",
+}

@@ -1,0 +1,41 @@
+"""Sampling from a model, token by token without a cache of keys and values: to look at a model, not to serve it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, tokens: list[int], n: int, *, eod_id: int, seed: int, temperature: float = 0.8, top_k: int = 50
+) -> list[int]:
+    """Up to `n` tokens that follow `tokens`; ends early before an end-of-document.
+
+    Args:
+        temperature: of the softmax; 0 takes the most probable token.
+        top_k: only the k most probable tokens are drawn from; 0 = all.
+
+    Raises:
+        ValueError: an empty prompt.
+    """
+    if not tokens:
+        raise ValueError("the prompt has no tokens; give at least one character (--prompt)")
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    sequence = torch.tensor([tokens], device=device)
+    for _ in range(n):
+        logits = model(sequence)[0, -1].float()
+        if temperature == 0:
+            token = logits.argmax(keepdim=True)
+        else:
+            if top_k:
+                logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
+            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        if token.item() == eod_id:
+            break
+        sequence = torch.cat([sequence, token[None]], dim=1)
+    model.train(was_training)
+    return sequence[0, len(tokens) :].tolist()

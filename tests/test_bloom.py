@@ -1,0 +1,176 @@
+"""models/bloom.py against transformers' BloomForCausalLM, and its published sizes."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BloomConfig, BloomForCausalLM
+
+from dtmega import config, models
+from dtmega.models.bloom import HF_KEYS, Bloom, init_std
+from dtmega.parallelize import init_weights
+
+V, S = 131, 77
+
+
+def hf_name(name: str) -> str:
+    for ours, theirs in HF_KEYS.items():
+        if match := re.match("^" + re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
+            return theirs.format(*match.groups()) + name[match.end() :]
+    raise AssertionError(f"{name} is in no row of HF_KEYS")
+
+
+def small(n_heads: int, **keys) -> Bloom:
+    cfg = config.Model(vocab_size=V, hidden_size=8 * n_heads, n_layers=2, n_heads=n_heads, **keys)
+    model = models.build(cfg)
+    init_weights(model, seed=1)
+    return model
+
+
+def pair(n_heads: int, post_layernorm: bool = False) -> tuple[Bloom, BloomForCausalLM]:
+    """The same weights in both, with biases and norms perturbed so that a missing or doubled term shows."""
+    ours = small(n_heads, apply_residual_connection_post_layernorm=post_layernorm)
+    theirs = BloomForCausalLM(
+        BloomConfig(
+            vocab_size=V,
+            hidden_size=8 * n_heads,
+            n_layer=2,
+            n_head=n_heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            apply_residual_connection_post_layernorm=post_layernorm,
+        )
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+            theirs.get_parameter(hf_name(name)).copy_(p)
+    return ours, theirs
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(V, (2, S), generator=generator)
+    return tokens, tokens.roll(-1, dims=1)
+
+
+def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((ours - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("post_layernorm", [False, True])
+@pytest.mark.parametrize("n_heads", [6, 8, 12])
+def test_logits_equal_hugging_face(n_heads, post_layernorm):
+    ours, theirs = pair(n_heads, post_layernorm)
+    tokens, _ = batch()
+    assert error(ours(tokens), theirs(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize("post_layernorm", [False, True])
+@pytest.mark.parametrize("n_heads", [6, 8, 12])
+def test_loss_and_every_gradient_equal_hugging_face(n_heads, post_layernorm):
+    ours, theirs = pair(n_heads, post_layernorm)
+    tokens, labels = batch()
+    loss = ours(tokens, labels)
+    truth = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    loss.backward()
+    truth.backward()
+    wrong = {}
+    for name, p in ours.named_parameters():
+        expected = theirs.get_parameter(hf_name(name)).grad
+        assert p.grad is not None
+        assert expected is not None
+        if error(p.grad, expected) > 1e-5:
+            wrong[name] = error(p.grad, expected)
+    assert wrong == {}
+
+
+def test_every_parameter_of_hugging_face_has_a_name_here():
+    ours, theirs = pair(6)
+    assert {hf_name(name) for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "count"),
+    [
+        (24, 1024, 16, 559_214_592),
+        (24, 1536, 16, 1_065_314_304),
+        (24, 2048, 16, 1_722_408_960),
+        (30, 2560, 32, 3_002_557_440),
+        (30, 4096, 32, 7_069_016_064),
+        (70, 14336, 112, 176_247_271_424),
+    ],
+)
+def test_published_sizes_have_the_published_parameter_counts(layers, hidden, heads, count):
+    with torch.device("meta"):
+        model = models.build(config.Model(vocab_size=250_880, hidden_size=hidden, n_layers=layers, n_heads=heads))
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_changing_a_token_leaves_earlier_outputs_bit_equal_and_changes_the_later_ones():
+    model = small(8).eval()
+    tokens, _ = batch()
+    before = model(tokens)
+    i = S // 2
+    tokens[:, i] = (tokens[:, i] + 1) % V
+    after = model(tokens)
+    assert torch.equal(after[:, :i], before[:, :i])
+    assert (after[:, i:] != before[:, i:]).any(-1).all()
+
+
+def test_a_document_in_a_packed_row_gives_the_logits_it_gives_alone():
+    model = small(6).eval()
+    tokens, _ = batch()
+    documents = torch.zeros_like(tokens)
+    documents[:, 30:] = 1
+    packed = model(tokens, document_ids=documents)
+    torch.testing.assert_close(packed[:, 30:], model(tokens[:, 30:]), atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_repeats_for_the_same_samples_and_differs_for_others():
+    model = small(6, hidden_dropout=0.1, attention_dropout=0.1)
+    tokens, labels = batch()
+    first, again, other = (model(tokens, labels, torch.tensor(ids)) for ids in ([1, 2], [1, 2], [3, 4]))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_no_two_dropout_sites_share_a_mask():
+    model = small(6, hidden_dropout=0.1, attention_dropout=0.1)
+    keys = [m.key.item() for m in model.modules() if isinstance(m, models.layers.KeyedDropout)]
+    assert len(keys) == len(set(keys)) == 1 + 3 * 2
+
+
+def test_dropout_in_training_without_sample_ids_is_refused():
+    with pytest.raises(ValueError, match="sample_ids"):
+        small(6, attention_dropout=0.1)(*batch())
+
+
+def test_initial_values_have_the_std_of_the_rule_and_norms_and_biases_are_neutral():
+    cfg = config.Model(vocab_size=1024, hidden_size=128, n_layers=2, n_heads=4, init_std=0.02)
+    model = models.build(cfg)
+    init_weights(model, seed=7)
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            assert (p == (1.0 if "norm" in name and name.endswith("weight") else 0.0)).all(), name
+        else:
+            scaled = "attn.out" in name or "mlp.down" in name
+            assert p.std().item() == pytest.approx(0.02 / 2 if scaled else 0.02, rel=0.03), name
+            assert init_std(cfg, name) == pytest.approx(0.02 / 2 if scaled else 0.02)
+
+
+def test_block_compiled_gives_the_same_loss_and_gradients():
+    tokens, labels = batch()
+    results = []
+    for compiled in (False, True):
+        model = small(6, hidden_dropout=0.1)
+        if compiled:
+            model.layers["1"].compile(fullgraph=True)
+        loss = model(tokens, labels, torch.tensor([1, 2]))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for eager, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-5)

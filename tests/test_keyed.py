@@ -1,0 +1,81 @@
+"""Randomness without state: claims about keyed.py."""
+
+import math
+
+import numpy as np
+import torch
+
+from dtmega import keyed
+
+
+def lowbias32(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32
+    return x ^ x >> 16
+
+
+def test_mix_is_the_published_hash_in_unsigned_arithmetic():
+    numbers = [0, 1, 2, 12345, 2**31 - 1, 2**31, 2**32 - 1]
+    lanes = torch.tensor(np.array(numbers, dtype=np.uint32).view(np.int32))
+    assert keyed.mix(lanes).numpy().view(np.uint32).tolist() == [lowbias32(n) for n in numbers]
+
+
+def test_fold_uses_the_upper_half_of_an_index():
+    index = torch.tensor([7, 7 + 2**32, 7 + 2**40])
+    assert len(set(keyed.fold(index).tolist())) == 3
+
+
+def test_normal_values_do_not_depend_on_their_neighbours_or_the_shape():
+    whole = keyed.normal(3, "w", torch.arange(10_000))
+    assert torch.equal(keyed.normal(3, "w", torch.arange(4567, 4592).view(5, 5)).flatten(), whole[4567:4592])
+
+
+def test_normal_values_do_not_depend_on_the_number_of_threads():
+    index = torch.arange(300_001)
+    one = keyed.normal(3, "w", index)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(keyed.normal(3, "w", index), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_normal_is_the_inverse_normal_distribution_of_the_hash():
+    index = torch.arange(1 << 16)
+    hashed = keyed.mix(keyed.mix(keyed.fold(index) ^ keyed.key(5, "n")) ^ keyed.key(5, "n#"))
+    uniform = (hashed.double() + 2**31 + 0.5) / 2**32
+    torch.testing.assert_close(
+        keyed.normal(5, "n", index).double(), torch.special.ndtri(uniform), atol=1e-6, rtol=1e-6
+    )
+
+
+def test_normal_has_the_moments_of_a_standard_normal():
+    n = 1 << 20
+    x = keyed.normal(1, "moments", torch.arange(n)).double()
+    five_sigma = 5 / math.sqrt(n)
+    assert abs(x.mean()) < five_sigma
+    assert abs(x.square().mean() - 1) < five_sigma * math.sqrt(2)
+    assert abs(x.pow(4).mean() - 3) < five_sigma * math.sqrt(96)
+    assert abs((x[1:] * x[:-1]).mean()) < five_sigma
+
+
+def test_another_seed_or_name_gives_other_values():
+    index = torch.arange(1000)
+    a, b, c = (keyed.normal(s, n, index) for s, n in ((1, "a"), (2, "a"), (1, "b")))
+    assert torch.stack([a, b, c]).corrcoef().sub(torch.eye(3)).abs().max() < 0.2
+
+
+def test_keep_drops_the_share_it_is_told_and_neighbours_are_independent():
+    p, rows, columns = 0.1, 4096, 1024
+    mask = keyed.keep(p, keyed.mix(torch.arange(rows, dtype=torch.int32)), torch.arange(columns, dtype=torch.int32))
+    centred = mask.double() - (1 - p)
+    five_sigma = 5 / math.sqrt(rows * columns)
+    assert abs(centred.mean()) < five_sigma * math.sqrt(p * (1 - p))
+    for neighbours in (centred[:, 1:] * centred[:, :-1], centred[1:] * centred[:-1]):
+        assert abs(neighbours.mean() / (p * (1 - p))) < five_sigma
+
+
+def test_keep_with_probability_zero_keeps_everything():
+    assert keyed.keep(0.0, torch.arange(100, dtype=torch.int32), torch.arange(100, dtype=torch.int32)).all()

@@ -1,0 +1,106 @@
+"""Claims about optim.py; the truth is Megatron's formulas, written out."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dtmega.config import Optim
+from dtmega.optim import build_optimizer, clip_gradients, learning_rate
+
+
+def megatron(num: int, schedule: str, warmup: int, end: int, peak: float, low: float, tail: int = 0) -> float:
+    """OptimizerParamScheduler.get_lr."""
+    if warmup > 0 and num <= warmup:
+        return peak * num / warmup
+    if schedule == "constant":
+        return peak
+    if schedule == "inverse-square-root":
+        return max(low, peak * max(warmup, 1) ** 0.5 / num**0.5)
+    if num > end:
+        return low
+    if schedule == "WSD":
+        return peak if num <= end - tail else low + (1 - (num - (end - tail)) / tail) * (peak - low)
+    ratio = (num - warmup) / (end - warmup)
+    coefficient = 1 - ratio if schedule == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1)
+    return low + coefficient * (peak - low)
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("constant", "constant"),
+        ("linear", "linear"),
+        ("cosine", "cosine"),
+        ("inverse-sqrt", "inverse-square-root"),
+        ("wsd", "WSD"),
+    ],
+)
+def test_curve_is_megatrons(ours, theirs, warmup):
+    optim = Optim(lr=3e-4, min_lr=1e-5, schedule=ours, warmup=warmup, decay=100, wsd_decay=30)
+    for progress in range(1, 130):
+        expected = megatron(progress, theirs, warmup, 100, 3e-4, 1e-5, 30)
+        assert learning_rate(optim, progress, total=500) == pytest.approx(expected, rel=1e-12), progress
+
+
+def test_without_a_decay_length_the_decay_ends_with_the_training():
+    optim = Optim(lr=1e-3, min_lr=1e-4, schedule="cosine", warmup=5)
+    assert learning_rate(optim, 200, total=200) == 1e-4
+    assert learning_rate(optim, 199, total=200) > 1e-4
+
+
+def test_the_first_update_already_moves():
+    assert learning_rate(Optim(lr=1e-3, warmup=10), 1, total=100) == pytest.approx(1e-4)
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+def test_matrices_and_embeddings_decay_biases_and_norms_do_not():
+    model = Toy()
+    optimizer = build_optimizer(model, Optim(weight_decay=0.3))
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
+        "embed.weight": 0.3,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "head.bias": 0.0,
+    }
+
+
+def with_gradients() -> Toy:
+    model = Toy()
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, i + 1.0)
+    return model
+
+
+def test_norm_is_over_all_gradients_and_counts_a_tied_weight_once():
+    expected = math.sqrt(20 * 1**2 + 4 * 2**2 + 4 * 3**2 + 5 * 4**2)
+    assert clip_gradients(with_gradients().parameters(), 0).item() == pytest.approx(expected)
+
+
+def test_clipping_scales_by_megatrons_factor_and_zero_only_measures():
+    model = with_gradients()
+    norm = clip_gradients(model.parameters(), 2.0).item()
+    assert model.norm.bias.grad is not None
+    assert model.norm.bias.grad[0].item() == pytest.approx(3.0 * 2.0 / (norm + 1e-6))
+    model = with_gradients()
+    clip_gradients(model.parameters(), 0)
+    assert model.norm.bias.grad is not None
+    assert model.norm.bias.grad[0].item() == 3.0
+
+
+def test_a_norm_below_the_limit_changes_nothing():
+    model = with_gradients()
+    clip_gradients(model.parameters(), 1e6)
+    assert model.norm.bias.grad is not None
+    assert (model.norm.bias.grad == 3.0).all()

@@ -1,0 +1,291 @@
+"""train.py as a user runs it, on a corpus and a model small enough for seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from dtmega import config
+from dtmega.__main__ import main as command
+from dtmega.data.indexed import IndexedWriter
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCAB = 257  # the bytes and end-of-document
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Documents of a counting pattern, which any model learns in a few steps."""
+    prefix = tmp_path_factory.mktemp("corpus") / "counting"
+    rng = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(200):
+            start, length = rng.integers(0, 200), rng.integers(20, 80)
+            writer.add([*((start + np.arange(length)) % 256).tolist(), VOCAB - 1])
+    return str(prefix)
+
+
+def arguments(run_dir: Path, corpus: str, **overrides: object) -> list[str]:
+    """Keys are section__key."""
+    keys = {
+        "run__dir": run_dir,
+        "model__vocab_size": VOCAB,
+        "model__hidden_size": 32,
+        "model__n_layers": 2,
+        "model__n_heads": 4,
+        "data__path": corpus,
+        "data__tokenizer": "bytes",
+        "data__seq_len": 32,
+        "data__split": "8,1,1",
+        "data__num_workers": 0,
+        "batch__micro_batch_size": 4,
+        "batch__global_batch_size": 8,
+        "optim__lr": 1e-2,
+        "train__steps": 10,
+        "eval__interval": 5,
+        "eval__steps": 2,
+        "eval__sample_tokens": 4,
+        "log__tensorboard": "false",
+        "checkpoint__interval": 0,
+    } | overrides
+    flags = [word for k, v in keys.items() for word in ("--" + k.replace("__", "."), str(v))]
+    return ["--config", str(ROOT / "configs" / "bloom.toml"), *flags]
+
+
+def run(run_dir: Path, corpus: str, **overrides: object) -> int:
+    """train.py in this process; signal handlers are put back."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return train.main(arguments(run_dir, corpus, **overrides))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run_dir) if "loss" in line]
+
+
+def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsys):
+    assert run(tmp_path, corpus, train__steps=30, log__tensorboard="true", checkpoint__interval=10) == 0
+    steps = [line for line in metrics(tmp_path) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 31))
+    contract = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "peak_memory_bytes", "step_time_s"}
+    assert contract <= steps[0].keys()
+    assert steps[-1]["tokens"] == 30 * 8 * 32
+    validation = [line["val_loss"] for line in metrics(tmp_path) if "val_loss" in line]
+    assert len(validation) == 1 + 30 // 5
+    assert validation[-1] < validation[0] - 1
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard"}
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000020", "step-00000030"]
+    output = capsys.readouterr().out
+    assert "ppl" in output
+    assert "a sample:\ndef " in output
+    assert str(tmp_path) in output
+
+
+def test_the_resolved_config_runs_again_and_gives_the_same_losses(tmp_path, corpus):
+    run(tmp_path / "a", corpus)
+    resolved = tmp_path / "a" / "config.toml"
+    assert train.main(["--config", str(resolved), "--run.dir", str(tmp_path / "b")]) == 0
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_path, corpus, workers):
+    keys = {"train__steps": 40, "data__num_workers": workers, "model__hidden_dropout": 0.1, "log__interval": 1}
+    keys |= {"model__attention_dropout": 0.1, "batch__rampup": "[4, 4, 100]"}
+    assert run(tmp_path / "whole", corpus, **keys) == 0
+    argv = [sys.executable, str(ROOT / "train.py"), *arguments(tmp_path / "cut", corpus, **keys)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (path := tmp_path / "cut" / "metrics.jsonl").exists() or path.read_text().count("grad_norm") < 3:
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.01)
+    first.send_signal(signal.SIGTERM)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert "stopped after step" in output
+    done = len(losses(tmp_path / "cut"))
+    assert 3 <= done < 40
+    assert run(tmp_path / "cut", corpus, **keys) == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 41))
+
+
+def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, corpus):
+    run(tmp_path / "whole", corpus)
+    for expected in (4, 8, 10):
+        assert run(tmp_path / "cut", corpus, train__exit_interval=4) == 0
+        assert len(losses(tmp_path / "cut")) == expected
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_exit_duration_saves_after_the_step_that_passes_it(tmp_path, corpus):
+    assert run(tmp_path, corpus, train__exit_duration_min=1e-9) == 0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path, corpus, capsys):
+    run(tmp_path, corpus)
+    before = metrics(tmp_path)
+    assert run(tmp_path, corpus) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert [line for line in metrics(tmp_path) if "loss" in line] == [line for line in before if "loss" in line]
+
+
+def test_a_named_older_checkpoint_is_where_the_run_goes_on_and_newer_ones_are_kept_aside(tmp_path, corpus):
+    run(tmp_path, corpus, checkpoint__interval=4, checkpoint__keep=9)
+    before = losses(tmp_path)
+    older = tmp_path / "checkpoints" / "step-00000004"
+    assert run(tmp_path, corpus, checkpoint__resume=older) == 0
+    assert losses(tmp_path) == before
+    aside = sorted(path.name for path in (tmp_path / "checkpoints" / "superseded-1").iterdir())
+    assert aside == ["step-00000008", "step-00000010"]
+
+
+def test_microbatches_do_not_change_the_numbers(tmp_path, corpus):
+    curves = []
+    for size in (8, 4, 1):
+        run(tmp_path / str(size), corpus, batch__micro_batch_size=size, model__hidden_dropout=0.1)
+        curves.append(losses(tmp_path / str(size)))
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_bf16_follows_fp32_within_its_rounding(tmp_path, corpus):
+    run(tmp_path / "fp32", corpus)
+    run(tmp_path / "bf16", corpus, precision__params="bfloat16")
+    # bf16 has 8 bits: 2^-9 per rounding; ten steps at this learning rate amplify it to about 1e-2.
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=2e-2)
+    assert losses(tmp_path / "bf16") != losses(tmp_path / "fp32")
+
+
+def test_masks_and_resets_change_the_loss_and_train(tmp_path, corpus):
+    run(tmp_path / "plain", corpus)
+    for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        assert run(tmp_path / key, corpus, **{f"data__{key}": "true"}) == 0
+        assert losses(tmp_path / key) != losses(tmp_path / "plain"), key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model__n_head": 4}, "did you mean 'n_heads'"),
+        ({"model__n_heads": 5}, "n_heads=5 does not divide hidden_size=32"),
+        ({"optim__lr": "fast"}, "[optim] lr"),
+        ({"model__vocab_size": 256}, "vocab_size=256 is smaller than the 257 ids"),
+        ({"data__path": "no/such"}, "no/such"),
+        ({"data__seq_len": 100_000}, "seq_len"),
+        ({"data__tokenizer": "nonsense"}, "nonsense"),
+        ({"checkpoint__resume": "no/such"}, "no/such is not a checkpoint"),
+        ({"run__device": "cuda"}, "has 0"),
+    ],
+)
+def test_what_cannot_be_is_one_message_and_exit_code_2_before_any_process_group(
+    tmp_path, corpus, capsys, overrides, message
+):
+    if torch.cuda.is_available() and "run__device" in overrides:
+        overrides, message = {"run__device": "tpu"}, "tpu"
+    assert run(tmp_path / "run", corpus, **overrides) == 2
+    assert message in capsys.readouterr().err
+    assert not dist.is_initialized()
+    assert not (tmp_path / "run").exists()
+
+
+def test_ids_outside_the_vocabulary_name_the_file(tmp_path, capsys):
+    prefix = tmp_path / "wrong"
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(100):
+            writer.add([1] * 50 + [999])
+    assert run(tmp_path / "run", str(prefix)) == 2
+    assert "wrong.bin" in capsys.readouterr().err
+
+
+def poison(monkeypatch, steps: set[int], value: float) -> None:
+    """The loss of these steps is multiplied by `value`."""
+    honest = train.parallelize
+    calls = []
+
+    def build(*args):
+        model = honest(*args)
+        forward = model.forward
+
+        def poisoned(*inputs, **keywords):
+            loss = forward(*inputs, **keywords)
+            if torch.is_grad_enabled():
+                calls.append(None)
+            return loss * value if torch.is_grad_enabled() and len(calls) in steps else loss
+
+        monkeypatch.setattr(model, "forward", poisoned)
+        return model
+
+    monkeypatch.setattr(train, "parallelize", build)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_skipped_counted_and_logged_with_its_samples(
+    tmp_path, corpus, monkeypatch, capsys, value
+):
+    poison(monkeypatch, {3}, value)
+    assert run(tmp_path, corpus, batch__micro_batch_size=8) == 0
+    (line,) = [line for line in metrics(tmp_path) if line.get("skipped")]
+    assert (line["step"], line["sample_ids"], line["loss"]) == (3, [16, 24], None)
+    assert "skipped" in capsys.readouterr().out
+    state = json.loads((tmp_path / "checkpoints" / "step-00000010" / "state.json").read_text())
+    assert state["progress"]["skipped"] == 1
+
+
+def test_a_skipped_step_changes_no_weight(tmp_path, corpus, monkeypatch):
+    poison(monkeypatch, {3}, float("nan"))
+    run(tmp_path, corpus, batch__micro_batch_size=8, eval__interval=1, train__steps=4)
+    validation = {line["step"]: line["val_loss"] for line in metrics(tmp_path) if "val_loss" in line}
+    assert validation[3] == validation[2]
+    assert validation[4] != validation[3]
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus, monkeypatch):
+    poison(monkeypatch, set(range(3, 100)), float("nan"))
+    with pytest.raises(RuntimeError, match="4 steps in a row .* samples 40 to 47"):
+        run(tmp_path, corpus, batch__micro_batch_size=8, train__max_skipped=3)
+
+
+def test_generate_continues_a_prompt_from_the_last_checkpoint(tmp_path, corpus, capsys):
+    run(tmp_path, corpus, train__steps=60)
+    capsys.readouterr()
+    prompt = "ABCDEFGH"
+    assert command(["generate", "--run", str(tmp_path), "--prompt", prompt, "--tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.strip() == "ABCDEFGHIJKL"  # the corpus counts
+
+
+def test_generate_without_a_run_says_so(tmp_path, capsys):
+    assert command(["generate", "--run", str(tmp_path), "--prompt", "x"]) == 2
+    assert "config.toml" in capsys.readouterr().err
+
+
+def test_help_lists_every_key(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    assert stop.value.code == 0
+    output = capsys.readouterr().out
+    for section, info in config.Config.model_fields.items():
+        assert isinstance(info.annotation, type)
+        for key in info.annotation.model_fields:  # pyright: ignore[reportAttributeAccessIssue]
+            assert f"--{section}.{key} " in output
