@@ -1,0 +1,30 @@
+# make train [ARGS="--section.key value ..."]   install on first use, then train the default model
+# make test                                     install on first use, then lint, types and tests
+PYTHON ?= python3
+
+.PHONY: train test
+
+train: .venv/installed
+	.venv/bin/torchrun train.py --config bloom.toml $(ARGS)
+
+test: .venv/installed-test
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/basedpyright
+	.venv/bin/pytest
+
+# A stamp, newer than what it was made from, makes the second call instant; a killed install leaves none.
+.venv/installed: pyproject.toml constraints.txt
+	$(call install,.)
+	touch $@
+
+.venv/installed-test: pyproject.toml constraints.txt
+	$(call install,.[test])
+	touch .venv/installed $@
+
+define install
+@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \
+	"dtmega needs Python >= 3.10, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.11")'
+$(PYTHON) -m venv .venv
+.venv/bin/pip install --disable-pip-version-check -c constraints.txt -e '$(1)'
+endef

@@ -1,0 +1,225 @@
+"""What a step reports, and where it goes: a progress line, `metrics.jsonl`, TensorBoard.
+
+    metrics = Metrics(config, device, world_size, start_step=step, write=rank == 0)
+    metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
+    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has it
+    metrics.close()
+
+`metrics.jsonl` is the record: one object per line, whole after any crash, each step once. A number that JSON cannot
+hold (NaN, infinity) is null there, and `reason` says what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from dtmega import cost
+from dtmega.config import Config
+
+
+class Metrics:
+    """The sinks of one run. On a process without `write` every method does nothing.
+
+    Args:
+        device: what this process computes on; the `world_size` processes are taken to have one like it each.
+        start_step: the step the run resumes after, 0 for a new run. Lines of later steps, left by a run that was killed
+            after its last checkpoint, are cut from metrics.jsonl and hidden in TensorBoard; a new run starts both anew.
+    """
+
+    def __init__(
+        self, config: Config, device: torch.device, world_size: int, *, start_step: int = 0, write: bool = True
+    ) -> None:
+        self.write = write
+        if not write:
+            return
+        self._device = device
+        self._seq_len = config.data.seq_len
+        self._interval = config.log.interval
+        self._total_steps = config.total_steps()
+        self._flops_per_token = cost.flops_per_token(config.model, config.data.seq_len)
+        self._peak_flops = world_size * peak_flops(device, config.precision.params)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
+        self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
+
+        run_dir = Path(config.run.dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "metrics.jsonl"
+        keep_until(path, start_step)
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time: what a killed run wrote is there
+        self._tensorboard = None
+        if config.log.tensorboard:
+            purge_step = start_step + 1 if start_step else 0
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step, flush_secs=10)
+        self._bar = None
+        if sys.stderr.isatty():
+            layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
+            self._bar = tqdm(total=self._total_steps, initial=start_step, bar_format=layout, dynamic_ncols=True)
+
+    def step(self, step: int, loss: float, grad_norm: float, lr: float, *, samples: range, step_time_s: float) -> None:
+        """A training step: `samples` are the global indices of its sequences, `loss` the mean over its tokens.
+
+        `tokens` counts from the start of the run, `tokens_per_s` is of all processes, `peak_memory_bytes` of this one.
+        """
+        if not self.write:
+            return
+        tokens = len(samples) * self._seq_len
+        self._record(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=samples.stop * self._seq_len,
+            tokens_per_s=tokens / step_time_s,
+            mfu=tokens / step_time_s * self._flops_per_token / self._peak_flops,
+            peak_memory_bytes=peak_memory_bytes(self._device),
+            step_time_s=step_time_s,
+        )
+        self._recent.append((tokens, step_time_s))
+        self._first = self._first or (step, time.monotonic())
+        speed = f"{self._tokens_per_s():,.0f} tok/s | eta {tqdm.format_interval(self._eta_s(step))}"
+        if self._bar:
+            self._bar.set_description_str(f" | loss {loss:.4f} | {speed}", refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif self._interval and (step % self._interval == 0 or step == self._total_steps):
+            self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {speed}")
+
+    def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range) -> None:
+        """A step that changed no weight, because its loss or gradient is not finite; `reason` names which."""
+        if not self.write:
+            return
+        reason = self._record(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens=samples.stop * self._seq_len,
+            skipped=True,
+            sample_ids=[samples.start, samples.stop],
+        )
+        self._line(step, f"skipped: {reason} | samples {samples.start} to {samples.stop - 1}")
+
+    def validation(self, step: int, loss: float) -> None:
+        """The mean loss over the validation tokens, after `step` steps."""
+        if self.write:
+            self._record(step, val_loss=loss)
+            self._line(step, f"val loss {loss:.4f} | ppl {perplexity(loss):.2f}")
+
+    def test(self, step: int, loss: float) -> None:
+        """The mean loss over the test tokens, of the finished model."""
+        if self.write:
+            self._record(step, test_loss=loss)
+            self._line(step, f"test loss {loss:.4f} | ppl {perplexity(loss):.2f}")
+
+    def message(self, text: str) -> None:
+        """A line of its own on stdout, above the bar if there is one."""
+        if self.write:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if not self.write:
+            return
+        if self._bar:
+            self._bar.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        self._file.close()
+
+    def _record(self, step: int, **values: Any) -> str:
+        """To metrics.jsonl and TensorBoard; returns what JSON could not hold, in words."""
+        odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
+        record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self._tensorboard:
+            for name, value in values.items():
+                if name not in odd and name not in ("skipped", "sample_ids"):
+                    self._tensorboard.add_scalar(name, value, step)
+        return reason
+
+    def _line(self, step: int, text: str) -> None:
+        self.message(f"step {step}/{self._total_steps} | {text}")
+
+    def _tokens_per_s(self) -> float:
+        return sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)
+
+    def _eta_s(self, step: int) -> float:
+        """From the time since the first step, which compiles and warms up, so that evaluation and checkpoints count."""
+        assert self._first is not None
+        first_step, ended = self._first
+        per_step = (time.monotonic() - ended) / (step - first_step) if step > first_step else self._recent[-1][1]
+        return per_step * (self._total_steps - step)
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Cut from a metrics.jsonl what a run that resumes after `step` will write again (all of it after step 0).
+
+    Lines that are not whole go as well. The file is exchanged in one rename.
+    """
+    if not path.exists():
+        return
+    aside = path.with_suffix(".jsonl.tmp")
+    with path.open(encoding="utf-8", errors="replace") as old, aside.open("w", encoding="utf-8") as new:
+        for line in old:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if line.endswith("\n") and step and record["step"] <= step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    aside.replace(path)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), the loss cut at 20 as in Megatron-LM's `training.py`."""
+    return math.exp(min(loss, 20.0))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process has held since it started: the allocator's tensors on a GPU, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB, but bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+def peak_flops(device: torch.device, dtype: str) -> float:
+    """What MFU is a fraction of: the datasheet's FLOP/s for a GPU known to `cost`, else `matmul_flops`, measured here.
+
+    The second makes MFU a ratio to what this machine can do, so such figures do not compare across machines.
+    """
+    known = cost.peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return known or matmul_flops(device, getattr(torch, dtype))
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest square matrix product. The size doubles until one takes 10 ms: 0.1 s in all on a CPU."""
+    best = 0.0
+    for n in (256, 512, 1024, 2048, 4096):
+        a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
+        seconds = min(_seconds(a) for _ in range(3))
+        best = max(best, 2 * n**3 / seconds)
+        if seconds > 0.01:
+            break
+    return best
+
+
+def _seconds(a: torch.Tensor) -> float:
+    start = time.perf_counter()
+    product = a @ a
+    if product.is_cuda:
+        torch.cuda.synchronize(product.device)
+    return time.perf_counter() - start

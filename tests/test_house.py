@@ -1,0 +1,164 @@
+"""The house stands: every file of dtmega belongs to a room, and imports go down a level, or sideways with leave."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+# A room is a file or a folder of dtmega/, or train.py. Its level, and the rooms of the same level it may import.
+ROOMS: dict[str, tuple[int, set[str]]] = {
+    "__init__": (0, set()),
+    "config": (0, set()),
+    "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
+    "mesh": (1, set()),
+    "attention": (1, {"keyed"}),  # dropout on the probabilities
+    "cost": (1, set()),
+    "optim": (1, set()),
+    "metrics": (1, {"cost"}),
+    "data": (1, set()),
+    "models": (2, set()),
+    "plans": (2, set()),
+    "fsdp": (2, set()),
+    "pipelining": (2, set()),
+    "checkpoint": (2, set()),
+    "parallelize": (3, set()),
+    "planner": (4, set()),
+    "__main__": (5, set()),
+    "train": (5, set()),
+}
+
+
+def modules(repo: Path) -> dict[str, Path]:
+    """Dotted name -> file, of dtmega and train.py; a package is named without its __init__."""
+    found = {}
+    for path in [*(repo / "dtmega").rglob("*.py"), *repo.glob("train.py")]:
+        parts = path.relative_to(repo).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room(module: str) -> str:
+    """dtmega.data.samples -> data, dtmega -> __init__, train -> train"""
+    parts = module.split(".")
+    return parts[-1] if parts == ["train"] else (*parts, "__init__")[1]
+
+
+def arrows(repo: Path) -> dict[str, set[str]]:
+    """Module -> the modules of the house it imports, wherever in the file the import stands."""
+    known = modules(repo)
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                # `from package import name` is an arrow to the module package.name, or else to the package itself.
+                names |= {f"{source}.{a.name}" if f"{source}.{a.name}" in known else source for a in node.names}
+        graph[module] = (names & known.keys()) - {module}
+    return graph
+
+
+def unhoused(repo: Path) -> list[str]:
+    return sorted(module for module in modules(repo) if room(module) not in ROOMS)
+
+
+def forbidden(repo: Path) -> list[str]:
+    """Arrows between rooms that run up, or sideways without leave."""
+    wrong = []
+    for module, targets in arrows(repo).items():
+        for target in targets:
+            (level, beside), there = ROOMS[room(module)], room(target)
+            if there != room(module) and ROOMS[there][0] >= level and there not in beside:
+                wrong.append(f"{module} (level {level}) -> {target} (level {ROOMS[there][0]})")
+    return sorted(wrong)
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, and those that import them; empty if there is none."""
+    left = {module: set(targets) for module, targets in graph.items()}
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
+    return sorted(left)
+
+
+def plant(repo: Path, files: dict[str, str]) -> Path:
+    """A house of the given files in `repo`."""
+    for name, text in files.items():
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text(text)
+    return repo
+
+
+def test_every_file_has_a_room():
+    assert unhoused(REPO) == []
+
+
+def test_no_import_runs_up_or_sideways_without_leave():
+    assert forbidden(REPO) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert cycle(arrows(REPO)) == []
+
+
+def test_only_parallelize_brings_models_and_plans_together():
+    graph = arrows(REPO)
+    both = [m for m, targets in graph.items() if {"models", "plans"} <= {room(t) for t in targets}]
+    assert set(both) <= {"dtmega.parallelize"}
+
+
+def test_a_planted_file_without_a_room_is_found(tmp_path: Path):
+    assert unhoused(plant(tmp_path, {"dtmega/utils.py": ""})) == ["dtmega.utils"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import dtmega.parallelize",
+        "from dtmega import parallelize",
+        "from dtmega.parallelize import parallelize",
+        "from ..parallelize import parallelize",
+        "from .. import parallelize",
+        "def f():\n    from dtmega.parallelize import parallelize",
+        "if TYPE_CHECKING:\n    import dtmega.parallelize as p",
+    ],
+)
+def test_a_planted_upward_import_is_found_however_it_is_written(tmp_path: Path, text: str):
+    plant(tmp_path, {"dtmega/parallelize.py": "", "dtmega/models/bloom.py": text})
+    assert forbidden(tmp_path) == ["dtmega.models.bloom (level 2) -> dtmega.parallelize (level 3)"]
+
+
+def test_a_planted_sideways_import_is_found(tmp_path: Path):
+    plant(tmp_path, {"dtmega/plans/bloom.py": "", "dtmega/models/bloom.py": "from dtmega.plans import bloom"})
+    assert forbidden(tmp_path) == ["dtmega.models.bloom (level 2) -> dtmega.plans.bloom (level 2)"]
+
+
+def test_a_planted_import_of_train_is_found(tmp_path: Path):
+    plant(tmp_path, {"train.py": "", "dtmega/planner.py": "import train"})
+    assert forbidden(tmp_path) == ["dtmega.planner (level 4) -> train (level 5)"]
+
+
+def test_downward_imports_and_sideways_ones_with_leave_are_fine(tmp_path: Path):
+    text = "import torch\nfrom dtmega import config, cost"
+    plant(tmp_path, {"dtmega/config.py": "", "dtmega/cost.py": "", "dtmega/metrics.py": text})
+    assert (forbidden(tmp_path), arrows(tmp_path)["dtmega.metrics"]) == ([], {"dtmega.config", "dtmega.cost"})
+
+
+def test_a_planted_circle_is_found_and_names_those_in_it(tmp_path: Path):
+    files = {
+        "dtmega/data/__init__.py": "",
+        "dtmega/data/indexed.py": "from dtmega.data.samples import x",
+        "dtmega/data/samples.py": "from .loader import x",
+        "dtmega/data/loader.py": "def f():\n    from . import indexed",
+        "dtmega/data/tokenizer.py": "",
+    }
+    assert cycle(arrows(plant(tmp_path, files))) == ["dtmega.data.indexed", "dtmega.data.loader", "dtmega.data.samples"]

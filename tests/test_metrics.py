@@ -1,0 +1,318 @@
+"""metrics.py: the record a run leaves in metrics.jsonl, what it prints, and what survives a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from tensorboardX.proto.event_pb2 import Event
+
+from dtmega import config, cost, metrics
+from dtmega.metrics import Metrics
+
+SEQ_LEN, STEPS, BATCH = 16, 6, 4
+
+
+class Start(Protocol):
+    def __call__(self, start_step: int = 0, world_size: int = 1, write: bool = True, **log: Any) -> Metrics: ...
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Metrics of a run in tmp_path on a machine of 1 TFLOP/s, closed at the end."""
+    monkeypatch.setattr(metrics, "matmul_flops", lambda device, dtype: 1e12)
+    with contextlib.ExitStack() as stack:
+
+        def start(start_step: int = 0, world_size: int = 1, write: bool = True, **log: Any) -> Metrics:
+            settings = config.Config(
+                run=config.Run(dir=str(tmp_path)),
+                data=config.Data(seq_len=SEQ_LEN),
+                train=config.Train(steps=STEPS),
+                log=config.Log(**{"interval": 2, "tensorboard": False} | log),
+            )
+            run = Metrics(settings, torch.device("cpu"), world_size, start_step=start_step, write=write)
+            return stack.enter_context(contextlib.closing(run))
+
+        yield start
+
+
+def take(run: Metrics, step: int, loss: float = 4.0, **others: Any) -> None:
+    values = {"grad_norm": 0.8, "lr": 1e-3, "step_time_s": 0.5} | others
+    run.step(step, loss, **values, samples=range((step - 1) * BATCH, step * BATCH))
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_a_step_has_the_keys_of_the_contract(start: Start, tmp_path: Path):
+    take(start(), 1)
+    assert list(lines(tmp_path)[0]) == [
+        *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "peak_memory_bytes", "step_time_s")
+    ]
+
+
+def test_loss_and_gradient_norm_are_read_back_to_the_bit(start: Start, tmp_path: Path):
+    loss, grad_norm = 10 / 3, 2**-0.5
+    take(start(), 1, loss, grad_norm=grad_norm)
+    assert (lines(tmp_path)[0]["loss"], lines(tmp_path)[0]["grad_norm"]) == (loss, grad_norm)
+
+
+def test_tokens_count_from_the_start_of_the_run_when_it_resumes(start: Start, tmp_path: Path):
+    take(start(start_step=4), 5)
+    assert lines(tmp_path)[0]["tokens"] == 5 * BATCH * SEQ_LEN
+
+
+def test_tokens_per_second_are_those_of_this_step(start: Start, tmp_path: Path):
+    run = start()
+    take(run, 1, step_time_s=100.0)
+    take(run, 2, step_time_s=0.25)
+    assert lines(tmp_path)[1]["tokens_per_s"] == BATCH * SEQ_LEN / 0.25
+
+
+def test_mfu_is_the_share_of_the_peak_of_all_devices(start: Start, tmp_path: Path):
+    take(start(world_size=3), 1, step_time_s=0.25)
+    flops_per_s = BATCH * SEQ_LEN * cost.flops_per_token(config.Model(), SEQ_LEN) / 0.25
+    assert lines(tmp_path)[0]["mfu"] == pytest.approx(flops_per_s / 3e12)
+
+
+def test_mfu_of_a_known_gpu_refers_to_its_datasheet(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert metrics.peak_flops(torch.device("cuda", 0), "bfloat16") == 989e12
+
+
+def test_mfu_of_an_unknown_gpu_refers_to_a_measurement(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metrics, "matmul_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Something New")
+    assert metrics.peak_flops(torch.device("cuda", 0), "bfloat16") == 1e12
+
+
+@pytest.mark.parametrize("flops_per_s", [1e9, 1e12, 1e16])
+def test_the_measurement_finds_the_rate_of_a_machine_by_its_clock(monkeypatch: pytest.MonkeyPatch, flops_per_s: float):
+    monkeypatch.setattr(metrics, "_seconds", lambda a: 2 * a.shape[0] ** 3 / flops_per_s)
+    assert metrics.matmul_flops(torch.device("cpu"), torch.float32) == pytest.approx(flops_per_s)
+
+
+def test_peak_memory_is_what_the_kernel_counts():
+    kib = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert kib
+    assert metrics.peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(kib[1]) * 1024, rel=0.02)
+
+
+def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
+    assert metrics.perplexity(math.log(8192)) == pytest.approx(8192)
+
+
+def test_validation_and_test_lines_carry_their_loss(start: Start, tmp_path: Path):
+    run = start()
+    run.validation(4, 1.5)
+    run.test(6, 1.25)
+    assert lines(tmp_path) == [{"step": 4, "val_loss": 1.5}, {"step": 6, "test_loss": 1.25}]
+
+
+def test_a_skipped_step_names_its_samples_and_why(start: Start, tmp_path: Path):
+    start().skipped(3, math.nan, 0.5, samples=range(8, 12))
+    assert lines(tmp_path)[0] == {
+        "step": 3,
+        "loss": None,
+        "grad_norm": 0.5,
+        "tokens": 12 * SEQ_LEN,
+        "skipped": True,
+        "sample_ids": [8, 12],
+        "reason": "loss is nan",
+    }
+
+
+def test_an_infinite_validation_loss_is_still_json(start: Start, tmp_path: Path):
+    start().validation(3, math.inf)
+    assert lines(tmp_path)[0] == {"step": 3, "val_loss": None, "reason": "val_loss is inf"}
+
+
+def test_a_line_is_in_the_file_before_the_next_step(start: Start, tmp_path: Path):
+    run = start()
+    take(run, 1)
+    assert (tmp_path / "metrics.jsonl").read_text().endswith("}\n")
+
+
+def killed_run(start: Start, run_dir: Path, tail: str = "") -> list[str]:
+    """Five steps and a validation at 2 and 4, then whatever a killed process left; returns the whole lines."""
+    run = start()
+    for step in range(1, 6):
+        take(run, step)
+        if step % 2 == 0:
+            run.validation(step, 3.0)
+    path = run_dir / "metrics.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole) + tail)
+    return whole
+
+
+def test_a_resumed_run_has_each_step_once(start: Start, tmp_path: Path):
+    killed_run(start, tmp_path)
+    run = start(start_step=3)
+    for step in range(4, 7):
+        take(run, step)
+    assert [r["step"] for r in lines(tmp_path) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_was_written_up_to_the_checkpoint_stays_byte_for_byte(start: Start, tmp_path: Path):
+    whole = killed_run(start, tmp_path)
+    start(start_step=4)
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(whole[:6])  # steps 1 to 4, validation at 2 and 4
+
+
+def test_a_line_torn_by_a_kill_is_dropped(start: Start, tmp_path: Path):
+    killed_run(start, tmp_path, tail='{"step": 3, "loss": 4.0')
+    take(start(start_step=5), 6)
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 2, 3, 4, 4, 5, 6]
+
+
+def test_a_whole_line_without_its_newline_does_not_swallow_the_next(start: Start, tmp_path: Path):
+    killed_run(start, tmp_path, tail='{"step": 6, "val_loss": 4.0}')
+    run = start(start_step=6)
+    run.validation(6, 3.5)
+    assert lines(tmp_path)[-1] == {"step": 6, "val_loss": 3.5}
+
+
+def test_a_finished_run_that_is_started_again_keeps_its_test_loss(start: Start, tmp_path: Path):
+    start().test(6, 2.5)
+    start(start_step=6)
+    assert lines(tmp_path) == [{"step": 6, "test_loss": 2.5}]
+
+
+def test_a_new_run_in_an_old_directory_starts_anew(start: Start, tmp_path: Path):
+    killed_run(start, tmp_path)
+    start().validation(0, 9.0)
+    assert lines(tmp_path) == [{"step": 0, "val_loss": 9.0}]
+
+
+def test_a_validation_before_the_first_step_stays_when_the_run_resumes(start: Start, tmp_path: Path):
+    start().validation(0, 9.0)
+    start(start_step=1)
+    assert lines(tmp_path) == [{"step": 0, "val_loss": 9.0}]
+
+
+def test_a_kill_during_the_cut_loses_nothing(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = killed_run(start, tmp_path)
+
+    def kill(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", kill)
+    with pytest.raises(KeyboardInterrupt):
+        start(start_step=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(whole)
+
+
+def test_a_process_that_does_not_write_leaves_no_trace(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    run = start(write=False, tensorboard=True)
+    take(run, 1)
+    run.skipped(2, math.nan, 1.0, samples=range(4, 8))
+    run.validation(2, 1.0)
+    run.test(2, 1.0)
+    run.message("hello")
+    run.close()
+    assert (list(tmp_path.iterdir()), *capfd.readouterr()) == ([], "", "")
+
+
+def test_without_a_terminal_every_interval_and_the_last_step_print_a_line(
+    start: Start, capfd: pytest.CaptureFixture[str]
+):
+    run = start(interval=4)
+    for step in range(1, STEPS + 1):
+        take(run, step, 4.12345, lr=9.5e-4)
+    number = r"[\d,]+"
+    fixed = r"loss 4\.1235 \| grad_norm 0\.80 \| lr 9\.5e-04"
+    expected = (
+        rf"step 4/6 \| {fixed} \| {number} tok/s \| eta \d\d:\d\d\nstep 6/6 \| {fixed} \| {number} tok/s \| eta 00:00\n"
+    )
+    assert re.fullmatch(expected, capfd.readouterr().out)
+
+
+def test_an_interval_of_zero_prints_no_step(start: Start, capfd: pytest.CaptureFixture[str]):
+    run = start(interval=0)
+    for step in range(1, STEPS + 1):
+        take(run, step)
+    assert capfd.readouterr().out == ""
+
+
+def test_validation_test_and_skipped_steps_print_a_line_each(start: Start, capfd: pytest.CaptureFixture[str]):
+    run = start()
+    run.validation(2, 4.0)
+    run.skipped(3, 4.0, math.inf, samples=range(8, 12))
+    run.test(6, 4.0)
+    assert capfd.readouterr().out.splitlines() == [
+        "step 2/6 | val loss 4.0000 | ppl 54.60",
+        "step 3/6 | skipped: grad_norm is inf | samples 8 to 11",
+        "step 6/6 | test loss 4.0000 | ppl 54.60",
+    ]
+
+
+def test_the_printed_rate_is_that_of_the_last_steps_together(start: Start, capfd: pytest.CaptureFixture[str]):
+    run = start()
+    take(run, 1, step_time_s=3.0)
+    take(run, 2, step_time_s=1.0)
+    assert f"| {2 * BATCH * SEQ_LEN / 4.0:,.0f} tok/s |" in capfd.readouterr().out
+
+
+def test_the_eta_counts_the_time_between_steps(
+    start: Start, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    clock = iter([1000.0, 1090.0])  # 90 s from step to step, with an evaluation say; a step itself takes 0.5 s
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+    run = start()
+    take(run, 1)
+    take(run, 2)
+    assert capfd.readouterr().out.endswith("eta 06:00\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_bar_shows_loss_rate_and_eta(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    run = start(start_step=2)
+    take(run, 3)
+    run.close()
+    assert re.search(r" 50%\|.*\| 3/6 \| loss 4\.0000 \| 128 tok/s \| eta 00:01", terminal.getvalue())
+
+
+def test_tensorboard_gets_every_number_of_a_step(start: Start, tmp_path: Path):
+    run = start(tensorboard=True)
+    take(run, 1)
+    run.close()
+    record = lines(tmp_path)[0]
+    values = {v.tag: v.simple_value for event in events(tmp_path) for v in event.summary.value}
+    assert values == pytest.approx({k: v for k, v in record.items() if k != "step"}, rel=1e-6)
+
+
+def test_tensorboard_hides_what_the_killed_run_wrote_after_the_checkpoint(start: Start, tmp_path: Path):
+    start(start_step=4, tensorboard=True).close()
+    assert [e.step for e in events(tmp_path) if e.HasField("session_log")] == [5]
+
+
+def events(run_dir: Path) -> list[Event]:
+    """TensorBoard's files are TFRecords: length (8 bytes), its checksum (4), the event, its checksum (4)."""
+    found = []
+    for path in (run_dir / "tensorboard").iterdir():
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            found.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return found
