@@ -1,0 +1,108 @@
+"""The default corpus: text that every CPython already has, so that the first run needs no download.
+
+Documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
+standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once per Python
+version and vocabulary, whatever is killed or run twice meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+from tqdm import tqdm
+
+from dtmega.data import cache_dir
+from dtmega.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from dtmega.data.tokenizer import Tokenizer
+
+FORMAT = 1  # raise it when the same Python and vocabulary give other tokens than before
+MIN_CHARS = 200_000  # less is a broken Python, not a corpus
+# Not the library's own text: what is installed beside it, tests, generated tables, build settings of one machine.
+SKIPPED_FOLDERS = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"
+}  # fmt: skip
+SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
+
+
+def documents() -> Iterator[tuple[str, str]]:
+    """(name, text) of each document that is not blank, in the order of the names, which are paths in the library."""
+    sources = _sources(Path(sysconfig.get_paths()["stdlib"]))
+    topics = {f"pydoc_data/topics/{name}": text for name, text in _topics().items()}
+    for name in sorted([*sources, *topics]):
+        text = topics[name] if name in topics else _read(sources[name])
+        if text.strip():
+            yield name, text
+
+
+def _sources(library: Path) -> dict[str, Path]:
+    found = {}
+    for folder, subfolders, files in os.walk(library):
+        subfolders[:] = [f for f in subfolders if f not in SKIPPED_FOLDERS and not f.startswith(SKIPPED_PREFIXES)]
+        for file in files:
+            if file.endswith(".py") and not file.startswith(SKIPPED_PREFIXES):
+                path = Path(folder, file)
+                found[path.relative_to(library).as_posix()] = path
+    return found
+
+
+def _topics() -> dict[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions package it apart
+        return {}
+    return topics
+
+
+def _read(path: Path) -> str:
+    """The text, or nothing where there is no readable UTF-8 (a dangling link, an old source in another encoding)."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
+
+
+def prepare_stdlib(tokenizer: Tokenizer) -> str:
+    """The prefix of the tokenised corpus, each document closed by `eod_id`; builds it on first use or when damaged.
+
+    Raises:
+        ValueError: this Python has next to no library sources, or no cache directory can be written.
+    """
+    version = ".".join(map(str, sys.version_info[:3]))
+    prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}")
+    if not _is_whole(prefix, tokenizer):
+        with FileLock(f"{prefix}.lock"):
+            if not _is_whole(prefix, tokenizer):  # another process may have built it while this one waited
+                _build(prefix, tokenizer)
+    return prefix
+
+
+def _is_whole(prefix: str, tokenizer: Tokenizer) -> bool:
+    try:
+        dataset = IndexedDataset(prefix)
+    except ValueError:
+        return False
+    return len(dataset) > 0 and dataset.dtype == token_dtype(tokenizer.vocab_size)
+
+
+def _build(prefix: str, tokenizer: Tokenizer) -> None:
+    for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):  # of a killed run: whoever holds the lock is alone
+        os.unlink(leftover)
+    texts = [text for _, text in documents()]
+    n_chars = sum(map(len, texts))
+    if n_chars < MIN_CHARS:
+        raise ValueError(
+            f"[data] path = 'stdlib': expected Python's library sources in {sysconfig.get_paths()['stdlib']}, got "
+            f"{len(texts)} documents with {n_chars} characters; install the distribution's full Python (Debian: "
+            f"libpython3-stdlib), or tokenize a text of your own and name it in [data] path"
+        )
+    line = f"tokenizing {len(texts)} documents of Python's library ({n_chars / 1e6:.1f} M characters) into {prefix}"
+    print(line, file=sys.stderr, flush=True)
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for text in tqdm(texts, desc="tokenize", unit=" documents", delay=1):
+            writer.add([*tokenizer.encode(text), tokenizer.eod_id])

@@ -1,0 +1,298 @@
+"""Megatron's memory-mapped token files, to the byte: PREFIX.bin holds tokens, PREFIX.idx says where each sequence is.
+
+    .bin   the tokens of every sequence, one after the other
+    .idx   b"MMIDIDX" 0 0 · <Q version 1 · <B dtype code · <Q sequences n · <Q document index entries d (34 bytes)
+           int32 [n] tokens per sequence
+           int64 [n] where each sequence starts in .bin, in bytes
+           int64 [d] first sequence of each document, then n
+
+Layout: megatron-core `datasets/indexed_dataset.py`. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.data import cache_dir
+
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
+}
+CHUNK = 1 << 20  # entries checked at a time: bounds the memory that opening a file of any size takes
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype in which Megatron stores ids below `vocab_size` (`DType.optimal_dtype`)."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """A `.bin/.idx` pair, memory-mapped, checked at opening. Pickling carries the prefix: a worker maps the files anew.
+
+    Attributes:
+        sizes: int32 [n], tokens per sequence.
+        pointers: int64 [n], bytes into .bin.
+        document_index: int64 [documents + 1]; document d is sequences document_index[d] to document_index[d + 1].
+        tokens: [n_tokens] of `dtype`, the whole .bin; n_tokens = 0 is allowed here.
+
+    Raises:
+        ValueError: a file is missing, damaged, of another format, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
+        index, data = _map(idx_path), _map(bin_path)
+        self.dtype, n, n_doc = _read_header(idx_path, index)
+        expected = HEADER.size + 12 * n + 8 * n_doc
+        if len(index) != expected:
+            raise ValueError(
+                f"{idx_path}: expected {expected} bytes ({HEADER.size} + 12 x {n} sequences + 8 x {n_doc} entries of "
+                f"the document index), got {len(index)}"
+            )
+        sizes_end, pointers_end = HEADER.size + 4 * n, HEADER.size + 12 * n
+        self.sizes: NDArray[np.int32] = index[HEADER.size : sizes_end].view("<i4")
+        self.pointers: NDArray[np.int64] = index[sizes_end:pointers_end].view("<i8")
+        self.document_index: NDArray[np.int64] = index[pointers_end:].view("<i8")
+        n_bytes = self._check_sequences(idx_path)
+        self._check_documents(idx_path)
+        self.n_tokens = n_bytes // self.dtype.itemsize
+        if len(data) != n_bytes:
+            raise ValueError(
+                f"{bin_path}: expected {n_bytes} bytes ({self.n_tokens} tokens of {self.dtype}, as {idx_path} says), "
+                f"got {len(data)}"
+            )
+        self.tokens: NDArray[Any] = data.view(self.dtype)
+
+    def _check_sequences(self, path: str) -> int:
+        """Sequences lie one after the other from byte 0; returns the byte at which the last one ends."""
+        end = 0
+        for start in range(0, len(self), CHUNK):
+            sizes, pointers = self.sizes[start : start + CHUNK], self.pointers[start : start + CHUNK]
+            if sizes.min() < 0:
+                i = int(np.argmax(sizes < 0))
+                raise ValueError(f"{path}: expected sizes >= 0, got {sizes[i]} for sequence {start + i}")
+            ends = end + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            begins = np.concatenate([[end], ends[:-1]])
+            if not np.array_equal(pointers, begins):
+                i = int(np.argmax(pointers != begins))
+                raise ValueError(
+                    f"{path}: expected sequence {start + i} at byte {begins[i]}, where the one before it ends, "
+                    f"got {pointers[i]}"
+                )
+            end = int(ends[-1])
+        return end
+
+    def _check_documents(self, path: str) -> None:
+        index, n = self.document_index, len(self)
+        if len(index) == 0 or index[0] != 0 or index[-1] != n:
+            raise ValueError(
+                f"{path}: expected a document index from 0 to {n}, got {index[[0, -1]] if len(index) else []}"
+            )
+        falls = index[1:] < index[:-1]
+        if falls.any():
+            d = int(np.argmax(falls))
+            raise ValueError(
+                f"{path}: expected a document index that rises, got {index[d]}, {index[d + 1]} at entry {d}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens [length] of sequence i from `offset` on, to its end by default: a read-only view of the file.
+
+        Raises:
+            IndexError: no such sequence, or the range leaves it.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.prefix}: sequence {i} of {len(self)}")
+        size = int(self.sizes[i])
+        length = size - offset if length is None else length
+        if not 0 <= offset <= offset + length <= size:
+            raise IndexError(f"{self.prefix}: tokens {offset} to {offset + length} of the {size} in sequence {i}")
+        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+
+def _read_header(path: str, index: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+    """The tokens' dtype, the number of sequences, the entries of the document index."""
+    start = index[: HEADER.size].tobytes()
+    if start.startswith(b"TNTIDX"):
+        raise ValueError(f"{path}: expected Megatron's mmap format, got legacy TNTIDX; tokenize the text again")
+    if not start.startswith(MAGIC) or len(start) < HEADER.size:
+        raise ValueError(
+            f"{path}: expected a header of {HEADER.size} bytes that starts with {MAGIC!r}, got {len(start)} bytes that "
+            f"start with {start[: len(MAGIC)]!r}"
+        )
+    _, version, code, n, n_doc = HEADER.unpack(start)
+    if version != 1:
+        raise ValueError(f"{path}: expected version 1, got {version}")
+    if code not in DTYPES:
+        raise ValueError(f"{path}: expected a dtype code in {sorted(DTYPES)}, got {code}")
+    return DTYPES[code], n, n_doc
+
+
+def _map(path: str) -> NDArray[np.uint8]:
+    try:
+        # numpy refuses to map an empty file, which the .bin of a data set without tokens is.
+        return np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: expected a file, got '{error.strerror}' ([data] path is PREFIX of PREFIX.bin, PREFIX.idx)"
+        ) from None
+
+
+class IndexedWriter:
+    """Writes a pair so that PREFIX.idx only ever stands beside the finished PREFIX.bin of the same write.
+
+        with IndexedWriter("data/mine", token_dtype(vocab_size)) as writer:
+            writer.add([5, 7, 2])
+
+    An exception inside the block leaves what stood under PREFIX before; a crash leaves `PREFIX.*.tmp` at most.
+    Two processes that write the same PREFIX at the same time need a lock of their own.
+
+    Raises:
+        ValueError: `dtype` is none of Megatron's integers, or `add` gets what it cannot hold.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        codes = {known: code for code, known in DTYPES.items() if known.kind in "iu"}
+        if self.dtype not in codes:
+            raise ValueError(f"{self.prefix}: expected a dtype in {[str(d) for d in codes]}, got {self.dtype}")
+        self._code = codes[self.dtype]
+        self._sizes = array("i")
+        self.n_tokens = 0
+
+    def __enter__(self) -> IndexedWriter:
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        tag = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._temps = {suffix: Path(f"{self.prefix}.{suffix}.{tag}.tmp") for suffix in ("bin", "idx")}
+        self._bin = open(self._temps["bin"], "xb", buffering=CHUNK)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
+        """Append one sequence that is a document of its own: integers [length], 0 <= length < 2**31."""
+        ids = np.asarray(tokens) if len(tokens) else np.zeros(0, self.dtype)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= 2**31:
+            raise ValueError(f"{self.prefix}: expected fewer than 2**31 integers, got {ids.dtype} {list(ids.shape)}")
+        bounds = np.iinfo(self.dtype)
+        if len(ids) and not bounds.min <= ids.min() <= ids.max() <= bounds.max:
+            raise ValueError(
+                f"{self.prefix}: expected ids in [{bounds.min}, {bounds.max}] ({self.dtype}), "
+                f"got {ids.min()} to {ids.max()}"
+            )
+        self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
+        self._sizes.append(len(ids))
+        self.n_tokens += len(ids)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        try:
+            with self._bin:
+                if kind is None:
+                    self._bin.flush()
+                    os.fsync(self._bin.fileno())
+            if kind is None:
+                self._write_index()
+                self._publish()
+        finally:
+            for temp in self._temps.values():
+                temp.unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        n = len(self)
+        sizes = np.array(self._sizes, dtype="<i4")
+        pointers = np.zeros(n, dtype="<i8")
+        np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        with open(self._temps["idx"], "xb") as file:
+            file.write(HEADER.pack(MAGIC, 1, self._code, n, n + 1))
+            for values in (sizes, pointers, np.arange(n + 1, dtype="<i8")):
+                file.write(values.data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _publish(self) -> None:
+        folder, idx = Path(self.prefix).parent, Path(f"{self.prefix}.idx")
+        # The old index goes first, and durably: after no crash does it stand beside the new .bin.
+        idx.unlink(missing_ok=True)
+        _sync_folder(folder)
+        os.replace(self._temps["bin"], f"{self.prefix}.bin")
+        os.replace(self._temps["idx"], idx)
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut; a file system that cannot is left as it is."""
+    fd = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        os.fsync(fd)
+    os.close(fd)
+
+
+def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
+    """Every id is in [0, vocab_size). The file is read once; its range is then remembered in the cache directory.
+
+    Raises:
+        ValueError: an id outside, or tokens that are no integers.
+    """
+    path = f"{dataset.prefix}.bin"
+    if dataset.dtype.kind == "f":
+        raise ValueError(f"{path}: expected token ids, got {dataset.dtype} (as {dataset.prefix}.idx says)")
+    if dataset.n_tokens == 0:
+        return
+    low, high = _token_range(dataset, path)
+    if low >= 0 and high < vocab_size:
+        return
+    for start in range(0, dataset.n_tokens, CHUNK):
+        ids = dataset.tokens[start : start + CHUNK].astype(np.int64)
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            i = int(np.argmax(outside))
+            byte = (start + i) * dataset.dtype.itemsize
+            sequence = int(np.searchsorted(dataset.pointers, byte, side="right")) - 1
+            raise ValueError(
+                f"{path}: expected ids in [0, {vocab_size}), got {ids[i]} in sequence {sequence} (all ids: {low} to "
+                f"{high}); raise [model] vocab_size, or tokenize the text with another tokenizer"
+            )
+
+
+def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
+    """The smallest and the largest id of a data set that has tokens."""
+    real, stat = os.path.realpath(path), os.stat(path)
+    state = {"path": real, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "dtype": dataset.dtype.str}
+    memory = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        known = json.loads(memory.read_text())
+        if known["state"] == state:
+            return known["low"], known["high"]
+    chunks = (dataset.tokens[start : start + CHUNK] for start in range(0, dataset.n_tokens, CHUNK))
+    lows, highs = zip(*((int(ids.min()), int(ids.max())) for ids in chunks), strict=True)
+    low, high = min(lows), max(highs)
+    with contextlib.suppress(OSError):  # a full disk costs the next run a scan, nothing else
+        temp = memory.with_suffix(f".{os.getpid()}.tmp")
+        temp.write_text(json.dumps({"state": state, "low": low, "high": high}))
+        os.replace(temp, memory)
+    return low, high

@@ -1,0 +1,169 @@
+"""Text <-> token ids. A spec is one string that names a vocabulary; every process loads it for itself from that string.
+
+    stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
+    bytes                  the 256 bytes, then end-of-document
+    PATH.tiktoken          local ranks (a base64 token and its rank per line), then end-of-document
+    PATH.json              a Hugging Face tokenizer.json; needs `pip install dtmega[data]`
+    gpt2, cl100k_base ...  tiktoken's own, which it downloads
+
+Text is always ordinary: a document that spells "<|endoftext|>" never makes the end-of-document id.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import tiktoken
+
+# cl100k_base's rule, written so that tiktoken and Hugging Face's `tokenizers` both read it: contractions; words with
+# one mark before them; digits by three; punctuation with its newlines; blank lines; indentation but for its last blank.
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+# GPT-2's rule. A .tiktoken file does not carry one, and GPT-2's ids mean what they should under this one only.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+GPT2_RANKS = 50_256
+
+EOD = "<|endoftext|>"
+HF_EODS = (EOD, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
+STDLIB_8K = Path(__file__).with_name("stdlib-8k.tiktoken")
+
+# tiktoken's regex engine overflows its stack (Rust panics) on about a million blanks in a row, so text is cut there.
+BLANKS = re.compile(r"\s{100000}")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A loaded vocabulary. It does not pickle: give another process the spec (`name`).
+
+    Attributes:
+        name: the spec it was loaded from.
+        vocab_size: ids are in [0, vocab_size); `[model] vocab_size` may be larger.
+        eod_id: end of document, which `encode` never returns.
+        fingerprint: 12 hex digits, equal for equal vocabularies.
+        encode: text -> ids.
+        decode: ids in [0, vocab_size) -> text; bytes that are no UTF-8 become U+FFFD.
+    """
+
+    name: str
+    vocab_size: int
+    eod_id: int
+    fingerprint: str
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that `spec` names, see above.
+
+    Raises:
+        ValueError: unknown spec, missing or malformed file, missing library, or tiktoken could not download.
+    """
+    if spec == "stdlib-8k":
+        return _from_ranks_file(spec, STDLIB_8K)
+    if spec == "bytes":
+        return _from_ranks(spec, {bytes([i]): i for i in range(256)}, r"[\s\S]{1,256}", b"bytes")
+    if spec.endswith(".tiktoken"):
+        return _from_ranks_file(spec, Path(spec))
+    if spec.endswith(".json"):
+        return _from_huggingface(spec)
+    if spec in tiktoken.list_encoding_names():
+        return _from_tiktoken_name(spec)
+    raise ValueError(
+        f"unknown tokenizer '{spec}'; expected stdlib-8k, bytes, a path to a .tiktoken file or a tokenizer.json, or "
+        f"one of tiktoken's: {', '.join(tiktoken.list_encoding_names())}"
+    )
+
+
+def _from_ranks_file(spec: str, path: Path) -> Tokenizer:
+    content = _read(path)
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError:
+                raise ValueError(f"{path}:{number}: expected a base64 token and its rank, got {line[:80]!r}") from None
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"{path}: expected each rank from 0 to {len(ranks) - 1} once")
+    missing = [i for i in range(256) if bytes([i]) not in ranks]
+    if missing:
+        raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
+    return _from_ranks(spec, ranks, GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN, content)
+
+
+def _from_ranks(spec: str, ranks: dict[bytes, int], pattern: str, content: bytes) -> Tokenizer:
+    encoding = tiktoken.Encoding(
+        spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)}, explicit_n_vocab=len(ranks) + 1
+    )
+    return _from_encoding(spec, encoding, _digest(pattern.encode(), content))
+
+
+def _from_tiktoken_name(spec: str) -> Tokenizer:
+    try:
+        encoding = tiktoken.get_encoding(spec)
+    except Exception as error:  # whatever the network stack of the day raises
+        raise ValueError(
+            f"tiktoken could not download '{spec}' ({type(error).__name__}); without a network, pass a local .tiktoken "
+            f"file or a tokenizer.json"
+        ) from None
+    return _from_encoding(spec, encoding, _digest(spec.encode(), str(encoding.n_vocab).encode()))
+
+
+def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> Tokenizer:
+    def encode(text: str) -> list[int]:
+        cuts = [0, *(match.end() for match in BLANKS.finditer(text)), len(text)]
+        if len(cuts) == 2:
+            return encoding.encode_ordinary(text)
+        return [i for start, end in pairwise(cuts) for i in encoding.encode_ordinary(text[start:end])]
+
+    def decode(ids: Sequence[int]) -> str:
+        return encoding.decode(list(ids), errors="replace")
+
+    return Tokenizer(spec, encoding.n_vocab, encoding.eot_token, fingerprint, encode, decode)
+
+
+def _from_huggingface(spec: str) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(f"'{spec}' needs the tokenizers library: pip install dtmega[data]") from None
+    content = _read(Path(spec))
+    try:
+        loaded = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{spec}: expected a Hugging Face tokenizer.json, got '{error}'") from None
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    eods = [token for token in HF_EODS if token in vocabulary]
+    if not eods:
+        raise ValueError(f"{spec}: expected an end-of-document token, one of {', '.join(HF_EODS)}; found none")
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True  # special tokens' names inside a document are text
+
+    def encode(text: str) -> list[int]:
+        return loaded.encode(text, add_special_tokens=False).ids
+
+    def decode(ids: Sequence[int]) -> str:
+        return loaded.decode(list(ids), skip_special_tokens=False)
+
+    return Tokenizer(spec, max(vocabulary.values()) + 1, vocabulary[eods[0]], _digest(content), encode, decode)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"tokenizer {path}: expected a file, got '{error.strerror}'") from None
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]

@@ -1,0 +1,380 @@
+"""Room data/indexed.py, against bytes built by hand from megatron-core's layout and a reader written from it."""
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtmega.data import cache_dir, indexed
+from dtmega.data.indexed import IndexedDataset, IndexedWriter, check_token_ids, token_dtype
+
+SEQUENCES = [[5, 7, 2], [], [65499], [1, 2, 3, 4]]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def idx_bytes(sizes, itemsize, code, documents, magic=b"MMIDIDX\0\0", version=1):
+    """The .idx of sequences of these sizes: the layout, field by field."""
+    pointers = [sum(sizes[:i]) * itemsize for i in range(len(sizes))]
+    return (
+        magic
+        + struct.pack("<QBQQ", version, code, len(sizes), len(documents))
+        + struct.pack(f"<{len(sizes)}i", *sizes)
+        + struct.pack(f"<{len(sizes)}q", *pointers)
+        + struct.pack(f"<{len(documents)}q", *documents)
+    )
+
+
+def write_by_hand(prefix, sequences, fmt, code, documents):
+    tokens = [t for s in sequences for t in s]
+    Path(f"{prefix}.bin").write_bytes(struct.pack(f"<{len(tokens)}{fmt}", *tokens))
+    Path(f"{prefix}.idx").write_bytes(
+        idx_bytes([len(s) for s in sequences], struct.calcsize(f"<{fmt}"), code, documents)
+    )
+
+
+def read_like_megatron_core(prefix):
+    """The read path of megatron-core's `_IndexReader` and `_MMapBinReader`, without its classes."""
+    dtypes = {
+        1: np.uint8,
+        2: np.int8,
+        3: np.int16,
+        4: np.int32,
+        5: np.int64,
+        6: np.float64,
+        7: np.float32,
+        8: np.uint16,
+    }
+    with open(f"{prefix}.idx", "rb") as stream:
+        assert stream.read(9) == b"MMIDIDX\x00\x00"
+        assert struct.unpack("<Q", stream.read(8)) == (1,)
+        (code,) = struct.unpack("<B", stream.read(1))
+        (n,) = struct.unpack("<Q", stream.read(8))
+        (n_doc,) = struct.unpack("<Q", stream.read(8))
+        offset = stream.tell()
+    index = Path(f"{prefix}.idx").read_bytes()
+    lengths = np.frombuffer(index, np.int32, n, offset)
+    pointers = np.frombuffer(index, np.int64, n, offset + lengths.nbytes)
+    documents = np.frombuffer(index, np.int64, n_doc, offset + lengths.nbytes + pointers.nbytes)
+    data = Path(f"{prefix}.bin").read_bytes()
+    sequences = [np.frombuffer(data, dtypes[code], m, p).tolist() for p, m in zip(pointers, lengths, strict=True)]
+    return sequences, documents.tolist()
+
+
+def write(prefix, sequences, dtype):
+    with IndexedWriter(prefix, np.dtype(dtype)) as writer:
+        for sequence in sequences:
+            writer.add(sequence)
+    return IndexedDataset(prefix)
+
+
+# ------------------------------------------------------------------------------------------------------------ layout
+
+
+@pytest.mark.parametrize(("dtype", "fmt", "code"), [("uint16", "H", 8), ("int32", "i", 4), ("uint8", "B", 1)])
+def test_what_the_writer_writes_is_the_layout_to_the_byte(tmp_path, dtype, fmt, code):
+    sequences = [[t % 256 for t in s] for s in SEQUENCES]
+    write(tmp_path / "ours", sequences, dtype)
+    write_by_hand(tmp_path / "hand", sequences, fmt, code, range(len(sequences) + 1))
+    assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "hand.bin").read_bytes()
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "hand.idx").read_bytes()
+
+
+def test_megatron_core_reads_what_the_writer_writes(tmp_path):
+    write(tmp_path / "ours", SEQUENCES, "uint16")
+    assert read_like_megatron_core(tmp_path / "ours") == (SEQUENCES, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("code", "fmt"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")]
+)
+def test_every_dtype_code_is_read(tmp_path, code, fmt):
+    sequences = [[1, 2], [100]]
+    write_by_hand(tmp_path / "hand", sequences, fmt, code, [0, 2])
+    dataset = IndexedDataset(tmp_path / "hand")
+    assert dataset.dtype.itemsize == struct.calcsize(f"<{fmt}")
+    assert [dataset.get(i).tolist() for i in range(2)] == sequences
+
+
+def test_a_document_may_hold_several_sequences(tmp_path):
+    write_by_hand(tmp_path / "hand", SEQUENCES, "i", 4, [0, 3, 3, 4])
+    dataset = IndexedDataset(tmp_path / "hand")
+    assert dataset.document_index.tolist() == [0, 3, 3, 4]
+    assert dataset.sizes.tolist() == [3, 0, 1, 4]
+    assert dataset.pointers.tolist() == [0, 12, 12, 16]
+    assert dataset.n_tokens == 8
+
+
+def test_an_empty_data_set_opens(tmp_path):
+    dataset = write(tmp_path / "empty", [], "uint16")
+    assert (tmp_path / "empty.idx").read_bytes() == idx_bytes([], 2, 8, [0])
+    assert (len(dataset), dataset.n_tokens) == (0, 0)
+
+
+def test_the_dtype_is_megatrons_choice():
+    assert token_dtype(65499) == np.uint16
+    assert token_dtype(65500) == np.int32
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def test_get_cuts_a_range_out_of_a_sequence(tmp_path):
+    dataset = write(tmp_path / "a", SEQUENCES, "uint16")
+    assert dataset.get(3, offset=1, length=2).tolist() == [2, 3]
+    assert dataset.get(3, offset=2).tolist() == [3, 4]
+    assert dataset.get(3, offset=4).tolist() == []
+
+
+@pytest.mark.parametrize("where", [(4,), (-1,), (0, 2, 2), (0, 4), (0, -1), (0, 1, -1)])
+def test_get_refuses_what_is_outside(tmp_path, where):
+    with pytest.raises(IndexError, match="sequence"):
+        write(tmp_path / "a", SEQUENCES, "uint16").get(*where)
+
+
+def test_get_is_a_read_only_view_of_the_file(tmp_path):
+    view = write(tmp_path / "a", SEQUENCES, "uint16").get(0)
+    assert not view.flags.owndata
+    assert not view.flags.writeable
+
+
+def test_a_pickle_carries_the_prefix_not_the_tokens(tmp_path):
+    dataset = write(tmp_path / "a", [[1] * 10_000], "uint16")
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).get(0).sum() == 10_000
+
+
+def test_another_process_opens_the_pickle(tmp_path):
+    (tmp_path / "pickle").write_bytes(pickle.dumps(write(tmp_path / "a", SEQUENCES, "uint16")))
+    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).get(3).tolist())"
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "pickle")],
+        env={**os.environ, "PYTHONPATH": str(Path(indexed.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert out.stdout == "[1, 2, 3, 4]\n"
+
+
+def idx(**changes):
+    return idx_bytes(**({"sizes": [2, 1], "itemsize": 2, "code": 8, "documents": [0, 1, 2]} | changes))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "content", "message"),
+    [
+        ("idx", None, "No such file"),
+        ("bin", None, "No such file"),
+        ("idx", b"", "0 bytes"),
+        ("idx", idx()[:20], "20 bytes"),
+        ("idx", idx(magic=b"NOTANIDX\0"), "NOTANIDX"),
+        ("idx", idx(magic=b"TNTIDX\0\0\0"), "legacy TNTIDX"),
+        ("idx", idx(version=2), "version 1, got 2"),
+        ("idx", idx(code=9), r"dtype code .* got 9"),
+        ("idx", idx(code=0), r"dtype code .* got 0"),
+        ("idx", idx()[:-8], r"expected 82 bytes .* got 74"),
+        ("idx", idx() + b"\0\0", r"expected 82 bytes .* got 84"),
+        ("idx", idx(sizes=[-1, 4]), "got -1 for sequence 0"),
+        ("idx", idx(itemsize=4), r"sequence 1 at byte 4, .* got 8"),
+        ("idx", idx(documents=[1, 2, 2]), "document index from 0 to 2"),
+        ("idx", idx(documents=[0, 1, 1]), "document index from 0 to 2"),
+        ("idx", idx(documents=[]), "document index from 0 to 2"),
+        ("idx", idx(documents=[0, 2, 1, 2]), "rises, got 2, 1 at entry 1"),
+        ("bin", b"\1\0\2\0\3", r"expected 6 bytes .* got 5"),
+        ("bin", b"\1\0\2\0\3\0\4\0", r"expected 6 bytes .* got 8"),
+        ("bin", b"", r"expected 6 bytes .* got 0"),
+    ],
+)
+def test_a_damaged_pair_is_refused_with_the_name_of_the_file(tmp_path, damaged, content, message):
+    write(tmp_path / "a", [[1, 2], [3]], "uint16")
+    path = tmp_path / f"a.{damaged}"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        IndexedDataset(tmp_path / "a")
+    assert str(error.value).startswith(str(path))
+
+
+def test_sequences_are_checked_beyond_the_first_chunk(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "CHUNK", 2)
+    write(tmp_path / "a", SEQUENCES, "uint16")
+    content = bytearray((tmp_path / "a.idx").read_bytes())
+    struct.pack_into("<q", content, 34 + 4 * 4 + 8 * 3, 10)  # the last of four pointers, 8 by right
+    (tmp_path / "a.idx").write_bytes(content)
+    with pytest.raises(ValueError, match=r"sequence 3 at byte 8, .* got 10"):
+        IndexedDataset(tmp_path / "a")
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("ids", [[70_000], [-1], np.array([1, 65_536]), [2**40]])
+def test_ids_that_do_not_fit_the_dtype_are_refused(tmp_path, ids):
+    with pytest.raises(ValueError, match=r"ids in \[0, 65535\]"):
+        write(tmp_path / "a", [ids], "uint16")
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [[1, 2]]])
+def test_only_a_row_of_integers_is_a_sequence(tmp_path, tokens):
+    with pytest.raises(ValueError, match="integers"):
+        write(tmp_path / "a", [tokens], "uint16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint32"])
+def test_a_dtype_megatron_has_no_integer_code_for_is_refused(tmp_path, dtype):
+    with pytest.raises(ValueError, match=f"got {dtype}"):
+        IndexedWriter(tmp_path / "a", np.dtype(dtype))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_the_pair_of_before_and_nothing_else(tmp_path, error):
+    write(tmp_path / "a", [[1], [2]], "uint16")
+
+    def sequences():
+        yield [3]
+        raise error
+
+    with pytest.raises(error):
+        write(tmp_path / "a", sequences(), "uint16")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert IndexedDataset(tmp_path / "a").tokens.tolist() == [1, 2]
+
+
+def test_nothing_stands_under_the_final_name_while_writing(tmp_path):
+    with IndexedWriter(tmp_path / "a", np.dtype("uint16")) as writer:
+        writer.add([1])
+        assert not (tmp_path / "a.bin").exists()
+        assert not (tmp_path / "a.idx").exists()
+
+
+@pytest.mark.parametrize("survived", [0, 1])
+def test_a_crash_between_the_renames_leaves_no_pair_that_opens(tmp_path, monkeypatch, survived):
+    write(tmp_path / "a", [[1], [2]], "uint16")
+    replace, calls = os.replace, []
+
+    def crash(source, target):
+        calls.append(target)
+        if len(calls) > survived:
+            raise SystemExit
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(SystemExit):
+        write(tmp_path / "a", [[3], [4]], "uint16")
+    with pytest.raises(ValueError, match=r"a\.idx: expected a file"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_a_reader_keeps_the_pair_it_opened_while_another_replaces_it(tmp_path):
+    before = write(tmp_path / "a", [[1], [2]], "uint16")
+    write(tmp_path / "a", [[3], [4], [5]], "uint16")
+    assert before.tokens.tolist() == [1, 2]
+
+
+def test_the_files_have_the_permissions_of_any_new_file(tmp_path):
+    write(tmp_path / "a", [[1]], "uint16")
+    (tmp_path / "plain").touch()
+    assert (
+        (tmp_path / "a.bin").stat().st_mode
+        == (tmp_path / "a.idx").stat().st_mode
+        == (tmp_path / "plain").stat().st_mode
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- token ids
+
+
+def test_ids_within_the_vocabulary_pass(tmp_path):
+    check_token_ids(write(tmp_path / "a", SEQUENCES, "uint16"), 65500)
+
+
+def test_a_data_set_without_tokens_has_no_id_outside(tmp_path):
+    check_token_ids(write(tmp_path / "a", [[], []], "uint16"), 1)
+
+
+def test_the_first_id_outside_is_named_with_its_sequence(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "CHUNK", 3)
+    dataset = write(tmp_path / "a", [[5, 6], [], [7, 9, 1], [12]], "uint16")
+    with pytest.raises(ValueError, match=r"a\.bin: expected ids in \[0, 9\), got 9 in sequence 2 \(all ids: 1 to 12\)"):
+        check_token_ids(dataset, 9)
+
+
+def test_a_negative_id_is_outside(tmp_path):
+    with pytest.raises(ValueError, match="got -3 in sequence 1"):
+        check_token_ids(write(tmp_path / "a", [[5], [-3]], "int32"), 9)
+
+
+def test_floats_are_no_ids(tmp_path):
+    write_by_hand(tmp_path / "a", [[1]], "f", 7, [0, 1])
+    with pytest.raises(ValueError, match="expected token ids, got float32"):
+        check_token_ids(IndexedDataset(tmp_path / "a"), 9)
+
+
+def test_the_file_is_scanned_once(tmp_path):
+    dataset = write(tmp_path / "a", [[5]], "uint16")
+    check_token_ids(dataset, 9)
+    dataset.tokens = np.array([100])  # a second scan would see this
+    check_token_ids(dataset, 9)
+
+
+def test_a_file_that_has_changed_is_scanned_again(tmp_path):
+    check_token_ids(write(tmp_path / "a", [[5]], "uint16"), 9)
+    changed = write(tmp_path / "a", [[10]], "uint16")
+    os.utime(tmp_path / "a.bin", ns=(0, 0))  # the clock of a file system may not tick between the two
+    with pytest.raises(ValueError, match="got 10"):
+        check_token_ids(changed, 9)
+
+
+def test_a_damaged_memory_of_the_scan_is_made_anew(tmp_path):
+    dataset = write(tmp_path / "a", [[5]], "uint16")
+    check_token_ids(dataset, 9)
+    (memory,) = cache_dir().glob("token-range-*.json")
+    memory.write_text("{}")
+    check_token_ids(dataset, 9)
+    assert '"high": 5' in memory.read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_the_cache_directory_follows_xdg(tmp_path):
+    assert cache_dir() == tmp_path / "cache" / "dtmega"
+
+
+def test_the_cache_directory_is_in_the_home_without_xdg(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "dtmega"
+
+
+@pytest.fixture
+def _no_home(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+
+
+@pytest.mark.usefixtures("_no_home")
+def test_the_cache_directory_falls_back_to_the_users_own_in_temp(tmp_path):
+    assert cache_dir() == tmp_path / "tmp" / f"dtmega-{os.getuid()}"
+
+
+@pytest.mark.usefixtures("_no_home")
+def test_a_strangers_folder_in_temp_is_no_cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "tmp" / "dtmega-12345").mkdir()
+    with pytest.raises(ValueError, match="set XDG_CACHE_HOME"):
+        cache_dir()

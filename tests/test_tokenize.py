@@ -1,0 +1,496 @@
+"""Rooms data/tokenizer.py, data/text_files.py, data/tokenize.py: specs, kinds of files, what can go wrong with them."""
+
+import argparse
+import base64
+import gzip
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiktoken
+import tokenizers
+import zstandard
+
+from dtmega.data import text_files, tokenize
+from dtmega.data.indexed import IndexedDataset
+from dtmega.data.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_tokenizer
+
+ROOT = Path(tokenize.__file__).parents[2]
+TEXTS = ["Hello, world", "Straße 12345\n\n\tdef f(x):\n        return x", "<|endoftext|> is text", "漢字 🙂"]
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    tokenize.add_arguments(parser)
+    return parser.parse_args(list(map(str, argv)))
+
+
+def run(folder, *inputs, options=("--workers", 1), tokenizer="bytes"):
+    """`main` on files of `folder`; its exit code."""
+    paths = [folder / name for name in inputs]
+    return tokenize.main(parse("--input", *paths, "--tokenizer", tokenizer, "--output", folder / "out", *options))
+
+
+def documents(folder, tokenizer="bytes"):
+    dataset, loaded = IndexedDataset(folder / "out"), load_tokenizer(tokenizer)
+    return [loaded.decode(dataset.get(i).tolist()) for i in range(len(dataset))]
+
+
+def lines(texts):
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+# -------------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.fixture(scope="module")
+def json_path(tmp_path_factory):
+    """A small tokenizer.json whose special token is named like GPT-2's."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<pad>", EOD],
+        show_progress=False,
+    )
+    bpe.train_from_iterator(TEXTS * 10, trainer)
+    bpe.enable_truncation(3)
+    bpe.enable_padding(length=3)
+    path = tmp_path_factory.mktemp("json") / "tokenizer.json"
+    bpe.save(str(path))
+    return path
+
+
+@pytest.fixture(params=["stdlib-8k", "bytes", "file.tiktoken", "tokenizer.json"])
+def spec(request, json_path):
+    return {"file.tiktoken": str(STDLIB_8K), "tokenizer.json": str(json_path)}.get(request.param, request.param)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_encode_and_decode(spec, text):
+    tokenizer = load_tokenizer(spec)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_name_of_a_special_token_in_a_document_is_text(spec):
+    tokenizer = load_tokenizer(spec)
+    assert tokenizer.eod_id not in tokenizer.encode(f"a {EOD} b")
+    assert tokenizer.decode([tokenizer.eod_id]) == EOD
+
+
+def test_every_id_is_below_the_vocabulary_size(spec):
+    tokenizer = load_tokenizer(spec)
+    assert 0 <= tokenizer.eod_id < tokenizer.vocab_size
+    assert max(max(tokenizer.encode(text)) for text in TEXTS) < tokenizer.vocab_size
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode("aé\n" * 200) == list(("aé\n" * 200).encode())
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
+
+
+def test_ids_that_are_no_utf8_decode_to_the_replacement_character():
+    assert load_tokenizer("bytes").decode([0xC3, 0x41]) == "\ufffdA"
+
+
+def test_the_fingerprint_is_of_the_vocabulary_not_of_its_path(tmp_path, json_path):
+    (tmp_path / "copy.tiktoken").write_bytes(STDLIB_8K.read_bytes())
+    specs = ["stdlib-8k", str(tmp_path / "copy.tiktoken"), "bytes", str(json_path)]
+    stdlib, copy, *others = [load_tokenizer(s).fingerprint for s in specs]
+    assert stdlib == copy
+    assert len({stdlib, *others}) == 3
+
+
+@pytest.mark.parametrize("blank", [" ", "\t", "\u3000"])
+def test_a_million_blanks_in_a_row_are_encoded(blank):
+    tokenizer = load_tokenizer("stdlib-8k")
+    text = "a" + blank * 1_000_000 + "b"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_fifty_thousand_local_ranks_are_cut_by_gpt2s_rule(tmp_path):
+    ranks = [bytes([i]) for i in range(256)] + [b"%06d" % i for i in range(GPT2_RANKS - 256)]
+    path = tmp_path / "gpt2.tiktoken"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), i) for i, token in enumerate(ranks)))
+    assert load_tokenizer(str(path)).encode("000007") == [256 + 7]  # cl100k's rule cuts digits by three
+
+
+@pytest.mark.parametrize("spec", ["gpt3", "", "missing/file.txt"])
+def test_an_unknown_spec_names_what_is_possible(spec):
+    with pytest.raises(ValueError, match=r"stdlib-8k, bytes, a path to a \.tiktoken file or a tokenizer\.json.*gpt2"):
+        load_tokenizer(spec)
+
+
+@pytest.mark.parametrize("spec", ["missing.tiktoken", "missing.json"])
+def test_a_missing_file_is_named(spec):
+    with pytest.raises(ValueError, match=f"{spec}: expected a file, got 'No such file"):
+        load_tokenizer(spec)
+
+
+def test_a_tiktoken_name_without_a_network_says_to_pass_a_file(monkeypatch):
+    def offline(name):
+        raise ConnectionError
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(ValueError, match=r"could not download 'gpt2' \(ConnectionError\).*local \.tiktoken file"):
+        load_tokenizer("gpt2")
+
+
+SHIPPED = STDLIB_8K.read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([SHIPPED[0], b"not-base64! 1\n"], ":2: expected a base64 token and its rank"),
+        ([SHIPPED[0], b"YQ==\n"], ":2: expected a base64 token and its rank"),
+        ([SHIPPED[0], b"YQ== one\n"], ":2: expected a base64 token and its rank"),
+        ([*SHIPPED[:300], *SHIPPED[301:]], "each rank from 0 to 8189 once"),
+        ([b"YWI= 0\n"], "all 256 single bytes"),
+        ([b"\x80\x04\xff\n"], ":1: expected a base64"),
+        ([], "all 256 single bytes"),
+    ],
+)
+def test_a_malformed_tiktoken_file_is_named_with_its_line(tmp_path, content, message):
+    (tmp_path / "bad.tiktoken").write_bytes(b"".join(content))
+    with pytest.raises(ValueError, match=message) as error:
+        load_tokenizer(str(tmp_path / "bad.tiktoken"))
+    assert str(tmp_path / "bad.tiktoken") in str(error.value)
+
+
+def test_a_json_that_is_no_tokenizer_is_named(tmp_path):
+    (tmp_path / "bad.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"bad\.json: expected a Hugging Face tokenizer\.json"):
+        load_tokenizer(str(tmp_path / "bad.json"))
+
+
+def test_a_tokenizer_json_without_an_end_of_document_is_refused(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "no.json"))
+    with pytest.raises(ValueError, match=r"no\.json: expected an end-of-document token, one of <\|endoftext\|>, </s>"):
+        load_tokenizer(str(tmp_path / "no.json"))
+
+
+def test_without_the_tokenizers_library_a_json_says_what_to_install(json_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"pip install dtmega\[data\]"):
+        load_tokenizer(str(json_path))
+
+
+# ------------------------------------------------------------------------------------------------------------- kinds
+
+
+def parquet(path, values, kind):
+    pq.write_table(pa.table({"text": pa.array(values, kind), "id": range(len(values))}), path)
+
+
+def write_kind(folder, kind):
+    path = folder / f"in{kind}"
+    zstd = zstandard.ZstdCompressor()
+    if kind.startswith(".parquet"):
+        path = folder / "in.parquet"
+        kinds = {"large": pa.large_string(), "dictionary": pa.dictionary(pa.int32(), pa.string())}
+        parquet(path, TEXTS, kinds.get(kind.partition("-")[2], pa.string()))
+    elif kind.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines(TEXTS)))
+    elif kind.endswith(".zst"):  # two frames: what `cat a.zst b.zst` makes
+        path.write_bytes(zstd.compress(lines(TEXTS)[:50]) + zstd.compress(lines(TEXTS)[50:]))
+    else:
+        path.write_bytes(lines(TEXTS).replace(b"\n", b"\r\n") if kind == ".json" else lines(TEXTS).rstrip(b"\n"))
+    return path.name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".parquet", ".parquet-large", ".parquet-dictionary"],
+)
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_every_kind_of_file_gives_the_same_documents(tmp_path, monkeypatch, kind, chunk):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk * 8)
+    monkeypatch.setattr(text_files, "PARQUET_ROWS", chunk)
+    assert run(tmp_path, write_kind(tmp_path, kind)) == 0
+    assert documents(tmp_path) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [("", bytes), (".gz", gzip.compress), (".zst", zstandard.ZstdCompressor().compress)]
+)
+def test_a_txt_file_is_one_document(tmp_path, suffix, compress):
+    text = "line one\n\nline two\r\n"
+    (tmp_path / f"in.txt{suffix}").write_bytes(compress(text.encode()))
+    assert run(tmp_path, f"in.txt{suffix}") == 0
+    assert documents(tmp_path) == [text]
+
+
+def test_append_eod_closes_each_document(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(lines(["a", "bc"]))
+    assert run(tmp_path, "in.jsonl", options=["--append-eod", "--workers", 1]) == 0
+    assert IndexedDataset(tmp_path / "out").tokens.tolist() == [97, 256, 98, 99, 256]
+
+
+def test_json_key_names_the_text(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"body": "a", "text": "b"}\n')
+    assert run(tmp_path, "in.jsonl", options=["--json-key", "body", "--workers", 1]) == 0
+    assert documents(tmp_path) == ["a"]
+
+
+def test_the_dtype_follows_the_vocabulary(tmp_path, json_path):
+    big = tokenizers.Tokenizer.from_file(str(json_path))
+    big.add_tokens([f"word{i}" for i in range(65_500 - big.get_vocab_size())])
+    big.save(str(tmp_path / "big.json"))
+    (tmp_path / "in.jsonl").write_bytes(lines(["word65000 a"]))
+    assert run(tmp_path, "in.jsonl", tokenizer=str(tmp_path / "big.json")) == 0
+    assert IndexedDataset(tmp_path / "out").dtype == "int32"
+
+
+def test_files_come_in_the_order_of_the_patterns_by_name_and_once(tmp_path):
+    for name in ("b1.txt", "a2.txt", "a1.txt", "a[1].txt"):
+        (tmp_path / name).write_text(name)
+    assert run(tmp_path, "b*.txt", "a?.txt", "*1.txt", "a[1].txt") == 0
+    assert documents(tmp_path) == ["b1.txt", "a1.txt", "a2.txt", "a[1].txt"]
+
+
+@pytest.fixture
+def mixed(tmp_path, monkeypatch):
+    """Many batches of every kind, among them malformed and empty records."""
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 800)
+    monkeypatch.setattr(text_files, "PARQUET_ROWS", 5)
+    texts = [f"{i} " * (i % 90) for i in range(200)]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(texts) + b"{\n" + lines(texts[::-1])))
+    (tmp_path / "b.txt").write_text("one document")
+    parquet(tmp_path / "c.parquet", [*texts, None], pa.string())
+    return ["a.jsonl.gz", "b.txt", "c.parquet"]
+
+
+def test_the_output_is_the_same_for_any_number_of_workers(tmp_path, mixed):
+    outputs = []
+    for workers in (1, 2, 3):
+        assert run(tmp_path, *mixed, tokenizer="stdlib-8k", options=["--append-eod", "--workers", workers]) == 0
+        outputs.append([(tmp_path / f"out.{suffix}").read_bytes() for suffix in ("bin", "idx")])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_the_summary_counts_documents_tokens_and_what_was_skipped(tmp_path, mixed, capsys):
+    assert run(tmp_path, *mixed) == 0
+    dataset = IndexedDataset(tmp_path / "out")
+    # texts 0, 90 and 180 are empty, three times; one line is no JSON, one row is null
+    expected = f"592 documents, {dataset.n_tokens:,} tokens, 11 skipped (2 malformed, 9 empty), "
+    out = capsys.readouterr().out
+    assert out.startswith(expected)
+    assert out.endswith(f"{tmp_path}/out.bin, {tmp_path}/out.idx\n")
+
+
+# --------------------------------------------------------------------------------------------------------- malformed
+
+MALFORMED = {
+    b'{"text": "a"': "bad JSON",
+    b"a": "bad JSON",
+    b'{"txt": "a"}': r"expected an object with 'text' .* keys \['txt'\]",
+    b'["text"]': "expected an object with 'text' .* got list",
+    b'{"text": 5}': "expected a string in 'text', got int",
+    b'{"text": null}': "expected a string in 'text', got NoneType",
+    b'{"text": "\xff"}': ".*can't decode byte 0xff",
+    b'{"text": "\\ud83d"}': ".*surrogates not allowed",
+    b"[" * 100_000: "bad JSON",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MALFORMED.items(), ids=range(len(MALFORMED)))
+def test_a_malformed_line_is_skipped_and_shown_with_file_and_line(tmp_path, capsys, line, message):
+    (tmp_path / "in.jsonl").write_bytes(lines(["a"]) + b"\n" + line + b"\n" + lines(["b"]))
+    assert run(tmp_path, "in.jsonl") == 0
+    assert documents(tmp_path) == ["a", "b"]
+    out, err = capsys.readouterr()
+    assert "1 malformed" in out
+    (shown,) = [row for row in err.splitlines() if "skipped" in row]
+    assert re.search(rf"in\.jsonl:3: {message}", shown)
+
+
+def test_only_the_first_five_malformed_lines_are_shown(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_bytes(b"{\n" * 20 + lines(["a"]))
+    assert run(tmp_path, "in.jsonl") == 0
+    out, err = capsys.readouterr()
+    assert [f":{n}: bad JSON" in err for n in (1, 5, 6)] == [True, True, False]
+    assert "20 malformed" in out
+
+
+def test_line_numbers_go_on_from_batch_to_batch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 64)
+    (tmp_path / "in.jsonl").write_bytes(lines(["a"] * 30) + b"{\n" + lines(["b"] * 5))
+    assert run(tmp_path, "in.jsonl") == 0
+    assert "in.jsonl:31: bad JSON" in capsys.readouterr().err
+
+
+def test_a_parquet_row_that_is_no_utf8_is_one_malformed_row(tmp_path, capsys):
+    buffers = pa.array([b"good", b"\xff", b"fine"], pa.binary()).buffers()
+    bad = pa.Array.from_buffers(pa.string(), 3, buffers)
+    pq.write_table(pa.table({"text": bad}), tmp_path / "in.parquet")
+    assert run(tmp_path, "in.parquet") == 0
+    assert documents(tmp_path) == ["good", "fine"]
+    assert "in.parquet:2: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_strict_stops_and_leaves_what_was_there(tmp_path, capsys, workers):
+    (tmp_path / "in.jsonl").write_bytes(lines(["before"]))
+    assert run(tmp_path, "in.jsonl") == 0
+    (tmp_path / "in.jsonl").write_bytes(lines(["a"]) + b"{\n" + lines(["b"]))
+    assert run(tmp_path, "in.jsonl", options=["--strict", "--workers", workers]) == 2
+    assert "in.jsonl:2: bad JSON" in capsys.readouterr().err
+    assert documents(tmp_path) == ["before"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx"]
+
+
+# ----------------------------------------------------------------------------------------------------------- refused
+
+
+def cut_zst():
+    return zstandard.ZstdCompressor().compress(lines([str(i) for i in range(9999)]))[:-9]
+
+
+def columns(**values):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(values), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("in.csv", b"a", r"in\.csv: expected a name that ends in \.txt, \.jsonl"),
+        ("in.gz", b"a", r"in\.gz: expected a name that ends in"),
+        ("in.parquet.gz", b"a", r"in\.parquet\.gz: expected a name that ends in"),
+        ("in.jsonl", b"", "no documents in 1 files"),
+        ("in.txt", b"", "no documents in 1 files .*1 empty"),
+        ("in.jsonl", b"{\n", "no documents in 1 files .*1 malformed"),
+        ("in.jsonl.gz", b"no gzip", r"in\.jsonl\.gz: damaged or cut off"),
+        ("in.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], r"in\.jsonl\.gz: damaged or cut off"),
+        ("in.jsonl.zst", b"no zstd", r"in\.jsonl\.zst: damaged or cut off"),
+        ("in.jsonl.zst", cut_zst(), r"in\.jsonl\.zst: damaged or cut off"),
+        ("in.parquet", b"no parquet", r"in\.parquet: damaged or cut off"),
+        ("in.parquet", columns(txt=["a"]), r"in\.parquet: expected a column 'text' \(--json-key\), got \['txt'\]"),
+        ("in.parquet", columns(text=[1]), r"in\.parquet: expected strings in 'text' \(--json-key\), got int64"),
+    ],
+)
+def test_input_that_cannot_be_used_is_named_and_leaves_nothing(tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert run(tmp_path, name) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_a_pattern_without_a_file_is_named(tmp_path, capsys):
+    (tmp_path / "folder.txt").mkdir()
+    assert run(tmp_path, "*.txt") == 2
+    assert "no file matches --input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "library"), [("in.jsonl.zst", "zstandard"), ("in.parquet", "pyarrow")])
+def test_without_the_library_of_a_kind_it_says_what_to_install(tmp_path, monkeypatch, capsys, name, library):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == library else find_spec(wanted))
+    (tmp_path / name).touch()
+    assert run(tmp_path, name) == 2
+    assert f"needs the {library} library: pip install dtmega[data]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--workers", 0), ("--workers", 1)])
+def test_a_bad_argument_is_exit_code_2(tmp_path, capsys, options):
+    (tmp_path / "in.txt").write_text("a")
+    assert run(tmp_path, "in.txt", tokenizer="bytes" if options[1] == 0 else "nonsense", options=options) == 2
+    assert ("--workers >= 1" if options[1] == 0 else "unknown tokenizer") in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ interruption
+
+
+def test_a_worker_killed_while_it_starts_ends_the_run_with_nothing_written(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_bytes(lines(TEXTS))
+
+    def kill_first_worker():
+        while not (workers := multiprocessing.active_children()):
+            time.sleep(0.001)
+        workers[0].kill()
+
+    killer = threading.Thread(target=kill_first_worker)
+    killer.start()
+    code = run(tmp_path, "in.jsonl", options=["--workers", 2])
+    killer.join()
+    assert code == 1
+    assert "a worker process died" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+SCRIPT = """
+import argparse, multiprocessing, sys
+from dtmega.data import text_files, tokenize
+
+def endless(paths, column):
+    for i in range(10**9):
+        yield text_files.Batch("in.jsonl", ".jsonl", i, b'{"text": "a"}', 0)
+        if i == 20:
+            print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+
+if __name__ == "__main__":
+    text_files.read = endless
+    parser = argparse.ArgumentParser()
+    tokenize.add_arguments(parser)
+    sys.exit(tokenize.main(parser.parse_args()))
+"""
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A run that never ends by itself, at work; its session is its own, as a terminal's job is."""
+    (tmp_path / "in.jsonl").write_bytes(lines(["a"]))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = ["--input", "in.jsonl", "--tokenizer", "bytes", "--output", "out", "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "script.py", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        process.workers = [int(pid) for pid in process.stdout.readline().split()]
+        yield process
+
+
+def test_a_worker_killed_at_work_ends_the_run_with_nothing_written(tmp_path, endless):
+    os.kill(endless.workers[1], signal.SIGKILL)
+    _, err = endless.communicate(timeout=20)
+    assert endless.returncode == 1
+    assert "a worker process died" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "script.py"]
+
+
+def test_ctrl_c_ends_the_run_with_nothing_written(tmp_path, endless):
+    os.killpg(endless.pid, signal.SIGINT)  # a terminal sends it to the workers as well
+    _, err = endless.communicate(timeout=20)
+    assert endless.returncode == 130
+    assert err.endswith("tokenize: interrupted; nothing was written to out\n")
+    assert "Traceback" not in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "script.py"]
+
+
+def test_kill_9_leaves_nothing_under_the_final_name_and_no_worker_behind(tmp_path, endless):
+    endless.kill()
+    endless.communicate(timeout=20)  # returns once the workers, which hold the pipes too, are gone
+    assert not (tmp_path / "out.bin").exists()
+    assert not (tmp_path / "out.idx").exists()

@@ -1,0 +1,68 @@
+"""Make dtmega/data/stdlib-8k.tiktoken: a byte-level BPE vocabulary of 8,192 from the text of Python's own library.
+
+    pip install -e .[data] && python tools/train_tokenizer.py        (two seconds)
+
+The shipped file was made with CPython 3.11.7 and tokenizers 0.23.3; another Python has other text, so other merges.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+from dtmega.data import corpus
+from dtmega.data.tokenizer import PATTERN, STDLIB_8K
+
+VOCAB_SIZE = 8192
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """BPE with `vocab_size - 1` tokens: ids 0 to 255 are the bytes, then the merges in their order. The last id is left
+    to end-of-document, which the loader adds.
+
+    Raises:
+        ValueError: the texts are too few for that many merges.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size - 1:
+        raise ValueError(f"expected text for {vocab_size - 1} tokens, got {tokenizer.get_vocab_size()}")
+    return tokenizer
+
+
+def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """What tiktoken does with PATTERN: cut by it, then write each byte as a character."""
+    cut = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def export(tokenizer: Tokenizer) -> bytes:
+    """The vocabulary as a .tiktoken file. tiktoken merges the pair with the lowest rank first, and an id is a merge's
+    place in the order of training: so ids are ranks."""
+    to_byte = byte_level_alphabet()
+    by_id = sorted((i, bytes(to_byte[char] for char in token)) for token, i in tokenizer.get_vocab().items())
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), i) for i, token in by_id)
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The printable character by which byte-level BPE writes each byte (GPT-2 `encoder.py`, `bytes_to_unicode`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def main(path: Path = STDLIB_8K) -> None:
+    texts = [text for _, text in corpus.documents()]
+    path.write_bytes(export(train(texts, VOCAB_SIZE)))
+    print(f"{path}: {VOCAB_SIZE - 1} ranks from {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} M characters")
+
+
+if __name__ == "__main__":
+    main()
