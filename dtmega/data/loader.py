@@ -1,0 +1,230 @@
+"""From samples to batches, one optimizer step at a time. The only state is how many samples have been consumed.
+
+The step after c consumed samples has `batch.size_at(c)` sequences, samples c, c + 1, ...; data rank r of R takes the
+r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch] micro_batch_size`. A microbatch is
+
+    tokens        int64 [B, S]
+    labels        int64 [B, S]  the next token, IGNORED where it does not count
+    sample_ids    int64 [B]     the global sample numbers, which key dropout
+    position_ids  int64 [B, S]  with `[data] reset_position_ids`: 0, 1, ..., again from 0 after each end-of-document
+    document_ids  int64 [B, S]  with `[data] reset_attention_mask`: attention stays between equal numbers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dtmega.config import Batch, Data
+from dtmega.data.samples import Blend, Samples
+
+IGNORED = -100  # torch's cross_entropy leaves it out
+CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one data rank computes in one optimizer step.
+
+    Attributes:
+        first_sample: the first of the global batch's samples.
+        samples: how many sequences the global batch has, over all data ranks.
+        microbatches: this rank's, each as above.
+    """
+
+    first_sample: int
+    samples: int
+    microbatches: list[dict[str, Tensor]]
+
+
+def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
+    """[B, S] -> [B, S]: 0, 1, ... by document; the end-of-document token belongs to the document that it ends."""
+    ends = (tokens == eod_id).long()
+    return ends.cumsum(1) - ends
+
+
+def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
+    """[B, S] -> [B, S]: positions within each document (Megatron-LM `get_ltor_masks_and_position_ids`)."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    starts = torch.zeros_like(tokens)  # at a document's first token its position in the sample, 0 elsewhere
+    starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
+    return positions - starts.cummax(1).values
+
+
+class _Rows:
+    """The tensors of a range of samples: what a worker process holds and computes."""
+
+    def __init__(self, samples: Samples | Blend, data: Data, eod_id: int) -> None:
+        self.samples, self.data, self.eod_id = samples, data, eod_id
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        """The keys above, with B = all of the range: few large tensors travel better than many small ones."""
+        ids = torch.from_numpy(np.stack([self.samples[g] for g in indices]).astype(np.int64))  # [B, S + 1]
+        tokens, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
+        rows = {"tokens": tokens, "labels": labels, "sample_ids": torch.arange(indices.start, indices.stop)}
+        if self.data.eod_mask_loss:
+            labels.masked_fill_(tokens == self.eod_id, IGNORED)
+        if self.data.reset_position_ids:
+            rows["position_ids"] = position_ids(tokens, self.eod_id)
+        if self.data.reset_attention_mask:
+            rows["document_ids"] = document_ids(tokens, self.eod_id)
+        return rows
+
+
+class TrainBatches:
+    """Endless `StepBatch`es from `start_sample` on: `for step in batches`, and again from where it stopped.
+
+    The state is one integer, the samples delivered so far, and resumes exactly under any number of workers and of data
+    ranks. StatefulDataLoader's own state does neither: another number of workers is an AssertionError, another number
+    of data ranks silently repeats or skips data.
+
+    The worker processes sit out SIGINT and SIGTERM, which Ctrl-C, torchrun and Slurm send to all processes: how the run
+    ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or within seconds of the
+    trainer's death. They are spawned, so the script that iterates needs its `if __name__ == "__main__"`.
+
+    Args:
+        eod_id: the tokenizer's end-of-document token.
+        rank, world: this data rank, and how many there are.
+        pin_memory: deliver in page-locked memory, for copies to a GPU that overlap with compute.
+
+    Raises:
+        ValueError: a size of the global batch, ramp-up included, is no multiple of B x world.
+    """
+
+    def __init__(
+        self,
+        samples: Samples | Blend,
+        data: Data,
+        batch: Batch,
+        eod_id: int,
+        rank: int,
+        world: int,
+        *,
+        start_sample: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        _check_sizes(batch, world)
+        self._rows, self._data, self._batch = _Rows(samples, data, eod_id), data, batch
+        self._rank, self._world, self._pin_memory = rank, world, pin_memory
+        self._consumed = start_sample
+        self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
+
+    def __iter__(self) -> TrainBatches:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._iterator is None:
+            self._iterator = self._start()
+        rows = next(self._iterator)
+        first, size = self._consumed, self._batch.size_at(self._consumed)
+        self._consumed += size
+        return StepBatch(first, size, _microbatches(rows, self._batch.micro_batch_size))
+
+    def state_dict(self) -> dict[str, int]:
+        """What has been delivered; what workers have prepared beyond it does not count."""
+        return {"samples": self._consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.close()
+        self._consumed = state["samples"]
+
+    def close(self) -> None:
+        """Ends the worker processes. Iterating again starts new ones."""
+        self._iterator = None
+
+    def _start(self) -> Iterator[dict[str, Tensor]]:
+        workers = self._data.num_workers
+        with warnings.catch_warnings(), _signals_blocked() if workers else contextlib.nullcontext():
+            # torchdata 0.11 still calls a counter that torch 2.13 has deprecated.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            loader = StatefulDataLoader(
+                self._rows,  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
+                batch_size=None,
+                sampler=_slices(self._batch, self._consumed, self._rank, self._world),
+                num_workers=workers,
+                pin_memory=self._pin_memory,
+                # Without a generator of its own, the loader draws from the global one and so moves it.
+                generator=torch.Generator(),
+                worker_init_fn=_hear_only_the_trainer,
+                # A fork of a process with CUDA, gloo or OpenMP threads may hang, and warns from Python 3.12 on; a child
+                # of a fork server would not see the trainer die. Spawning costs an import of torch, about a second.
+                multiprocessing_context="spawn" if workers else None,
+            )
+            return iter(loader)
+
+
+def eval_batches(
+    samples: Samples | Blend, data: Data, batch: Batch, eod_id: int, rank: int, world: int, steps: int
+) -> Iterator[StepBatch]:
+    """The first `steps` full global batches, the same ones in each evaluation, read in this process.
+
+    A split with fewer samples goes on into its next epoch.
+
+    Raises:
+        ValueError: global_batch_size is no multiple of B x world.
+    """
+    full = batch.model_copy(update={"rampup": []})
+    _check_sizes(full, world)
+    rows = _Rows(samples, data, eod_id)
+    for step, indices in zip(range(steps), _slices(full, 0, rank, world), strict=False):
+        size = full.global_batch_size
+        yield StepBatch(step * size, size, _microbatches(rows[indices], full.micro_batch_size))
+
+
+def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
+    """This rank's samples in each step, from the step on that starts at sample `first`."""
+    while True:
+        size = batch.size_at(first)
+        yield range(first + size // world * rank, first + size // world * (rank + 1))
+        first += size
+
+
+def _microbatches(rows: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    pieces = zip(*(tensor.split(size) for tensor in rows.values()), strict=True)
+    return [dict(zip(rows, piece, strict=True)) for piece in pieces]
+
+
+def _check_sizes(batch: Batch, world: int) -> None:
+    start, increment = batch.rampup[:2] if batch.rampup else (batch.global_batch_size, 1)
+    unit = batch.micro_batch_size * world
+    for size in range(start, batch.global_batch_size + 1, increment):
+        if size % unit:
+            raise ValueError(
+                f"a global batch of {size} sequences does not divide into micro_batch_size x data ranks = "
+                f"{batch.micro_batch_size} x {world} = {unit}: {size} % {unit} = {size % unit}, expected 0 "
+                f"([batch] global_batch_size, rampup, micro_batch_size; [mesh] dp_replicate, dp_shard)"
+            )
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Processes that start here inherit the mask: not even while they import does SIGINT or SIGTERM end them."""
+    resource_tracker.ensure_running()  # started inside, it would lift the mask (up to Python 3.11)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM} if CAN_TELL_SENDER else ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _hear_only_the_trainer(worker: int) -> None:
+    """SIGTERM ends a worker only if it comes from its trainer: multiprocessing sends it at exit, and waits."""
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    if CAN_TELL_SENDER:
+        threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,319 @@
+"""Batches: masks against Megatron's loop, slices against the global batch, resume against never stopping; signals."""
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dtmega.config import Batch, Data
+from dtmega.data.indexed import IndexedDataset, IndexedWriter
+from dtmega.data.loader import IGNORED, TrainBatches, document_ids, eval_batches, position_ids
+from dtmega.data.samples import Samples
+
+EOD = 0
+S = 8
+# Two workers on a machine of one core are what torch warns of.
+MANY_WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    rng = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        for length in rng.integers(1, 12, 60):
+            writer.add([*rng.integers(1, 1000, length), EOD])
+    return Samples(IndexedDataset(prefix), (0, 60), S, 1234, "train")
+
+
+def train_batches(samples, rank=0, world=1, workers=0, rampup=(), start_sample=0, **flags):
+    data = Data(seq_len=S, num_workers=workers, **flags)
+    batch = Batch(micro_batch_size=2, global_batch_size=16, rampup=list(rampup))
+    return TrainBatches(samples, data, batch, EOD, rank, world, start_sample=start_sample)
+
+
+def take(batches, steps):
+    """Per step: global size, and sample ids, tokens and labels of this rank."""
+    return [
+        (step.first_sample, step.samples, *(torch.cat([m[k] for m in step.microbatches]).tolist() for k in KEYS))
+        for step in islice(batches, steps)
+    ]
+
+
+KEYS = ("sample_ids", "tokens", "labels")
+
+
+def megatron_masks(tokens, eod_mask_loss, reset_position_ids, reset_attention_mask):
+    """`get_ltor_masks_and_position_ids`: loss mask [B, S], positions [B, S], may attend [B, S, S]."""
+    size, length = tokens.shape
+    loss_mask = torch.ones(size, length)
+    if eod_mask_loss:
+        loss_mask[tokens == EOD] = 0.0
+    attention_mask = torch.tril(torch.ones(size, length, length))
+    positions = torch.arange(length).repeat(size, 1)
+    for b in range(size):
+        eod_index = positions[b, tokens[b] == EOD].clone()
+        prev_index = 0
+        for i in eod_index.tolist():
+            if reset_attention_mask:
+                attention_mask[b, (i + 1) :, : (i + 1)] = 0
+            if reset_position_ids:
+                positions[b, (i + 1) :] -= i + 1 - prev_index
+                prev_index = i + 1
+    return loss_mask, positions, attention_mask > 0.5
+
+
+@pytest.fixture
+def tokens():
+    tokens = torch.randint(0, 4, (64, 16), generator=torch.Generator().manual_seed(0))
+    tokens[0], tokens[1] = EOD, 1
+    tokens[2, 0] = tokens[3, -1] = EOD
+    return tokens
+
+
+def test_positions_start_again_where_megatrons_do(tokens):
+    _, positions, _ = megatron_masks(tokens, False, True, False)
+    assert torch.equal(position_ids(tokens, EOD), positions)
+
+
+def test_equal_document_ids_are_where_megatron_allows_attention(tokens):
+    _, _, allowed = megatron_masks(tokens, False, False, True)
+    ids = document_ids(tokens, EOD)
+    assert torch.equal((ids.unsqueeze(2) == ids.unsqueeze(1)).tril(), allowed)
+
+
+def test_document_ids_count_from_0_within_the_sample():
+    ids = document_ids(torch.tensor([[5, EOD, EOD, 7, 8, EOD, 9]]), EOD)
+    assert ids.tolist() == [[0, 0, 1, 2, 2, 2, 3]]
+
+
+def test_eod_mask_loss_ignores_the_labels_that_megatron_gives_no_loss(samples):
+    plain, masked = (next(train_batches(samples, eod_mask_loss=on)).microbatches for on in (False, True))
+    for a, b in zip(plain, masked, strict=True):
+        loss_mask, _, _ = megatron_masks(a["tokens"], True, False, False)
+        assert torch.equal(b["labels"], torch.where(loss_mask > 0, a["labels"], IGNORED))
+
+
+def test_a_microbatch_holds_the_samples_it_names(samples):
+    for microbatch in next(train_batches(samples)).microbatches:
+        for i, g in enumerate(microbatch["sample_ids"].tolist()):
+            row = [*microbatch["tokens"][i].tolist(), int(microbatch["labels"][i, -1])]
+            assert row == samples[g].tolist()
+            assert microbatch["labels"][i].tolist() == row[1:]
+
+
+@pytest.mark.parametrize(
+    ("flag", "more"), [("reset_position_ids", {"position_ids"}), ("reset_attention_mask", {"document_ids"})]
+)
+def test_positions_and_documents_come_only_when_asked_for(samples, flag, more):
+    for on in (False, True):
+        (microbatch, *_) = next(train_batches(samples, **{flag: on})).microbatches
+        assert set(microbatch) == {*KEYS} | (more if on else set())
+
+
+def test_tensors_are_contiguous_int64_of_the_micro_batch_size(samples):
+    flags = {"reset_position_ids": True, "reset_attention_mask": True}
+    for microbatch in next(train_batches(samples, **flags)).microbatches:
+        for name, tensor in microbatch.items():
+            assert (tensor.dtype, tensor.is_contiguous()) == (torch.int64, True)
+            assert list(tensor.shape) == ([2] if name == "sample_ids" else [2, S])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ranks_slices_together_are_the_global_batch(samples, world):
+    ranks = [take(train_batches(samples, rank, world), 3) for rank in range(world)]
+    for whole, *parts in zip(take(train_batches(samples), 3), *ranks, strict=True):
+        joined = [[row for part in parts for row in part[k]] for k in (2, 3, 4)]
+        assert (*parts[0][:2], *joined) == whole
+
+
+def test_global_batches_grow_with_the_ramp_up(samples):
+    # 6 increments of 2 over 60 samples, so one for each 10 consumed samples, and the full size after the 60th.
+    steps = take(train_batches(samples, rampup=(4, 2, 60)), 10)
+    assert [step[1] for step in steps] == [4, 4, 4, 6, 6, 8, 10, 12, 14, 16]
+    assert [g for step in steps for g in step[2]] == list(range(84))
+
+
+@pytest.mark.parametrize(("rampup", "world", "size"), [((), 3, 16), ((4, 4, 60), 4, 4), ((8, 4, 60), 4, 12)])
+def test_each_size_of_the_ramp_up_must_divide_before_training_starts(samples, rampup, world, size):
+    unit = 2 * world
+    with pytest.raises(ValueError, match=rf"{size} sequences .* 2 x {world} = {unit}: {size} % {unit} = "):
+        train_batches(samples, 0, world, rampup=rampup)
+
+
+@pytest.mark.parametrize("stop", range(6))
+def test_resume_at_any_step_continues_as_if_it_never_stopped(samples, stop):
+    first, second = (train_batches(samples, rampup=(4, 4, 40)) for _ in range(2))
+    expected = take(second, 6)
+    assert take(first, stop) == expected[:stop]
+    second.load_state_dict(first.state_dict())
+    assert take(second, 6 - stop) == expected[stop:]
+
+
+@MANY_WORKERS
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 0)])
+def test_resume_does_not_see_the_number_of_workers_nor_what_they_prefetched(samples, before, after):
+    expected = take(train_batches(samples), 9)
+    first = train_batches(samples, workers=before)
+    assert take(first, 3) == expected[:3]
+    second = train_batches(samples, workers=after)
+    second.load_state_dict(first.state_dict())
+    first.close()
+    assert take(second, 6) == expected[3:]
+    second.close()
+
+
+def test_resume_at_another_number_of_ranks_continues_at_the_same_sample(samples):
+    first = train_batches(samples, 1, 2)
+    take(first, 3)
+    second = train_batches(samples)
+    second.load_state_dict(first.state_dict())
+    assert take(second, 2) == take(train_batches(samples), 5)[3:]
+
+
+def test_the_state_is_the_number_of_delivered_samples(samples):
+    batches = train_batches(samples, rank=1, world=2, start_sample=100)
+    take(batches, 2)
+    assert batches.state_dict() == {"samples": 132}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_global_generators_are_not_moved(samples, workers):
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+    before = states()
+    batches = train_batches(samples, workers=workers)
+    next(batches)
+    batches.close()
+    assert states() == before
+
+
+def evaluate(samples, rank=0, world=1, steps=3):
+    batch = Batch(micro_batch_size=2, global_batch_size=16, rampup=[4, 4, 1000])
+    return take(eval_batches(samples, Data(seq_len=S), batch, EOD, rank, world, steps), steps + 1)
+
+
+def test_evaluation_reads_the_same_full_batches_each_time(samples):
+    first = evaluate(samples)
+    assert [step[:3] for step in first] == [(k, 16, list(range(k, k + 16))) for k in (0, 16, 32)]
+    assert evaluate(samples) == first
+
+
+def test_evaluation_is_sliced_over_ranks_as_training_is(samples):
+    for whole, a, b in zip(evaluate(samples), evaluate(samples, 0, 2), evaluate(samples, 1, 2), strict=True):
+        assert a[2] + b[2] == whole[2]
+
+
+def test_evaluation_of_a_small_split_goes_on_into_its_next_epoch(samples):
+    in_an_epoch = samples.n_tokens // S
+    steps = in_an_epoch // 16 + 2
+    seen = [g for step in evaluate(samples, steps=steps) for g in step[2]]
+    assert seen == list(range(16 * steps))
+
+
+TRAINER = """
+import multiprocessing, os, signal, sys
+from dtmega.config import Batch, Data
+from dtmega.data.indexed import IndexedDataset
+from dtmega.data.loader import TrainBatches
+from dtmega.data.samples import Samples
+
+def main(prefix, ending):
+    heard = set()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: heard.add(number))
+    samples = Samples(IndexedDataset(prefix), (0, 60), 8, 1234, "train")
+    batches = TrainBatches(samples, Data(seq_len=8, num_workers=1), Batch(), 0, 0, 1)
+    print("starting", flush=True)
+    next(batches)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    sys.stdin.readline()
+    for _ in range(10):  # more than was prefetched
+        next(batches)
+    print(len(heard), flush=True)
+    if ending == "exception":
+        raise KeyError("the frames of this traceback keep the batches alive")
+    if ending == "_exit":
+        batches.close()
+        os._exit(0)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def start_trainer(samples, tmp_path):
+    """Starts a trainer with one worker in a process group of its own; it waits for a line on stdin to go on."""
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    started = []
+
+    def start(ending):
+        command = [sys.executable, "-W", "error", str(script), samples.dataset.prefix, ending]
+        root = str(Path(__file__).resolve().parent.parent)
+        env = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        started.append(subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes))
+        assert started[-1].stdout.readline() == "starting\n", started[-1].stderr.read()
+        return started[-1]
+
+    yield start
+    for trainer in started:
+        trainer.kill()
+        trainer.communicate()
+
+
+def send_both(trainer):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.killpg(trainer.pid, number)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_sit_out_signals_to_the_process_group(start_trainer):
+    trainer = start_trainer("return")
+    for _ in range(3):
+        while not select.select([trainer.stdout], [], [], 0.05)[0]:  # while the worker imports
+            send_both(trainer)
+        send_both(trainer)
+    out, err = trainer.communicate("go on\n", timeout=20)
+    assert (trainer.returncode, out.splitlines()[1:], err) == (0, ["2"], "")
+
+
+def test_workers_end_with_a_trainer_that_is_killed(start_trainer):
+    trainer = start_trainer("return")
+    worker = int(trainer.stdout.readline())
+    trainer.kill()
+    deadline = time.monotonic() + 15
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(worker)
+
+
+def test_a_trainer_that_ends_by_an_exception_does_not_wait_for_its_workers(start_trainer):
+    trainer = start_trainer("exception")
+    _, err = trainer.communicate("go on\n", timeout=20)
+    assert (trainer.returncode, err.splitlines()[-1].partition(":")[0]) == (1, "KeyError")
+
+
+def test_a_closed_loader_leaves_nothing_behind(start_trainer):
+    trainer = start_trainer("_exit")
+    worker = int(trainer.stdout.readline())
+    _, err = trainer.communicate("go on\n", timeout=20)
+    assert (trainer.returncode, is_running(worker), err) == (0, False, "")

@@ -1,0 +1,248 @@
+"""Samples against Megatron's loops, said again plainly here. In a test corpus each token is its position in .bin."""
+
+import pickle
+import struct
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from dtmega.config import Data
+from dtmega.data.indexed import IndexedDataset, IndexedWriter
+from dtmega.data.samples import (
+    BLEND_BLOCK,
+    Blend,
+    Samples,
+    blend_order,
+    build_samples,
+    fingerprint,
+    permutation,
+    split_documents,
+)
+
+LENGTHS = [5, 0, 31, 1, 7, 2, 0, 12, 3, 1, 9, 4]  # 75 tokens; documents without any, and one longer than some samples
+
+
+def write_corpus(folder, lengths=LENGTHS, name="corpus"):
+    ids = np.arange(sum(lengths))
+    with IndexedWriter(folder / name, np.dtype("<i4")) as writer:
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            writer.add(ids[end - length : end])
+    return str(folder / name)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return IndexedDataset(write_corpus(tmp_path))
+
+
+def all_of(dataset, seq_len):
+    return Samples(dataset, (0, len(dataset)), seq_len, 7, "train")
+
+
+def read(samples, n):
+    return np.stack([samples[g] for g in range(n)])
+
+
+def megatron_samples(documents, sizes, starts, seq_len):
+    """[n, S + 1] of the documents in this order: `_build_sample_idx` and `GPTDataset.__getitem__`."""
+    n = (sum(sizes[d] for d in documents) - 1) // seq_len
+    index = [(0, 0)]
+    position = offset = 0
+    while len(index) <= n:
+        remaining = seq_len + 1
+        while remaining != 0:
+            length = sizes[documents[position]] - offset
+            remaining -= length
+            if remaining <= 0:
+                offset += remaining + length - 1
+                remaining = 0
+            else:
+                position += 1
+                offset = 0
+        index.append((position, offset))
+    samples = []
+    for (first, begin), (last, end) in pairwise(index):
+        sample = []
+        for p in range(first, last + 1):
+            a = begin if p == first else 0
+            b = end + 1 if p == last else sizes[documents[p]]
+            sample.extend(range(starts[documents[p]] + a, starts[documents[p]] + b))
+        samples.append(sample)
+    return np.array(samples)
+
+
+@pytest.mark.parametrize("seq_len", [1, 4, 25, 74])
+def test_samples_are_those_of_megatrons_loop_over_the_shuffled_documents(corpus, seq_len):
+    epochs, n_tokens = 4, corpus.n_tokens
+    starts = np.cumsum([0, *LENGTHS])
+    documents = [d for e in range(epochs) for d in permutation(len(LENGTHS), f"7/train/0/{e}/documents")]
+    stream = megatron_samples(documents, LENGTHS, starts, seq_len)
+    order = []
+    for epoch in range(epochs):
+        inside = [i for i in range(len(stream)) if epoch * n_tokens <= i * seq_len < (epoch + 1) * n_tokens]
+        if epoch < epochs - 1:  # the last one's last sample would need a fifth epoch
+            order += [inside[k] for k in permutation(len(inside), f"7/train/0/{epoch}/samples")]
+    np.testing.assert_array_equal(read(all_of(corpus, seq_len), len(order)), stream[order])
+
+
+def test_an_epoch_has_each_token_as_input_once(corpus):
+    samples = read(all_of(corpus, seq_len=25), 2 * 3)  # 3 x 25 = 75 tokens
+    for epoch in (samples[:3], samples[3:]):
+        np.testing.assert_array_equal(np.sort(epoch[:, :-1].ravel()), np.arange(75))
+
+
+def test_each_token_is_input_and_label_equally_often_over_epochs_that_samples_do_not_divide(corpus):
+    samples = read(all_of(corpus, seq_len=4), 75)  # 75 x 4 = four epochs of 75 tokens
+    np.testing.assert_array_equal(np.bincount(samples[:, :-1].ravel()), np.full(75, 4))
+
+
+def test_a_sample_does_not_depend_on_what_was_read_before(corpus):
+    expected, backwards = read(all_of(corpus, seq_len=4), 200), all_of(corpus, seq_len=4)
+    np.testing.assert_array_equal([backwards[g] for g in reversed(range(200))], expected[::-1])
+
+
+def test_an_unpickled_copy_gives_the_same_samples(corpus):
+    samples = Samples(corpus, (2, 8), 4, 7, "valid", corpus=2)
+    np.testing.assert_array_equal(read(pickle.loads(pickle.dumps(samples)), 40), read(samples, 40))
+
+
+def test_seed_split_corpus_and_epoch_have_shuffles_of_their_own(corpus):
+    orders = [
+        read(Samples(corpus, (0, 12), 25, seed, split, position), 6).tobytes()
+        for seed in (1, 2)
+        for split in ("train", "valid")
+        for position in (0, 1)
+    ]
+    assert len(set(orders)) == 8
+    assert orders[0][: len(orders[0]) // 2] != orders[0][len(orders[0]) // 2 :]
+
+
+def test_a_permutation_stays_what_it_was():
+    # Another numpy, machine or version of this file must not reorder anybody's run.
+    assert permutation(10, "1234/train/0/0/documents").tolist() == [0, 1, 6, 7, 5, 9, 4, 3, 8, 2]
+
+
+def test_a_document_of_several_sequences_stays_together(tmp_path):
+    corpus = IndexedDataset(write_corpus(tmp_path, [3, 2, 4, 1, 5, 6, 4]))
+    idx = (tmp_path / "corpus.idx").read_bytes()
+    documents = [0, 3, 3, 5, 7]  # of 9, 0, 6 and 10 tokens
+    idx = idx[:26] + struct.pack("<Q", len(documents)) + idx[34:-64] + np.array(documents, "<i8").tobytes()
+    (tmp_path / "corpus.idx").write_bytes(idx)
+    samples = read(Samples(IndexedDataset(corpus.prefix), (0, 4), 10, 0, "train"), 40)
+    jumps = samples[:, 1:][np.diff(samples) != 1]
+    assert set(jumps) == {0, 9, 15}
+
+
+def test_documents_outside_the_part_are_never_read(corpus):
+    samples = read(Samples(corpus, (2, 8), 10, 0, "train"), 40)  # documents 2 to 7 are tokens 5 to 57
+    assert set(np.unique(samples)) == set(range(5, 58))
+
+
+@pytest.mark.parametrize("documents", [(0, 2), (1, 2), (3, 3)])
+def test_a_part_shorter_than_one_sample_is_an_error_that_names_file_split_and_keys(corpus, documents):
+    with pytest.raises(ValueError, match=r"corpus: expected at least .*6 tokens for 'valid'.*seq_len.*split"):
+        Samples(corpus, documents, 5, 0, "valid")
+
+
+def test_the_shortest_part_is_one_sample_long(corpus):
+    assert sorted(Samples(corpus, (0, 2), 4, 0, "train")[0]) == [0, 1, 2, 3, 4]
+
+
+def megatron_split(weights, size):
+    splits = [weight / sum(weights) for weight in weights]
+    index = [0]
+    for i, split in enumerate(splits):
+        index.append(index[i] + int(round(split * float(size))))  # noqa: RUF046
+    diff = index[-1] - size
+    for i in range(1, len(index)):
+        index[i] -= diff
+    return [(index[0], index[1]), (index[1], index[2]), (index[2], index[3])]
+
+
+def test_documents_are_split_with_megatrons_rounding():
+    for weights in [(969.0, 30.0, 1.0), (1.0, 1.0, 1.0), (0.9, 0.05, 0.05), (98.0, 2.0, 0.0), (1.0, 0.0, 0.0)]:
+        for size in [0, 1, 2, 3, 5, 10, 33, 100, 1729, 10**9 + 7]:
+            assert split_documents(size, weights) == megatron_split(weights, size)
+
+
+def megatron_blend(weights, size):
+    counts = [0] * len(weights)
+    corpora, before = [], []
+    for i in range(size):
+        best, max_error = 0, weights[0] * max(float(i), 1.0) - counts[0]
+        for k in range(1, len(weights)):
+            error = weights[k] * max(float(i), 1.0) - counts[k]
+            if error > max_error:
+                best, max_error = k, error
+        corpora.append(best)
+        before.append(counts[best])
+        counts[best] += 1
+    return corpora, before
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.25] * 4, [1e-7, 1 - 1e-7], [1 / 3] * 3])
+def test_the_blend_is_megatrons_greedy_loop(weights):
+    n = BLEND_BLOCK if len(weights) == 3 else 1000
+    corpora, before = blend_order(np.array(weights), n)
+    assert (corpora.tolist(), before.tolist()) == megatron_blend(weights, n)
+
+
+def two_parts(tmp_path):
+    """Corpora of 75 and 150 tokens with S = 5: 15 and 30 samples in an epoch."""
+    prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, LENGTHS * 2, "twice")]
+    return [Samples(IndexedDataset(prefix), (0, 12 * (k + 1)), 5, 7, "train", k) for k, prefix in enumerate(prefixes)]
+
+
+def test_a_blend_repeats_its_order_while_each_corpus_goes_on(tmp_path):
+    parts = two_parts(tmp_path)
+    blend, (corpora, before) = Blend(parts, [3, 1]), megatron_blend([0.75, 0.25], BLEND_BLOCK)
+    for g in [0, 1, 77, BLEND_BLOCK - 1, BLEND_BLOCK, BLEND_BLOCK + 77, 5 * BLEND_BLOCK + 3]:
+        block, i = divmod(g, BLEND_BLOCK)
+        local = block * corpora.count(corpora[i]) + before[i]
+        np.testing.assert_array_equal(blend[g], parts[corpora[i]][local])
+
+
+def test_a_blend_without_weights_reads_all_corpora_at_the_same_pace(tmp_path):
+    samples = read(Blend(two_parts(tmp_path), []), 45)  # 15 + 30: one epoch of both
+    np.testing.assert_array_equal(np.bincount(samples[:, :-1].ravel()), [2] * 75 + [1] * 75)
+
+
+def data(**keys):
+    return Data(**{"seq_len": 5, "split": "8,4,0"} | keys)
+
+
+def test_each_corpus_is_split_by_document_and_then_blended(tmp_path):
+    prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, LENGTHS * 2, "twice")]
+    built = build_samples(data(path=prefixes, weights=[1.0, 1.0]), prefixes, seed=3)
+    parts = [
+        Samples(IndexedDataset(prefix), ((0, 8), (0, 16))[k], 5, 3, "train", k) for k, prefix in enumerate(prefixes)
+    ]
+    expected = Blend(parts, [0.5, 0.5])
+    np.testing.assert_array_equal(read(built["train"], 60), read(expected, 60))
+
+
+def test_a_part_with_weight_0_is_none(tmp_path):
+    built = build_samples(data(), [write_corpus(tmp_path)], seed=3)
+    assert [name for name, samples in built.items() if samples is None] == ["test"]
+
+
+def test_a_split_that_leaves_a_part_without_documents_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"for 'valid', got 0 in 0 of 12 documents"):
+        build_samples(data(split="969,30,1"), [write_corpus(tmp_path, [100] * 12)], seed=3)
+
+
+def test_an_empty_corpus_is_an_error_that_names_the_file(tmp_path):
+    with pytest.raises(ValueError, match=r"corpus: .* for 'train', got 0 in 0 of 0 documents"):
+        build_samples(data(), [write_corpus(tmp_path, [])], seed=3)
+
+
+def test_the_fingerprint_is_of_the_data_and_not_of_its_folder(tmp_path):
+    here, there = write_corpus(tmp_path / "a"), write_corpus(tmp_path / "b")
+    assert fingerprint([here]) == fingerprint([there])
+
+
+def test_the_fingerprint_changes_with_the_data(tmp_path):
+    prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, [*LENGTHS, 1], "longer")]
+    known = [[prefixes[0]], [prefixes[1]], prefixes, prefixes[::-1]]
+    assert len({fingerprint(p) for p in known}) == len(known)
