@@ -115,8 +115,7 @@ def train(
     started, total_steps, skipped_in_a_row, stopping = time.monotonic(), cfg.total_steps(), 0, ""
     validating = cfg.eval.interval > 0 and text.splits["valid"] is not None
     if at.step >= total_steps:
-        metrics.message(f"nothing to do: this run has its {total_steps} steps (start anew with another --run.dir)")
-        return
+        metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
     if validating and at.step == 0:
         metrics.validation(0, mean_loss(cfg, world, text, model, "valid"))
 
@@ -150,7 +149,7 @@ def train(
             state = {"progress": at._asdict(), "data": text.fingerprint, "config": cfg.model_dump()}
             checkpoint.save(checkpoints, at.step, model, optimizer, state, keep=cfg.checkpoint.keep)
 
-    if at.step == total_steps:
+    if at.step >= total_steps:
         finish(cfg, world, text, model, metrics, at)
     else:
         metrics.message(
@@ -208,7 +207,14 @@ def finish(cfg: Config, world: World, text: Text, model: Bloom, metrics: Metrics
         metrics.test(at.step, mean_loss(cfg, world, text, model, "test"))
     if cfg.eval.prompt and cfg.eval.sample_tokens:
         prompt = text.tokenizer.encode(cfg.eval.prompt)
-        new = generate(model, prompt, cfg.eval.sample_tokens, eod_id=text.tokenizer.eod_id, seed=cfg.run.seed)
+        new = generate(
+            model,
+            prompt,
+            cfg.eval.sample_tokens,
+            vocab_size=text.tokenizer.vocab_size,
+            eod_id=text.tokenizer.eod_id,
+            seed=cfg.run.seed,
+        )
         metrics.message(f"a sample:\n{cfg.eval.prompt}{text.tokenizer.decode(new)}")
 
 

@@ -58,6 +58,7 @@ def _generate(args: argparse.Namespace) -> int:
         model,
         tokenizer.encode(args.prompt),
         args.tokens,
+        vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         seed=args.seed,
         temperature=args.temperature,

@@ -11,6 +11,7 @@ hold (NaN, infinity) is null there, and `reason` says what it was.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -56,7 +57,7 @@ class Metrics:
         run_dir = Path(config.run.dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        keep_until(path, start_step)
+        keep_until(path, start_step, finished=start_step >= self._total_steps)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time: what a killed run wrote is there
         self._tensorboard = None
         if config.log.tensorboard:
@@ -162,12 +163,16 @@ class Metrics:
         return per_step * (self._total_steps - step)
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Cut from a metrics.jsonl what a run that resumes after `step` will write again (all of it after step 0).
+def keep_until(path: Path, step: int, finished: bool = False) -> None:
+    """Cut from a metrics.jsonl what a run that resumes after `step` will write again.
 
-    Lines that are not whole go as well. The file is exchanged in one rename.
+    A `finished` run writes the evaluation of its last step again. Lines that are not whole go as well. The file is
+    exchanged in one rename; a run that starts anew sets the whole of it aside as metrics.1.jsonl, metrics.2.jsonl, ...
     """
     if not path.exists():
+        return
+    if step == 0:
+        path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
         return
     aside = path.with_suffix(".jsonl.tmp")
     with path.open(encoding="utf-8", errors="replace") as old, aside.open("w", encoding="utf-8") as new:
@@ -176,7 +181,8 @@ def keep_until(path: Path, step: int) -> None:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if line.endswith("\n") and step and record["step"] <= step:
+            again = finished and record["step"] == step and ("val_loss" in record or "test_loss" in record)
+            if line.endswith("\n") and record["step"] <= step and not again:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())

@@ -187,16 +187,21 @@ def test_a_whole_line_without_its_newline_does_not_swallow_the_next(start: Start
     assert lines(tmp_path)[-1] == {"step": 6, "val_loss": 3.5}
 
 
-def test_a_finished_run_that_is_started_again_keeps_its_test_loss(start: Start, tmp_path: Path):
-    start().test(6, 2.5)
+def test_a_finished_run_that_is_started_again_evaluates_again(start: Start, tmp_path: Path):
+    first = start()
+    first.validation(4, 3.5)
+    first.validation(6, 3.0)
+    first.test(6, 2.5)
     start(start_step=6)
-    assert lines(tmp_path) == [{"step": 6, "test_loss": 2.5}]
+    assert lines(tmp_path) == [{"step": 4, "val_loss": 3.5}]
 
 
-def test_a_new_run_in_an_old_directory_starts_anew(start: Start, tmp_path: Path):
+def test_a_new_run_in_an_old_directory_starts_anew_and_sets_the_old_lines_aside(start: Start, tmp_path: Path):
     killed_run(start, tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
     start().validation(0, 9.0)
     assert lines(tmp_path) == [{"step": 0, "val_loss": 9.0}]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
 
 
 def test_a_validation_before_the_first_step_stays_when_the_run_resumes(start: Start, tmp_path: Path):

@@ -8,11 +8,20 @@ from torch import nn
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, tokens: list[int], n: int, *, eod_id: int, seed: int, temperature: float = 0.8, top_k: int = 50
+    model: nn.Module,
+    tokens: list[int],
+    n: int,
+    *,
+    vocab_size: int,
+    eod_id: int,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
 ) -> list[int]:
     """Up to `n` tokens that follow `tokens`; ends early before an end-of-document.
 
     Args:
+        vocab_size: of the tokenizer; the model's may be larger.
         temperature: of the softmax; 0 takes the most probable token.
         top_k: only the k most probable tokens are drawn from; 0 = all.
 
@@ -27,7 +36,7 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     sequence = torch.tensor([tokens], device=device)
     for _ in range(n):
-        logits = model(sequence)[0, -1].float()
+        logits = model(sequence)[0, -1, :vocab_size].float()
         if temperature == 0:
             token = logits.argmax(keepdim=True)
         else:
