@@ -64,7 +64,12 @@ def start(device: torch.device) -> World:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+            backend,
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # documented, missing in __all__
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+            device_id=device_id,
         )
     data = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     return World(dist.get_rank(), dist.get_world_size(), device, data)

@@ -46,9 +46,7 @@ def test_normal_is_the_inverse_normal_distribution_of_the_hash():
     index = torch.arange(1 << 16)
     hashed = keyed.mix(keyed.mix(keyed.fold(index) ^ keyed.key(5, "n")) ^ keyed.key(5, "n#"))
     uniform = (hashed.double() + 2**31 + 0.5) / 2**32
-    torch.testing.assert_close(
-        keyed.normal(5, "n", index).double(), torch.special.ndtri(uniform), atol=1e-6, rtol=1e-6
-    )
+    torch.testing.assert_close(keyed.normal(5, "n", index).double(), torch.special.ndtri(uniform), atol=1e-6, rtol=1e-6)
 
 
 def test_normal_has_the_moments_of_a_standard_normal():

@@ -89,6 +89,7 @@ class Bloom(nn.Module):
     def tie(self) -> None:
         """One parameter, two owners. Called again after anything that replaces parameters."""
         if self.embed is not None and self.head is not None:
+            assert isinstance(self.embed.weight, nn.Parameter)
             self.head.weight = self.embed.weight
 
     def forward(
