@@ -18,21 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config, cost, mesh
+from dtmega import config, cost, drift, mesh
 from dtmega.checkpoint import local as checkpoint
 from dtmega.config import Config
-from dtmega.data.corpus import prepare_stdlib
-from dtmega.data.indexed import IndexedDataset, check_token_ids
 from dtmega.data.loader import IGNORED, StepBatch, TrainBatches, eval_batches
-from dtmega.data.samples import Blend, Samples, build_samples, fingerprint
-from dtmega.data.tokenizer import Tokenizer, load_tokenizer
-from dtmega.fsdp import sync_gradients
+from dtmega.data.text import Text, open_text
 from dtmega.mesh import World
 from dtmega.metrics import Metrics
-from dtmega.models.bloom import Bloom
 from dtmega.models.generate import generate
-from dtmega.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from dtmega.parallelize import parallelize
+from dtmega.optim import (
+    build_optimizer,
+    clip_gradients,
+    count_zeros,
+    learning_rate,
+    progress,
+    set_learning_rate,
+    total_norm,
+)
+from dtmega.parallelize import ShardedModel, check, parallelize
+from dtmega.pipelining.draw import draw_schedule
 
 
 class Progress(NamedTuple):
@@ -43,33 +47,22 @@ class Progress(NamedTuple):
     skipped: int = 0
 
 
-class Text(NamedTuple):
-    """What there is to read, per split, and the vocabulary it is written in."""
-
-    tokenizer: Tokenizer
-    splits: dict[str, Samples | Blend | None]
-    fingerprint: str
-
-    def samples(self, split: str) -> Samples | Blend:
-        found = self.splits[split]
-        assert found is not None
-        return found
-
-
 def main(argv: list[str]) -> int:
     try:
         cfg = config.load(argv)
-        device = mesh.pick_device(cfg.run.device)
+        device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, mesh.world_size())
+        check(cfg, sizes, device)
         text = open_text(cfg)
-        resume_from = find_checkpoint(cfg)
+        resume_from = checkpoint.find(Path(cfg.run.dir, "checkpoints"), cfg)
         make_run_dir(cfg)
+        if mesh.rank() == 0 and cfg.pipeline.draw:
+            draw_schedule(cfg, sizes["pp"], mesh.data_coordinate(sizes, 0)[1])
         batches = TrainBatches(
             text.samples("train"),
             cfg.data,
             cfg.batch,
             text.tokenizer.eod_id,
-            mesh.rank(),
-            mesh.world_size(),
+            *mesh.data_coordinate(sizes, mesh.rank()),
             pin_memory=device.type == "cuda",
         )
     except ValueError as error:
@@ -78,12 +71,12 @@ def main(argv: list[str]) -> int:
         return 2
 
     signals = catch_signals()
-    world = mesh.start(device)
+    world = mesh.start(device, sizes)
     model = parallelize(cfg, world)
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer = build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
     at = Progress()
     if resume_from:
-        at = Progress(**checkpoint.load(resume_from, model, optimizer)["progress"])
+        at = Progress(**checkpoint.load(resume_from, model.named_parameters(), optimizer)["progress"])
         batches.load_state_dict({"samples": at.samples})
     if world.rank == 0:
         checkpoint.set_aside_newer(Path(cfg.run.dir) / "checkpoints", at.step)
@@ -103,7 +96,7 @@ def train(
     cfg: Config,
     world: World,
     text: Text,
-    model: Bloom,
+    model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     batches: TrainBatches,
     at: Progress,
@@ -112,7 +105,8 @@ def train(
 ) -> None:
     """The loop, from `at` to the last step or to a reason to stop."""
     checkpoints = Path(cfg.run.dir) / "checkpoints"
-    started, total_steps, skipped_in_a_row, stopping = time.monotonic(), cfg.total_steps(), 0, ""
+    first_step, total_steps, started = at.step, cfg.total_steps(), time.monotonic()
+    skipped_in_a_row, stopping = 0, ""
     validating = cfg.eval.interval > 0 and text.splits["valid"] is not None
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
@@ -121,8 +115,10 @@ def train(
 
     while at.step < total_steps and not stopping:
         batch = next(batches)
+        if at.step == first_step:
+            check_same_batch(batch, world)
         samples = range(batch.first_sample, batch.first_sample + batch.samples)
-        rate = learning_rate(cfg.optim, **progress_units(cfg, at.step + 1, samples.stop))
+        rate = learning_rate(cfg.optim, *progress(cfg, at.step + 1, samples.stop))
         set_learning_rate(optimizer, rate)
         step_started = time.perf_counter()
         loss, grad_norm = train_step(cfg, world, model, optimizer, batch)
@@ -132,7 +128,8 @@ def train(
         at = Progress(at.step + 1, samples.stop, at.skipped + (not finite))
         skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
         if finite:
-            metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s)
+            more = optional_metrics(cfg, world, model)
+            metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
         else:
             metrics.skipped(at.step, loss, grad_norm, samples=samples)
         if skipped_in_a_row > cfg.train.max_skipped:
@@ -142,12 +139,23 @@ def train(
                 f"the newest checkpoint in {checkpoints} is from before"
             )
 
+        if due(at.step, cfg.train.drift_interval):
+            model.check_copies()
         if validating and due(at.step, cfg.eval.interval) and at.step < total_steps:
             metrics.validation(at.step, mean_loss(cfg, world, text, model, "valid"))
         stopping = reason_to_stop(cfg, world, at.step, (time.monotonic() - started) / 60, signals)
         if due(at.step, cfg.checkpoint.interval) or at.step == total_steps or stopping:
             state = {"progress": at._asdict(), "data": text.fingerprint, "config": cfg.model_dump()}
-            checkpoint.save(checkpoints, at.step, model, optimizer, state, keep=cfg.checkpoint.keep)
+            checkpoint.save(
+                checkpoints,
+                at.step,
+                model.owned(),
+                optimizer,
+                state,
+                keep=cfg.checkpoint.keep,
+                part=world.coordinate("pp"),
+                writes=world.leads_stage,
+            )
 
     if at.step >= total_steps:
         finish(cfg, world, text, model, metrics, at)
@@ -159,56 +167,71 @@ def train(
 
 
 def train_step(
-    cfg: Config, world: World, model: Bloom, optimizer: torch.optim.Optimizer, batch: StepBatch
+    cfg: Config, world: World, model: ShardedModel, optimizer: torch.optim.Optimizer, batch: StepBatch
 ) -> tuple[float, float]:
     """One optimizer step on one global batch; loss and gradient norm of it, in which all ranks agree.
 
-    The loss is the sum over all tokens divided by their number, so microbatches and data ranks cannot change it. A
-    loss or gradient that is not finite changes no weight.
+    The loss is the sum over all tokens divided by their number, so microbatches and layout cannot change it. A loss or
+    gradient that is not finite changes no weight.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of token losses, number of tokens
-    totals[1] = sum(int((microbatch["labels"] != IGNORED).sum()) for microbatch in batch.microbatches)
-    dist.all_reduce(totals)
-    n_tokens = totals[1].clamp(min=1).item()
-    totals.zero_()
+    n_tokens = count_tokens(world, batch)
     optimizer.zero_grad()
-    for i, microbatch in enumerate(batch.microbatches, start=1):
-        sync_gradients(model, last_microbatch=i == len(batch.microbatches))
-        loss = model(**to(world.device, microbatch))
-        (loss / n_tokens).backward()
-        totals[0] += loss.detach()
-    dist.all_reduce(totals)
-    loss, grad_norm = totals[0].item() / n_tokens, clip_gradients(model.parameters(), cfg.optim.clip_grad).item()
+    total = model.forward_backward(to(world.device, batch.microbatches), n_tokens)
+    dist.all_reduce(total, group=world.groups["loss"])
+    counted, gradients = model.gradients(), model.gradients(every=True)
+    loss, grad_norm = total.item() / n_tokens, total_norm(counted, world.device, world.groups["shards"])
     if math.isfinite(loss) and math.isfinite(grad_norm):
+        clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         optimizer.step()
     return loss, grad_norm
 
 
-@torch.no_grad()
-def mean_loss(cfg: Config, world: World, text: Text, model: Bloom, split: str) -> float:
+def mean_loss(cfg: Config, world: World, text: Text, model: ShardedModel, split: str) -> float:
     """Per token, over the first `eval.steps` global batches of a split."""
-    model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    samples, eod_id, steps = text.samples(split), text.tokenizer.eod_id, cfg.eval.steps
-    for batch in eval_batches(samples, cfg.data, cfg.batch, eod_id, world.rank, world.size, steps):
-        for microbatch in batch.microbatches:
-            totals[0] += model(**to(world.device, microbatch))
-            totals[1] += (microbatch["labels"] != IGNORED).sum().item()
-    dist.all_reduce(totals)
-    model.train()
-    return (totals[0] / totals[1].clamp(min=1)).item()
+    total, n_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
+    slices = world.data_rank, world.data_size, cfg.eval.steps
+    for batch in eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices):
+        total += model.losses(to(world.device, batch.microbatches))
+        n_tokens += count_tokens(world, batch)
+    dist.all_reduce(total, group=world.groups["loss"])
+    return total.item() / n_tokens
 
 
-def finish(cfg: Config, world: World, text: Text, model: Bloom, metrics: Metrics, at: Progress) -> None:
+def count_tokens(world: World, batch: StepBatch) -> float:
+    """Tokens of the global batch that have a loss; at least 1, to divide by."""
+    mine = sum(int((microbatch["labels"] != IGNORED).sum()) for microbatch in batch.microbatches)
+    count = torch.tensor(float(mine), dtype=torch.float64, device=world.device)
+    dist.all_reduce(count, group=world.groups["data"])
+    return max(count.item(), 1.0)
+
+
+def check_same_batch(batch: StepBatch, world: World) -> None:
+    """Ranks that compute a microbatch together were given the same one."""
+    tokens = torch.cat([microbatch["tokens"] for microbatch in batch.microbatches]).to(world.device)
+    drift.check_equal({"tokens": tokens}, world.groups["model"], "the first batch, which tp and pp ranks must share")
+
+
+def optional_metrics(cfg: Config, world: World, model: ShardedModel) -> dict[str, float]:
+    more: dict[str, float] = {}
+    if cfg.log.num_zeros:
+        more["num_zeros"] = count_zeros(model.gradients(), world.device, world.groups["shards"])
+    if cfg.log.params_norm:
+        more["params_norm"] = total_norm(model.weights(), world.device, world.groups["shards"])
+    return more
+
+
+def finish(cfg: Config, world: World, text: Text, model: ShardedModel, metrics: Metrics, at: Progress) -> None:
     """What a finished model is worth: validation and test loss, and how it goes on from `eval.prompt`."""
     if text.splits["valid"] is not None:
         metrics.validation(at.step, mean_loss(cfg, world, text, model, "valid"))
     if text.splits["test"] is not None:
         metrics.test(at.step, mean_loss(cfg, world, text, model, "test"))
-    if cfg.eval.prompt and cfg.eval.sample_tokens:
+    if model.pipeline is not None:
+        metrics.message(f"a sample: python -m dtmega generate --run {cfg.run.dir} --prompt ...")
+    elif cfg.eval.prompt and cfg.eval.sample_tokens:
         prompt = text.tokenizer.encode(cfg.eval.prompt)
         new = generate(
-            model,
+            model.stages[0],
             prompt,
             cfg.eval.sample_tokens,
             vocab_size=text.tokenizer.vocab_size,
@@ -218,48 +241,11 @@ def finish(cfg: Config, world: World, text: Text, model: Bloom, metrics: Metrics
         metrics.message(f"a sample:\n{cfg.eval.prompt}{text.tokenizer.decode(new)}")
 
 
-def open_text(cfg: Config) -> Text:
-    """Tokenizer and data, checked whole before anything starts.
-
-    Raises:
-        ValueError: no such tokenizer or data, damaged files, ids outside the vocabulary, less than one sample.
-    """
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
-    if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise ValueError(
-            f"vocab_size={cfg.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer "
-            f"'{cfg.data.tokenizer}' ([model] vocab_size, [data] tokenizer)"
-        )
-    prefixes = [prepare_stdlib(tokenizer) if path == "stdlib" else path for path in cfg.data.paths]
-    for prefix in prefixes:
-        check_token_ids(IndexedDataset(prefix), cfg.model.vocab_size)
-    return Text(tokenizer, build_samples(cfg.data, prefixes, cfg.run.seed), fingerprint(prefixes))
-
-
-def find_checkpoint(cfg: Config) -> Path | None:
-    """What `[checkpoint] resume` names: the newest of the run directory, none, or a folder."""
-    if cfg.checkpoint.resume == "none":
-        return None
-    if cfg.checkpoint.resume != "auto":
-        return checkpoint.check(Path(cfg.checkpoint.resume))
-    found = checkpoint.finished(Path(cfg.run.dir) / "checkpoints")
-    return found[-1] if found else None
-
-
 def make_run_dir(cfg: Config) -> None:
     try:
         Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the run directory {cfg.run.dir}: {error.strerror} ([run] dir)") from None
-
-
-def progress_units(cfg: Config, steps: int, samples: int) -> dict[str, int]:
-    """Where the learning-rate schedule is when this update is done, and where training ends, in `[optim] unit`."""
-    total_samples = cfg.total_samples()
-    if cfg.optim.unit == "steps":
-        return {"progress": steps, "total": cfg.total_steps()}
-    unit = cfg.data.seq_len if cfg.optim.unit == "tokens" else 1
-    return {"progress": samples * unit, "total": total_samples * unit}
 
 
 def catch_signals() -> list[int]:
@@ -287,8 +273,8 @@ def due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def to(device: torch.device, microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()}
+def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: t.to(device, non_blocking=True) for name, t in m.items()} for m in microbatches]
 
 
 def describe(cfg: Config, world: World, text: Text, at: Progress, resume_from: Path | None) -> str:

@@ -53,7 +53,7 @@ def _generate(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     model = models.build(cfg.model).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
-    checkpoint.load_model(found[-1], model)
+    checkpoint.load_model(found[-1], model.named_parameters())
     new = generate(
         model,
         tokenizer.encode(args.prompt),

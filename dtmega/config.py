@@ -43,7 +43,8 @@ class Run(Section):
 
 class Model(Section):
     name: Literal["bloom"] = key("bloom", "which file of dtmega/models")
-    vocab_size: int = key(8192, "rows of the embedding; at least the tokenizer's vocabulary", ge=1)
+    vocab_size: int = key(8192, "V; at least the tokenizer's vocabulary", ge=1)
+    pad_vocab_to_multiple: int = key(1, "rows of the embedding; rows beyond V never enter the softmax", ge=1)
     hidden_size: int = key(256, "D", ge=1)
     n_layers: int = key(4, "L", ge=1)
     n_heads: int = key(8, "H; must divide hidden_size", ge=1)
@@ -52,6 +53,8 @@ class Model(Section):
     attention_dropout: float = key(0.0, "on the attention probabilities", ge=0, lt=1)
     layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
     init_std: float = key(0.02, "std of N(0, std); the layers that write to the residual get std / sqrt(2 L)", gt=0)
+    label_smoothing: float = key(0.0, "of the training loss", ge=0, lt=1)
+    z_loss: float = key(0.0, "weight of log(Z)^2 in the training loss (PaLM: 1e-4)", ge=0)
     apply_residual_connection_post_layernorm: bool = key(False, "the residual is the LayerNorm's output (BERT's order)")
 
     @model_validator(mode="after")
@@ -62,6 +65,10 @@ class Model(Section):
                 f"([model] n_heads, [model] hidden_size)"
             )
         return self
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.pad_vocab_to_multiple) * self.pad_vocab_to_multiple
 
     @property
     def head_dim(self) -> int:
@@ -168,6 +175,7 @@ class Train(Section):
     steps: int = key(0, "how long: optimizer steps ...", ge=0)
     samples: int = key(0, "... or sequences", ge=0)
     tokens: int = key(0, "... or tokens; exactly one of the three", ge=0)
+    drift_interval: int = key(100, "steps between checks that copies of a parameter are still equal", ge=0)
     max_skipped: int = key(10, "stop with an error after this many NaN/Inf steps in a row", ge=1)
     exit_interval: int = key(0, "save and exit at every multiple of this step", ge=0)
     exit_duration_min: float = key(0.0, "save and exit after this many minutes", ge=0)
@@ -192,12 +200,52 @@ class Eval(Section):
 class Log(Section):
     interval: int = key(10, "steps between log lines (metrics.jsonl gets every step)", ge=0)
     tensorboard: bool = key(True, "write tensorboard/ in the run directory")
+    num_zeros: bool = key(False, "also the number of zeros in the gradient")
+    params_norm: bool = key(False, "also the L2 norm of the parameters")
 
 
 class Checkpoint(Section):
     interval: int = key(100, "steps between checkpoints; one is written at the end in any case", ge=0)
     keep: int = key(2, "how many finished checkpoints stay", ge=1)
     resume: str = key("auto", "auto = the newest in the run directory, none = start anew, or a checkpoint's folder")
+
+
+class Mesh(Section):
+    pp: int = key(1, "pipeline stages' ranks; -1 = what is left (for one axis)", ge=-1)
+    dp_replicate: int = key(1, "data ranks that hold the same shards (alone: DDP)", ge=-1)
+    dp_shard: int = key(-1, "data ranks that FSDP cuts parameters over", ge=-1)
+    cp: Literal[1] = key(1, "ranks that cut the sequence of attention; only 1 so far")
+    tp: int = key(1, "ranks that cut each layer", ge=-1)
+    sequence_parallel: bool = key(True, "with tp: norms, dropout and the residual on S / tp of the sequence")
+
+
+class Pipeline(Section):
+    schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = key("1F1B", "the order of forward and backward passes")
+    virtual_stages: int = key(0, "stages per rank; 0 = 1 for GPipe and 1F1B, else 2", ge=0)
+    stages: list[list[int]] = key([], "the layers of each stage, by number; empty = balanced by cost")
+    csv: str = key("", "a file with one row of actions (0F0, 1B0, ...) per rank, instead of `schedule`")
+    draw: str = key("", "write the schedule as this SVG file")
+
+
+class Recompute(Section):
+    mode: Literal["none", "full", "selective"] = key(
+        "none", "what backward computes again: nothing, whole blocks, or all but matrix products and attention"
+    )
+
+
+class Fsdp(Section):
+    reshard_after_forward: Literal["auto"] | bool = key(
+        "auto", "free a block's weights after its forward; auto: not under pp"
+    )
+    cpu_offload: bool = key(False, "shards and optimizer state in host memory")
 
 
 class Precision(Section):
@@ -223,6 +271,10 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     precision: Precision = Precision()
     compile: Compile = Compile()
+    mesh: Mesh = Mesh()
+    pipeline: Pipeline = Pipeline()
+    recompute: Recompute = Recompute()
+    fsdp: Fsdp = Fsdp()
 
     @model_validator(mode="after")
     def _check(self) -> Config:

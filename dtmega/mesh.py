@@ -1,30 +1,74 @@
-"""The process group and the device mesh: who is here, on which device, and who shares what with whom."""
+"""Who is here, on which device, and who shares what with whom: the process group, the 5-axis mesh, each derived group.
+
+Ranks are numbered as Megatron does: tp fastest, then cp, dp_shard, dp_replicate, and pp slowest. Every set of ranks
+that something is summed over or copied across has one name, here:
+
+    data       dp_replicate x dp_shard: each takes its slice of the global batch
+    fsdp       dp_shard (with dp_replicate: HSDP): parameters are cut over it
+    loss       pp x data x cp: token losses add up over it
+    shards     pp x dp_shard x cp x tp: together they hold every parameter once
+    model      pp x tp: they compute one microbatch together and must see the same one
+    embedding  the first and the last stage: they hold the tied weight
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtmega import config
 
-class World(NamedTuple):
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA = ("dp_replicate", "dp_shard")
+DERIVED = {
+    "data": DATA,
+    "loss": ("pp", *DATA, "cp"),
+    "shards": ("pp", "dp_shard", "cp", "tp"),
+    "model": ("pp", "tp"),
+}
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
     """This process among the others.
 
     Attributes:
         rank, size: of all processes.
         device: where this process computes.
-        data: the 1-D mesh over which batches are cut and losses are summed.
+        sizes: of each axis.
+        mesh: the 5-axis mesh; `tp` and `fsdp` are slices of it, made once because meshes are compared by identity.
+        data_rank, data_size: this process's slice of the global batch, and how many there are.
+        groups: the derived groups named above, and one per axis, that this process is in.
     """
 
     rank: int
     size: int
     device: torch.device
-    data: DeviceMesh
+    sizes: dict[str, int]
+    mesh: DeviceMesh
+    tp: DeviceMesh
+    fsdp: DeviceMesh
+    data_rank: int
+    data_size: int
+    groups: dict[str, dist.ProcessGroup]
+
+    def coordinate(self, axis: str) -> int:
+        return self.mesh.get_local_rank(axis)
+
+    @property
+    def leads_stage(self) -> bool:
+        """The one rank of each pipeline stage that writes what all of it hold."""
+        return all(self.coordinate(axis) == 0 for axis in AXES if axis != "pp")
 
 
 def world_size() -> int:
@@ -36,11 +80,63 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
+    """The size of each axis, -1 replaced by what is left.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of processes.
+    """
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    free = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) > 1 or known < 1:
+        raise ValueError(
+            f"{equation}: each axis of [mesh] is a positive size, and one of them (dp_shard, unless it is set) may be "
+            f"-1, what is left"
+        )
+    if free and world % known == 0:
+        sizes[free[0]] = world // known
+    if math.prod(sizes.values()) != world:
+        raise ValueError(
+            f"{equation} does not make the {world} processes there are ([mesh]; --nproc-per-node): "
+            + (f"{world} % {known} = {world % known}, expected 0" if free else f"{known} != {world}")
+        )
+    return sizes
+
+
+def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
+    """Ranks that differ only in these axes, as Megatron lists them (`mpu/initialize.py`)."""
+    axes = tuple(axes)
+    grid = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in AXES])
+    others = [axis for axis in AXES if axis not in axes]
+    order = [AXES.index(axis) for axis in (*others, *axes)]
+    return grid.transpose(order).reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
+
+
+def embedding_groups(sizes: dict[str, int]) -> list[list[int]]:
+    """The first and the last stage of each pipeline; one rank where there is one stage."""
+    return [sorted({column[0], column[-1]}) for column in rank_groups(sizes, ("pp",))]
+
+
+def describe(sizes: dict[str, int]) -> str:
+    """Every group of the mesh with its ranks, one name a line."""
+    named = {axis: (axis,) for axis in AXES} | DERIVED
+    lists = {name: rank_groups(sizes, axes) for name, axes in named.items()} | {"embedding": embedding_groups(sizes)}
+    return "\n".join(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in g) for name, g in lists.items())
+
+
+def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
+    """(data_rank, data_size) of a rank."""
+    (column,) = (ranks for ranks in rank_groups(sizes, DATA) if rank in ranks)
+    return column.index(rank), len(column)
+
+
 def pick_device(wanted: str) -> torch.device:
     """cuda:LOCAL_RANK where there is a GPU (or where `wanted` insists), else cpu.
 
     Raises:
-        ValueError: [run] device = "cuda" on a machine without one, or fewer GPUs than local processes.
+        ValueError: fewer GPUs on this machine than local processes.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -53,26 +149,49 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(device: torch.device) -> World:
+def start(device: torch.device, sizes: dict[str, int]) -> World:
     """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun."""
-    timeout = timedelta(minutes=10)
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
+    if dist.is_initialized():  # by whoever calls the trainer as a library
+        pass
+    elif "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
     else:
         dist.init_process_group(
             backend,
             store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # documented, missing in __all__
             rank=0,
             world_size=1,
-            timeout=timeout,
+            timeout=TIMEOUT,
             device_id=device_id,
         )
-    data = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
-    return World(dist.get_rank(), dist.get_world_size(), device, data)
+    me = dist.get_rank()
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+    groups = {axis: mesh.get_group(axis) for axis in AXES}
+    lists = {name: rank_groups(sizes, axes) for name, axes in DERIVED.items()} | {"embedding": embedding_groups(sizes)}
+    for name, ranks in lists.items():
+        for members in ranks:  # every process makes every group, in the same order
+            group = dist.new_group(members, timeout=TIMEOUT)
+            if me in members:
+                assert isinstance(group, dist.ProcessGroup)
+                groups[name] = group
+    data_rank, data_size = data_coordinate(sizes, me)
+    fsdp = mesh["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else mesh["dp_shard"]
+    return World(
+        rank=me,
+        size=dist.get_world_size(),
+        device=device,
+        sizes=sizes,
+        mesh=mesh,
+        tp=mesh["tp"],
+        fsdp=fsdp,
+        data_rank=data_rank,
+        data_size=data_size,
+        groups=groups,
+    )
 
 
 def stop() -> None:

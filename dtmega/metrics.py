@@ -68,7 +68,17 @@ class Metrics:
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
             self._bar = tqdm(total=self._total_steps, initial=start_step, bar_format=layout, dynamic_ncols=True)
 
-    def step(self, step: int, loss: float, grad_norm: float, lr: float, *, samples: range, step_time_s: float) -> None:
+    def step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        *,
+        samples: range,
+        step_time_s: float,
+        **more: float,
+    ) -> None:
         """A training step: `samples` are the global indices of its sequences, `loss` the mean over its tokens.
 
         `tokens` counts from the start of the run, `tokens_per_s` is of all processes, `peak_memory_bytes` of this one.
@@ -86,6 +96,7 @@ class Metrics:
             mfu=tokens / step_time_s * self._flops_per_token / self._peak_flops,
             peak_memory_bytes=peak_memory_bytes(self._device),
             step_time_s=step_time_s,
+            **more,
         )
         self._recent.append((tokens, step_time_s))
         self._first = self._first or (step, time.monotonic())

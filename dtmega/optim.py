@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config
 
 
-def build_optimizer(model: nn.Module, optim: config.Optim) -> torch.optim.AdamW:
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: config.Optim) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101); biases and LayerNorms are not decayed, embeddings are (Megatron `get_param_groups`)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -55,18 +56,43 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
     return low + (peak - low) * weight
 
 
+def progress(cfg: config.Config, steps: int, samples: int) -> tuple[int, int]:
+    """(progress, total) for `learning_rate`, in `[optim] unit`, when that many steps and samples are done."""
+    if cfg.optim.unit == "steps":
+        return steps, cfg.total_steps()
+    unit = cfg.data.seq_len if cfg.optim.unit == "tokens" else 1
+    return samples * unit, cfg.total_samples() * unit
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
-    """The L2 norm over all gradients, each unique parameter once; scales them to at most `largest` (0 = only measure).
+def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
+    """L2 norm over the (local) tensors of all ranks of `group`; each element must be given by exactly one rank."""
+    norm = nn.utils.get_total_norm(tensors) if tensors else torch.zeros(())
+    return math.sqrt(_sum(norm.to(torch.float64).square(), device, group))
 
-    Megatron's factor: largest / (norm + 1e-6) if that is below 1.
+
+def count_zeros(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> int:
+    """Zeros among the elements, with the same rule."""
+    zeros = torch.stack([(t == 0).sum() for t in tensors]).sum() if tensors else torch.zeros(())
+    return int(_sum(zeros.to(torch.float64), device, group))
+
+
+def _sum(value: Tensor, device: torch.device, group: dist.ProcessGroup) -> float:
+    value = value.to(device)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def clip_gradients(gradients: Iterable[Tensor], norm: float, largest: float) -> None:
+    """Scale the (local) gradients so that a total norm of `norm` becomes at most `largest`; 0 = leave them.
+
+    Megatron's factor (`optimizer/clip_grads.py`): largest / (norm + 1e-6) if that is below 1.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if largest > 0:
-        nn.utils.clip_grads_with_norm_(parameters, largest, norm)
-    return norm
+    factor = largest / (norm + 1e-6)
+    if 0 < factor < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)

@@ -1,42 +1,197 @@
-"""THE order: build on meta -> compile -> fsdp -> materialise -> init. The only file that joins models with layouts."""
+"""THE order: build on meta -> split -> plan -> recompute -> compile -> fsdp -> materialise -> init.
+
+The only file that joins models with layouts. `check` refuses, before anything starts, what cannot be combined.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from dtmega import config, keyed, models
-from dtmega.fsdp import apply_fsdp
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from dtmega import config, drift, keyed, models
+from dtmega.fsdp import apply_fsdp, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.bloom import Bloom, init_std
+from dtmega.pipelining import schedule
+from dtmega.pipelining.schedule import Pipeline
+from dtmega.pipelining.split import Stages, plan_stages
+from dtmega.pipelining.split import cut as keep_stage
+from dtmega.pipelining.tied import TiedWeight, full_name
+from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
+from dtmega.plans.bloom import plan
+
+# What selective recompute keeps: matrix products, attention, and what came over the wire.
+EXPENSIVE = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
 
 
-def parallelize(cfg: config.Config, world: World) -> Bloom:
+class ShardedModel:
+    """A model as this rank holds it: the pipeline stages that are its own, cut by tp and fsdp, and a step on them.
+
+    Attributes:
+        stages: by number; {0: the whole model} without a pipeline.
+        partial: by stage, names of the parameters whose gradients are sums over tp.
+    """
+
+    def __init__(self, world: World, stages: Mapping[int, Bloom], partial: Mapping[int, Sequence[str]]) -> None:
+        self.world, self.stages, self.partial = world, stages, partial
+        self.pipeline: Pipeline | None = None
+        self.tied: TiedWeight | None = None
+
+    def forward_backward(self, microbatches: Sequence[dict[str, Tensor]], n_tokens: float) -> Tensor:
+        """The gradients of one step: of the sum of all token losses of the global batch, divided by `n_tokens`.
+
+        Returns:
+            fp64 scalar: this rank's part of the undivided sum, which the `loss` group adds up.
+        """
+        if self.pipeline is not None:
+            total = self.pipeline.step(microbatches, 1 / n_tokens)
+        else:
+            total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            (model,) = self.stages.values()
+            for i, microbatch in enumerate(microbatches, start=1):
+                sync_gradients(model, last_microbatch=i == len(microbatches))
+                loss = model(**microbatch)
+                (loss / n_tokens).backward()
+                total += loss.detach()
+        for number, model in self.stages.items():
+            sum_partial_gradients(model, self.partial[number], self.world.tp)
+        if self.tied is not None:
+            self.tied.sum_gradients()
+        return total
+
+    @torch.no_grad()
+    def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
+        """The same sum, forward only and without dropout."""
+        for model in self.stages.values():
+            model.eval()
+        if self.pipeline is not None:
+            total = self.pipeline.evaluate(microbatches)
+        else:
+            (model,) = self.stages.values()
+            total = sum((model(**m) for m in microbatches), torch.zeros((), dtype=torch.float64))
+        for model in self.stages.values():
+            model.train()
+        return total
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By name in the whole model; a tied weight on two stages comes twice where one rank holds both."""
+        for model in self.stages.values():
+            for name, parameter in model.named_parameters():
+                yield full_name(name), parameter
+
+    def weights(self) -> list[Tensor]:
+        """Local parts of parameters such that over the `shards` group each element comes once."""
+        return [_local(p.detach()) for p in self._counted()]
+
+    def gradients(self, every: bool = False) -> list[Tensor]:
+        """Local parts of gradients, by the same rule; `every` one that this rank holds, for clipping."""
+        parameters = [p for _, p in self.named_parameters()] if every else self._counted()
+        return [_local(p.grad) for p in parameters if p.grad is not None]
+
+    def _counted(self) -> list[nn.Parameter]:
+        first_tp_rank = self.world.coordinate("tp") == 0
+        return [p for p in self.owned().values() if first_tp_rank or not _replicated_over_tp(p)]
+
+    def owned(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank's stages, without the second copy of a tied weight."""
+        duplicate = None if self.tied is None else self.tied.duplicate
+        return {name: parameter for name, parameter in self.named_parameters() if parameter is not duplicate}
+
+    def check_copies(self) -> None:
+        """Are parameters that should be equal on several ranks equal to the bit?
+
+        Raises:
+            RuntimeError: names the parameter and the ranks.
+        """
+        parameters = dict(self.owned())
+        drift.check_equal(parameters, self.world.groups["dp_replicate"], "copies over dp_replicate")
+        replicated = {n: p for n, p in parameters.items() if _replicated_over_tp(p)}
+        drift.check_equal(replicated, self.world.groups["tp"], "copies over tp")
+        if self.tied is not None and not self.tied.equal():
+            raise RuntimeError("the embedding on the first stage and the head on the last one are not equal any more")
+
+
+def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     """The model of the configuration on this rank, with its initial values, ready to train."""
     with torch.device("meta"):
-        model = models.build(cfg.model)
-    blocks: list[nn.Module] = list(model.layers.values())
-    if cfg.compile.enable is True or (cfg.compile.enable == "auto" and world.device.type == "cuda"):
-        for block in blocks:
-            block.compile()
-    if world.size > 1 or cfg.precision.params != "float32":
-        apply_fsdp(model, blocks, world.data, cfg.precision)
-    materialise(model, world.device)
-    init_weights(model, cfg.run.seed)
+        whole = models.build(cfg.model)
+    stages, n_stages = {0: whole}, 1
+    if world.sizes["pp"] > 1:
+        cut = plan_stages(cfg, world.sizes["pp"])
+        stages, n_stages = _split(cut, whole, cut.ranks[world.coordinate("pp")]), len(cut.layers)
+    partial = {number: _shard(cfg, world, stage) for number, stage in stages.items()}
+    model = ShardedModel(world, stages, partial)
+    if n_stages > 1:
+        model.tied = TiedWeight(stages, n_stages, world.groups.get("embedding"))
+        model.pipeline = Pipeline(cfg.pipeline, stages, n_stages, world.groups["pp"], _hidden(cfg, world), world.device)
     return model
 
 
-def materialise(model: Bloom, device: torch.device) -> None:
-    """Memory for a meta model; `to_empty` gives each owner of a tied parameter its own, so they are tied again."""
-    model.to_empty(device=device)
-    model.tie()
+def _split(cut: Stages, whole: Bloom, numbers: Sequence[int]) -> dict[int, Bloom]:
+    """Copies of the meta model, each without what its stage does not hold."""
+    stages = {number: copy.deepcopy(whole) for number in numbers}
+    for number, stage in stages.items():
+        keep_stage(stage, cut.layers[number], is_first=number == 0, is_last=number == len(cut.layers) - 1)
+    return stages
+
+
+def _shard(cfg: config.Config, world: World, stage: Bloom) -> list[str]:
+    """Plan, recompute, compile, fsdp, memory and values for one meta stage; returns `ShardedModel.partial` of it."""
+    partial: list[str] = []
+    table = plan(cfg.model, cfg.mesh.sequence_parallel) if world.tp.size() > 1 else {}
+    if table:
+        partial = apply_plan(stage, world.tp, table)
+    blocks: list[nn.Module] = list(stage.layers.values())
+    for block in blocks:
+        if cfg.recompute.mode != "none":
+            recompute(block, selective=cfg.recompute.mode == "selective")
+        if compiling(cfg, world.device):
+            block.compile()
+    if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
+        apply_fsdp(stage, blocks, world.fsdp, cfg)
+    # `to_empty` gives each owner of a tied parameter memory of its own.
+    stage.to_empty(device="cpu" if cfg.fsdp.cpu_offload else world.device)
+    stage.tie()
+    init_weights(stage, cfg.run.seed)
+    if table:
+        shard_buffers(stage, world.tp, table)
+    return partial
+
+
+def recompute(block: nn.Module, selective: bool) -> None:
+    """Backward computes the block's forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
+
+    Names stay as they are, because the block itself is kept. Dropout needs no saved state: its masks are keyed.
+    """
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if selective:
+        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    block.forward = functools.partial(checkpoint, block.forward, **keywords)
 
 
 @torch.no_grad()
 def init_weights(model: Bloom, seed: int) -> None:
     """Initial values as a function of (seed, parameter name, global index): the same bits on every layout."""
     for name, parameter in model.named_parameters():
+        name = full_name(name)
         std = init_std(model.cfg, name)
         local, offsets = _local_shard(parameter)
         if std is None:
@@ -52,7 +207,7 @@ def init_weights(model: Bloom, seed: int) -> None:
     model.init_buffers(seed)
 
 
-def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def _local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where in the whole it starts."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
@@ -61,3 +216,55 @@ def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]
         return local, (0,) * local.ndim
     (chunk,) = parameter.__create_chunk_list__()
     return local, tuple(chunk.offsets)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _replicated_over_tp(parameter: Tensor) -> bool:
+    """Whole on every tp rank. `apply_plan` makes every parameter a DTensor whose last mesh axis is tp."""
+    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+        return False
+    return parameter.placements[-1] == Replicate()
+
+
+def _hidden(cfg: config.Config, world: World) -> Tensor:
+    """What one stage hands to the next, on meta."""
+    parts = world.sizes["tp"] if cfg.mesh.sequence_parallel else 1
+    shape = (cfg.batch.micro_batch_size, cfg.data.seq_len // parts, cfg.model.hidden_size)
+    return torch.empty(shape, dtype=getattr(torch, cfg.precision.params), device="meta")
+
+
+def compiling(cfg: config.Config, device: torch.device) -> bool:
+    return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
+
+
+def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Refuse combinations that cannot work, with the reason.
+
+    Raises:
+        ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other.
+    """
+    pp, tp = sizes["pp"], sizes["tp"]
+    model, seq_len = cfg.model, cfg.data.seq_len
+    divided = {"n_heads": model.n_heads, "ffn_hidden_size": model.ffn} | (
+        {"seq_len": seq_len} if cfg.mesh.sequence_parallel else {}
+    )
+    for key, size in divided.items():
+        if size % tp:
+            section = "data" if key == "seq_len" else "model"
+            raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [{section}] {key})")
+    if pp == 1 and cfg.pipeline.draw:
+        raise ValueError("there is no schedule to draw without a pipeline ([pipeline] draw, [mesh] pp)")
+    if pp > 1 and cfg.fsdp.reshard_after_forward is True:
+        raise ValueError(
+            "under a pipeline weights stay gathered between microbatches ([fsdp] reshard_after_forward, [mesh] pp)"
+        )
+    if pp > 1 and cfg.recompute.mode == "selective" and compiling(cfg, device):
+        raise ValueError(
+            "selective recompute of compiled blocks under a pipeline breaks in torch (pytorch#166926) "
+            "([recompute] mode, [compile] enable, [mesh] pp)"
+        )
+    if pp > 1:
+        schedule.check(cfg, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))

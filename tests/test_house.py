@@ -14,9 +14,11 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
     "config": (0, set()),
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
+    "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega
     "mesh": (1, set()),
     "attention": (1, {"keyed"}),  # dropout on the probabilities
     "cost": (1, set()),
+    "drift": (1, set()),
     "optim": (1, set()),
     "metrics": (1, {"cost"}),
     "data": (1, set()),

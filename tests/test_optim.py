@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtmega.config import Optim
-from dtmega.optim import build_optimizer, clip_gradients, learning_rate
+from dtmega.optim import build_optimizer, clip_gradients, count_zeros, learning_rate, total_norm
 
 
 def megatron(num: int, schedule: str, warmup: int, end: int, peak: float, low: float, tail: int = 0) -> float:
@@ -66,7 +67,7 @@ class Toy(nn.Module):
 
 def test_matrices_and_embeddings_decay_biases_and_norms_do_not():
     model = Toy()
-    optimizer = build_optimizer(model, Optim(weight_decay=0.3))
+    optimizer = build_optimizer(model.parameters(), Optim(weight_decay=0.3))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         "embed.weight": 0.3,
@@ -76,31 +77,43 @@ def test_matrices_and_embeddings_decay_biases_and_norms_do_not():
     }
 
 
-def with_gradients() -> Toy:
-    model = Toy()
-    for i, p in enumerate(model.parameters()):
-        p.grad = torch.full_like(p, i + 1.0)
-    return model
+def gradients() -> list[torch.Tensor]:
+    return [torch.full((n,), value) for n, value in ((20, 1.0), (4, 2.0), (4, 3.0), (5, 4.0))]
 
 
-def test_norm_is_over_all_gradients_and_counts_a_tied_weight_once():
-    expected = math.sqrt(20 * 1**2 + 4 * 2**2 + 4 * 3**2 + 5 * 4**2)
-    assert clip_gradients(with_gradients().parameters(), 0).item() == pytest.approx(expected)
+CPU = torch.device("cpu")
 
 
-def test_clipping_scales_by_megatrons_factor_and_zero_only_measures():
-    model = with_gradients()
-    norm = clip_gradients(model.parameters(), 2.0).item()
-    assert model.norm.bias.grad is not None
-    assert model.norm.bias.grad[0].item() == pytest.approx(3.0 * 2.0 / (norm + 1e-6))
-    model = with_gradients()
-    clip_gradients(model.parameters(), 0)
-    assert model.norm.bias.grad is not None
-    assert model.norm.bias.grad[0].item() == 3.0
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
-def test_a_norm_below_the_limit_changes_nothing():
-    model = with_gradients()
-    clip_gradients(model.parameters(), 1e6)
-    assert model.norm.bias.grad is not None
-    assert (model.norm.bias.grad == 3.0).all()
+def test_norm_is_over_all_tensors(alone):
+    assert total_norm(gradients(), CPU, alone) == pytest.approx(math.sqrt(20 * 1**2 + 4 * 2**2 + 4 * 3**2 + 5 * 4**2))
+
+
+def test_clipping_scales_by_megatrons_factor():
+    clipped = gradients()
+    clip_gradients(clipped, 12.5, 2.0)
+    for before, after in zip(gradients(), clipped, strict=True):
+        torch.testing.assert_close(after, before * 2.0 / (12.5 + 1e-6))
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e6])
+def test_a_norm_below_the_limit_or_no_limit_changes_nothing(largest):
+    clipped = gradients()
+    clip_gradients(clipped, 12.5, largest)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), clipped, strict=True))
+
+
+def test_zeros_are_counted(alone):
+    assert count_zeros([torch.tensor([0.0, 1.0]), torch.zeros(3)], CPU, alone) == 4
+
+
+def test_a_rank_without_tensors_adds_nothing(alone):
+    assert total_norm([], CPU, alone) == 0.0
+    assert count_zeros([], CPU, alone) == 0

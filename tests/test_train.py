@@ -210,6 +210,25 @@ def test_what_cannot_be_is_one_message_and_exit_code_2_before_any_process_group(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"mesh__tp": 2}, "does not make the 1 processes"),
+        ({"mesh__pp": 2, "mesh__dp_shard": 1}, "!= 1"),
+        ({"pipeline__draw": "x.svg"}, "no schedule to draw"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_in_the_same_way(tmp_path, corpus, capsys, overrides, message):
+    assert run(tmp_path / "run", corpus, **overrides) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_key(tmp_path, corpus, capsys):
+    run(tmp_path, corpus)
+    assert run(tmp_path, corpus, model__hidden_size=64) == 2
+    assert "hidden_size=32, not 64" in capsys.readouterr().err
+
+
 def test_ids_outside_the_vocabulary_name_the_file(tmp_path, capsys):
     prefix = tmp_path / "wrong"
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
@@ -226,7 +245,7 @@ def poison(monkeypatch, steps: set[int], value: float) -> None:
 
     def build(*args):
         model = honest(*args)
-        forward = model.forward
+        forward = model.stages[0].forward
 
         def poisoned(*inputs, **keywords):
             loss = forward(*inputs, **keywords)
@@ -234,7 +253,7 @@ def poison(monkeypatch, steps: set[int], value: float) -> None:
                 calls.append(None)
             return loss * value if torch.is_grad_enabled() and len(calls) in steps else loss
 
-        monkeypatch.setattr(model, "forward", poisoned)
+        monkeypatch.setattr(model.stages[0], "forward", poisoned)
         return model
 
     monkeypatch.setattr(train, "parallelize", build)

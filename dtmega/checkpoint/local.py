@@ -1,16 +1,19 @@
 """One folder per checkpoint on a local file system: whole tensors in safetensors, numbers in JSON.
 
-    checkpoints/step-00000100/{model.safetensors, optimizer.safetensors, state.json}
+    checkpoints/step-00000100/{model-00000.safetensors, optimizer-00000.safetensors, state.json}
 
-A folder is written aside and renamed when everything is on the disk, so it is complete or it does not exist. Names are
-the parameters' own; nothing depends on the layout, and each rank reads only the rows and columns it holds.
+One part per pipeline rank; all ranks see one file system. A folder is written aside and renamed when everything is on
+the disk, so it is complete or it does not exist. Names are those of the whole model; nothing depends on the layout, and
+each rank reads only the rows and columns it holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +22,51 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtmega import config
+
+# Keys of [model] that a checkpoint must agree with.
+SHAPE = ("name", "vocab_size", "pad_vocab_to_multiple", "hidden_size", "n_layers", "n_heads", "ffn_hidden_size")
 
 
 def save(
-    root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+    root: Path,
+    step: int,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    *,
+    keep: int,
+    part: int = 0,
+    writes: bool = True,
 ) -> None:
-    """Write `root/step-XXXXXXXX` and delete all but the newest `keep`; all ranks call it, rank 0 writes.
+    """Write `root/step-XXXXXXXX` and delete all but the newest `keep`. All ranks call it.
 
-    `state` is JSON and comes back from `load`.
+    Args:
+        parameters: of this rank's stage, by name in the whole model.
+        state: JSON; comes back from `load`.
+        part: which stage this rank holds; each is a file of its own.
+        writes: one rank of each stage does.
     """
-    parameters = dict(model.named_parameters())
     weights = {n: _whole(p) for n, p in parameters.items()}
-    moments = {
-        f"{n}/{key}": _whole(value) for n, p in parameters.items() for key, value in optimizer.state.get(p, {}).items()
-    }
+    moments = {f"{n}/{key}": _whole(value) for n, p in parameters.items() for key, value in optimizer.state[p].items()}
     final = root / name(step)
+    aside = root / f".tmp-{final.name}"
     if dist.get_rank() == 0:
-        aside = root / f".tmp-{final.name}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_file(weights, aside / "model.safetensors")
-        save_file(moments, aside / "optimizer.safetensors")
-        (aside / "state.json").write_text(json.dumps(state | {"step": step}, indent=1), encoding="utf-8")
-        for path in (*aside.iterdir(), aside):
+    dist.barrier()
+    if writes:
+        for kind, tensors in (("model", weights), ("optimizer", moments)):
+            path = aside / f"{kind}-{part:05d}.safetensors"
+            save_file(tensors, path)
             _fsync(path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (aside / "state.json").write_text(json.dumps(state | {"step": step}, indent=1), encoding="utf-8")
+        _fsync(aside / "state.json")
+        _fsync(aside)
         shutil.rmtree(final, ignore_errors=True)  # the same step of a run that was wound back
         aside.rename(final)
         _fsync(root)
@@ -52,34 +75,35 @@ def save(
     dist.barrier()
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill model and optimizer in place and return the saved `state`.
+def load(
+    path: Path, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Fill parameters and optimizer in place and return the saved `state`.
 
     Raises:
         ValueError: not a checkpoint, or one of another model: names the tensor, its shape here and there.
     """
-    state = load_model(path, model)
-    with safe_open(path / "optimizer.safetensors", "pt") as file:
-        parameters = dict(model.named_parameters())
-        for entry in file.keys():  # noqa: SIM118 - not a dict
-            n, _, key = entry.rpartition("/")
-            p = parameters[n]
-            whole = file.get_slice(entry)
-            value = torch.zeros_like(p) if whole.get_shape() else torch.zeros((), device=p.device)
-            _read(whole, value, entry, path)
-            optimizer.state[p][key] = value
+    parameters = list(parameters)
+    state = load_model(path, parameters)
+    with _Entries(path, "optimizer") as entries:
+        keys = {n: [e.rpartition("/")[2] for e in found] for n, found in _by_parameter(entries.names).items()}
+        for n, p in parameters:
+            for key in keys.get(n, []):
+                whole = entries[f"{n}/{key}"]
+                value = torch.zeros_like(p) if whole.get_shape() else torch.zeros((), device=p.device)
+                _read(whole, value, f"{n}/{key}", path)
+                optimizer.state[p][key] = value
     return state
 
 
-def load_model(path: Path, model: nn.Module) -> dict[str, Any]:
+def load_model(path: Path, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
     """Only the weights; same errors as `load`."""
     check(path)
-    with safe_open(path / "model.safetensors", "pt") as file:
-        parameters = dict(model.named_parameters())
-        if missing := sorted(parameters.keys() ^ set(file.keys())):
-            raise ValueError(f"{path} is of another model: {len(missing)} names differ, first '{missing[0]}' ([model])")
-        for n, p in parameters.items():
-            _read(file.get_slice(n), p, n, path)
+    with _Entries(path, "model") as entries:
+        for n, p in parameters:
+            if n not in entries.names:
+                raise ValueError(f"{path} is of another model: it has no '{n}' ([model])")
+            _read(entries[n], p, n, path)
     return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
 
@@ -92,6 +116,27 @@ def check(path: Path) -> Path:
     if not (path / "state.json").is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no state.json ([checkpoint] resume)")
     return path
+
+
+def find(root: Path, cfg: config.Config) -> Path | None:
+    """What `[checkpoint] resume` names: the newest under `root`, none, or a folder.
+
+    Raises:
+        ValueError: no such folder, or a checkpoint of a model of another shape.
+    """
+    resume = cfg.checkpoint.resume
+    found = finished(root) if resume == "auto" else [] if resume == "none" else [check(Path(resume))]
+    if not found:
+        return None
+    there = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))["config"]["model"]
+    for key in SHAPE:
+        here = getattr(cfg.model, key)
+        if there[key] != here:
+            raise ValueError(
+                f"{found[-1]} is of a model with {key}={there[key]}, not {here} ([model] {key}; another [run] dir or "
+                f"[checkpoint] resume = 'none' starts anew)"
+            )
+    return found[-1]
 
 
 def finished(root: Path) -> list[Path]:
@@ -112,9 +157,40 @@ def set_aside_newer(root: Path, step: int) -> Path | None:
     return aside
 
 
+class _Entries:
+    """The tensors of all parts of one kind, read lazily."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._stack = contextlib.ExitStack()
+        files = [self._stack.enter_context(safe_open(f, "pt")) for f in sorted(path.glob(f"{kind}-*.safetensors"))]
+        self.names: dict[str, Any] = {n: file for file in files for n in file.keys()}  # noqa: SIM118 - not a dict
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, entry: str) -> Any:
+        return self.names[entry].get_slice(entry)
+
+
+def _by_parameter(entries: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        found.setdefault(entry.rpartition("/")[0], []).append(entry)
+    return found
+
+
 def _whole(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().contiguous()
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        # One axis at a time, the one that cut last first: torch warns when it is left to order two gathers itself.
+        for axis in range(tensor.device_mesh.ndim):
+            placements = [Replicate() if i <= axis else p for i, p in enumerate(tensor.placements)]
+            tensor = tensor.redistribute(placements=placements)
+        tensor = tensor.to_local()
+    return tensor.cpu().contiguous()
 
 
 @torch.no_grad()

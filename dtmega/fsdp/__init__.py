@@ -5,29 +5,43 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dtmega import config
 
 
-def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, precision: config.Precision) -> None:
+def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg: config.Config) -> None:
     """Wrap each block, then the root with all that is left (so tied weights are in one group).
 
     Parameters stay fp32 shards; forward and backward see them in `precision.params`; gradients are summed, not
     averaged, in `precision.reduce` (the loss is already divided by the tokens of the global batch).
+
+    Args:
+        mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, and with dp_shard = 1 what DDP does.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.params),
-        reduce_dtype=getattr(torch, precision.reduce),
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, cfg.precision.params),
+        reduce_dtype=getattr(torch, cfg.precision.reduce),
         # The ALiBi bias enters a block as an input and must stay fp32.
         cast_forward_inputs=False,
     )
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in (model, *blocks):
+    # On a CPU mesh the shards are in host memory anyway.
+    offload = cfg.fsdp.cpu_offload and mesh.device_type != "cpu"
+    reshard = cfg.fsdp.reshard_after_forward
+    if reshard == "auto":
+        # Under pp each microbatch would gather the weights again; with one shard there is nothing to free.
+        reshard = cfg.mesh.pp == 1 and mesh.size(mesh.ndim - 1) > 1
+    for module in (*blocks, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard and module is not model,
+            mp_policy=precision,
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+        )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum, not one multiplied by 1.0, which gloo lacks
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool) -> None:

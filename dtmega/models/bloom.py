@@ -69,20 +69,27 @@ class Block(nn.Module):
 
 
 class Bloom(nn.Module):
+    """The model, or the part of it that one pipeline stage holds.
+
+    Attributes:
+        slopes, head_ids: buffers with one entry per head; a plan shards them as it shards the heads.
+        sequence_shards: how many parts the hidden state's sequence is cut into; a plan that cuts it sets this.
+    """
+
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32
 
     def __init__(self, cfg: config.Model) -> None:
         super().__init__()
         self.cfg = cfg
-        self.embed: nn.Embedding | None = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
         self.embed_norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
         self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
         self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
         self.norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
-        self.head: LMHead | None = LMHead(cfg.hidden_size, cfg.vocab_size)
+        self.head: LMHead | None = LMHead(cfg)
         self.tie()
-        # Buffers with one entry per head: a plan shards them as it shards the heads.
+        self.sequence_shards = 1
         self.register_buffer("slopes", torch.empty(cfg.n_heads), persistent=False)
         self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
 
@@ -103,7 +110,7 @@ class Bloom(nn.Module):
         """One microbatch through the layers this stage holds.
 
         Args:
-            tokens: [B, S] int64, or on later stages the hidden state [B, S, D].
+            tokens: [B, S] int64, or on later stages the hidden state [B, S / sequence_shards, D].
             labels: [B, S] int64; -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
             position_ids: [B, S] int64; ALiBi's distances are differences of these (default: of places in the sequence).
@@ -118,7 +125,8 @@ class Bloom(nn.Module):
         if self.training and sample_ids is None and max(self.cfg.hidden_dropout, self.cfg.attention_dropout) > 0:
             raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         fused = not (self.training and self.cfg.attention_dropout > 0)
-        bias = causal_alibi(self.slopes, tokens.shape[1], position_ids, document_ids, fused)
+        seq_len = tokens.shape[1] * (1 if self.embed is not None else self.sequence_shards)
+        bias = causal_alibi(self.slopes, seq_len, position_ids, document_ids, fused)
         h = tokens
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             h = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+PADDING = 64  # a multiple of any tp
+
 
 @torch.no_grad()
 def generate(
@@ -34,9 +36,12 @@ def generate(
     model.eval()
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    sequence = torch.tensor([tokens], device=device)
-    for _ in range(n):
-        logits = model(sequence)[0, -1, :vocab_size].float()
+    new: list[int] = []
+    while len(new) < n:
+        sequence = [*tokens, *new]
+        # Padding behind the last token changes nothing before it, and lets tp cut the sequence evenly.
+        padded = sequence + [eod_id] * (-len(sequence) % PADDING)
+        logits = model(torch.tensor([padded], device=device))[0, len(sequence) - 1, :vocab_size].float()
         if temperature == 0:
             token = logits.argmax(keepdim=True)
         else:
@@ -45,6 +50,6 @@ def generate(
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         if token.item() == eod_id:
             break
-        sequence = torch.cat([sequence, token[None]], dim=1)
+        new.append(int(token))
     model.train(was_training)
-    return sequence[0, len(tokens) :].tolist()
+    return new

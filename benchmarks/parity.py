@@ -1,0 +1,31 @@
+"""Layout -> largest relative deviation from one process, as the table in the README: `python benchmarks/parity.py`.
+
+Trains the debug model of tests/layouts.py for 20 steps on every layout, on CPU processes of this machine.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.layouts import LAYOUTS, Run, deviation, train_debug_model, truth_keys, write_text
+
+
+def main() -> None:
+    rows = ["| layout | processes | loss | gradient norm | worst parameter | all |", "| --- |" + " --- |" * 5]
+    with tempfile.TemporaryDirectory() as folder:
+        text = write_text(Path(folder))
+        truths: dict[str, Run] = {}
+        for name, (n, keys) in LAYOUTS.items():
+            wanted = truth_keys(keys)
+            if str(wanted) not in truths:
+                truths[str(wanted)] = train_debug_model(1, text | wanted, Path(tempfile.mkdtemp(dir=folder)))
+            run = train_debug_model(n, text | keys, Path(tempfile.mkdtemp(dir=folder)))
+            found = deviation(run, truths[str(wanted)])
+            rows.append(f"| {name} | {n} | " + " | ".join(f"{value:.0e}" for value in found.values()) + " |")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Cross-entropy over a vocabulary that may be cut over ranks, fused with the head's product so no [N, V] logits live.
+
+    loss = linear_cross_entropy(h, weight, labels)                         # one device
+    loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same number from this rank's rows
+
+The gradient is computed in the forward pass, where the logits are (Liger, arXiv:2410.10989): three matrix products and
+one softmax for each chunk of tokens, nothing twice. Over a group, a chunk's row maxima, sums and target logits travel
+in one packed all-gather (Megatron's `mpu/cross_entropy.py`: three all-reduces, without smoothing or ignored labels).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+# Tokens whose logits live at once: enough of them that adding to dW [V, D] costs little beside the products.
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
+CHUNK_LOGITS = 2**24  # or as many tokens as keep to this number of logits, if the vocabulary is small
+CACHED_LOGITS = 2**19  # on a CPU the softmax goes over a few rows at a time, which stay in its cache: twice as fast
+
+
+class Columns(NamedTuple):
+    """Which columns of the logits are here: from `start` on; `group` has `n_valid` together, and then padding."""
+
+    start: int
+    n_valid: int
+    group: dist.ProcessGroup | None
+
+
+def linear_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    n_valid: int | None = None,
+    vocab_start: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Sum over tokens of cross_entropy(h @ weight.T, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
+
+    Args:
+        h: [N, D], any floating dtype; products are made in it, softmax and sums in fp32. The same on all ranks.
+        weight: [V, D], same dtype; with `group`, this rank's rows of it, [V_local, D].
+        labels: [N] int64, global numbers; -100 takes no part, any other outside [0, n_valid) is an index error.
+        label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
+        n_valid: V without the padding rows at its end, which never enter the softmax. None: there are none.
+        vocab_start: global number of the first row. None: the ranks tell each other how many rows they have.
+        group: the ranks that hold the vocabulary. One all-gather a chunk, of 3 fp32 a token (4 with smoothing).
+
+    Returns:
+        fp32 scalar, the same on all ranks. The gradient of weight is final; that of h is this rank's part {U_group},
+        to be summed by what gave h to the whole group. Backward works once: it hands out its buffers.
+    """
+    columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
+    n_tokens = h.shape[0]
+    needs_dh, needs_dweight = (x.requires_grad and torch.is_grad_enabled() for x in (h, weight))
+    # The chunk is a collective, so it follows from sizes in which the ranks agree.
+    n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
+    chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
+    with torch.no_grad():
+        loss = torch.zeros((), dtype=_wide(h.dtype), device=h.device)
+        dh, dweight = torch.empty_like(h) if needs_dh else None, None
+        buffer = h.new_empty(min(chunk, n_tokens), weight.shape[0])
+        for start in range(0, n_tokens, chunk):
+            rows = slice(start, min(start + chunk, n_tokens))
+            logits = torch.mm(h[rows], weight.t(), out=buffer[: rows.stop - start])
+            dlogits = logits if needs_dh or needs_dweight else None
+            loss += token_losses(logits, labels[rows], columns, label_smoothing, z_loss, dlogits).sum()
+            if dh is not None:
+                torch.mm(logits, weight, out=dh[rows])
+            if needs_dweight:
+                dweight = _add_product(dweight, logits.t(), h[rows], alone=n_tokens <= chunk)
+    # Each in a node of its own: zero-bubble schedules go backward to h and to weight at different times.
+    for x, dx in ((h, dh), (weight, dweight)):
+        if dx is not None:
+            loss = loss + with_gradient(torch.zeros_like(loss), x, dx.to(x.dtype))
+    return loss
+
+
+def token_losses(
+    logits: Tensor, labels: Tensor, columns: Columns, label_smoothing: float, z_loss: float, gradient: Tensor | None
+) -> Tensor:
+    """Losses [N] in fp32 from logits [N, V_local]; their derivatives by the logits are written to `gradient`, if given.
+
+    Logits of padding columns are overwritten, and `gradient` [N, V_local] may be the logits themselves.
+    """
+    start, n_valid, group = columns
+    n_here = max(0, min(logits.shape[1], n_valid - start))
+    logits[:, n_here:] = torch.finfo(logits.dtype).min  # finite, so that a rank with nothing but padding makes no NaN
+    valid = labels != IGNORED
+    known = (labels >= 0) & (labels < n_valid)
+    here = known & (labels >= start) & (labels < start + n_here)
+    column = (labels - start).where(here, 0).masked_fill(valid & ~known, -1).unsqueeze(1)  # -1 fails in gather
+
+    n_rows = logits.shape[0] if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
+    pieces = logits.split(n_rows)
+    wide, rows = _wide(logits.dtype), []
+    whole = torch.softmax(logits, dim=1, dtype=wide) if len(pieces) == 1 else None
+    for x, at in zip(pieces, column.split(n_rows), strict=True):
+        p = torch.softmax(x, dim=1, dtype=wide) if whole is None else whole
+        # Where the peak is, p = 1 / sum(exp(x - peak)).
+        row = [x.amax(dim=1).to(wide), 1 / p.amax(dim=1), x.gather(1, at).squeeze(1).to(wide)]
+        rows.append(torch.stack([*row, x[:, :n_here].sum(dim=1, dtype=wide)] if label_smoothing else row))
+    mine = torch.cat(rows, dim=1)  # [3 or 4, N]
+    mine[2].masked_fill_(~here, 0)
+    ranks = _all_gather(mine, group)  # [ranks, 3 or 4, N]
+
+    peak = ranks[:, 0].amax(dim=0)
+    sums = ranks[:, 1] * (ranks[:, 0] - peak).exp()  # [ranks, N]; their total times exp(peak) is Z
+    log_sum = sums.sum(dim=0).log()
+    log_z = peak + log_sum
+    # Differences of logits come first: log(Z) alone would round away what is left of two large ones.
+    losses = log_sum + (1 - label_smoothing) * (peak - ranks[:, 2].sum(dim=0)) + z_loss * log_z.square()
+    if label_smoothing:
+        losses += label_smoothing * (peak - ranks[:, 3].sum(dim=0) / n_valid)
+    if gradient is not None:
+        share = sums[0 if group is None else group.rank()] / sums.sum(dim=0)
+        scale = (share * (1 + 2 * z_loss * log_z)).where(valid, 0).unsqueeze(1)
+        one_hot = ((1 - label_smoothing) * here).unsqueeze(1)
+        smooth = (label_smoothing / n_valid * valid).unsqueeze(1)
+        by_rows = (t.split(n_rows) for t in (gradient, column, scale, one_hot, smooth))
+        for x, dx, at, factor, one, every in zip(pieces, *by_rows, strict=True):
+            # Again, rather than kept from above: a few rows are in the cache, all of them would not be.
+            p = torch.softmax(x, dim=1, dtype=wide) if whole is None else whole
+            at_label = p.gather(1, at) * factor - one
+            torch.mul(p, factor, out=dx)
+            dx.scatter_(1, at, at_label.to(dx.dtype))
+            if label_smoothing:
+                dx[:, :n_here] -= every
+    return losses.where(valid, 0)
+
+
+def locate(
+    n_local: int, vocab_start: int | None, n_valid: int | None, group: dist.ProcessGroup | None, device: torch.device
+) -> Columns:
+    """Where this rank's n_local columns are among all. What is not given follows from the sizes of the other ranks'."""
+    sizes, rank = [n_local], 0
+    if group is not None and (vocab_start is None or n_valid is None):
+        sizes, rank = _all_gather(torch.tensor(n_local, device=device), group).tolist(), group.rank()
+    start = sum(sizes[:rank]) if vocab_start is None else vocab_start
+    return Columns(start, sum(sizes) if n_valid is None else n_valid, group)
+
+
+def with_gradient(value: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    """`value`, with `gradient` as its derivative by x: value's dimensions, then x's. The buffer is used up by it."""
+    return _KnownGradient.apply(value, x, gradient)  # pyright: ignore[reportReturnType]
+
+
+class _KnownGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = ctx.saved_tensors
+        (upstream,) = grad_outputs
+        if upstream.ndim:  # a scalar stays one: then a product with bf16 is made without a copy in fp32
+            upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
+        # In place: dW [V, D] is the step's largest buffer. A second backward finds it changed, and autograd raises.
+        return None, gradient.mul_(upstream), None
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[ranks, *x.shape]"""
+    if group is None:
+        return x.unsqueeze(0)
+    ranks = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(ranks, x, group)
+    return torch.stack(ranks)
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
+    """total + a @ b, in fp32 unless the product is `alone`: then it is already rounded no more than once."""
+    if a.dtype == _wide(a.dtype) or alone:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
+    return product if total is None else total.add_(product)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,163 @@
+"""Which layers each stage holds, which stages each rank holds, and the cut itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple, TypeVar
+
+from torch import nn
+
+from dtmega import config, cost
+from dtmega.pipelining.table import SCHEDULES, csv_table, stages_in, stages_per_rank
+
+# What only the first and only the last stage of a model hold, beside their layers. Every model names them so.
+FIRST = ("embed", "embed_norm", "embed_dropout")
+LAST = ("norm", "head")
+
+Value = TypeVar("Value", int, float)
+
+
+class Stages(NamedTuple):
+    """The whole pipeline.
+
+    Attributes:
+        layers: the layer numbers of each stage.
+        ranks: the stage numbers of each pp rank, ascending.
+    """
+
+    layers: list[list[int]]
+    ranks: list[list[int]]
+
+
+def plan_stages(cfg: config.Config, pp: int) -> Stages:
+    """Which layers each stage holds and which stages each rank holds, under the configured schedule.
+
+    Raises:
+        ValueError: as `stages_per_rank`, `csv_table` and `layers_of_stages` say.
+    """
+    per_rank = stages_per_rank(cfg.pipeline)
+    if cfg.pipeline.csv:
+        ranks = stages_in(csv_table(cfg.pipeline.csv, pp))
+        if per_rank and any(len(stages) != per_rank for stages in ranks):
+            raise ValueError(
+                f"virtual_stages={per_rank}, but the ranks of {cfg.pipeline.csv} have stages {ranks} "
+                f"([pipeline] virtual_stages, [pipeline] csv)"
+            )
+    else:
+        ranks = stages_of_ranks(SCHEDULES[cfg.pipeline.schedule].shape, pp, per_rank)
+    n_stages = sum(len(stages) for stages in ranks)
+    return Stages(layers_of_stages(cfg.model, cfg.data.seq_len, cfg.pipeline, n_stages), ranks)
+
+
+class Cost(NamedTuple):
+    """What one piece of a model costs: time, in FLOPs per token forward and backward, and memory, in parameters."""
+
+    flops: int
+    parameters: int
+
+
+def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
+    """Contiguous cut of the pieces into stages, none empty: the slowest stage as fast as can be, then memory even.
+
+    Every microbatch waits for the slowest stage, so no cut with a larger maximum of FLOPs is considered. Of those with
+    the smallest, the one with the least sum of squared parameters is taken; of equals, the one with fewer pieces in
+    earlier stages, because under 1F1B these keep the activations of more microbatches. Exact (dynamic programming).
+    """
+    assert 1 <= n_stages <= len(costs)
+    flops = [0, *accumulate(piece.flops for piece in costs)]
+    parameters = [0, *accumulate(piece.parameters for piece in costs)]
+    slowest, _ = _best_cut(len(costs), n_stages, lambda i, j: flops[j] - flops[i], max)
+
+    def squared_parameters(i: int, j: int) -> float:
+        return (parameters[j] - parameters[i]) ** 2 if flops[j] - flops[i] <= slowest else float("inf")
+
+    _, bounds = _best_cut(len(costs), n_stages, squared_parameters, lambda a, b: a + b)
+    return [range(bounds[i], bounds[i + 1]) for i in range(n_stages)]
+
+
+def _best_cut(
+    n_pieces: int, n_stages: int, stage_cost: Callable[[int, int], Value], combine: Callable[[Value, Value], Value]
+) -> tuple[Value, list[int]]:
+    """The smallest combined cost, and the n_stages + 1 bounds of the stages [i, j) that have it."""
+    best: dict[int, tuple[Value, list[int]]] = {j: (stage_cost(0, j), [0, j]) for j in range(1, n_pieces + 1)}
+    for k in range(2, n_stages + 1):
+        longer: dict[int, tuple[Value, list[int]]] = {}
+        for j in range(k, n_pieces + 1):
+            total, i = min((combine(best[i][0], stage_cost(i, j)), i) for i in range(k - 1, j))
+            longer[j] = total, [*best[i][1], j]
+        best = longer
+    return best[n_pieces]
+
+
+def layers_of_stages(model: config.Model, seq_len: int, pipeline: config.Pipeline, n_stages: int) -> list[list[int]]:
+    """The layers of each stage: `[pipeline] stages`, or balanced by cost.
+
+    A layer and the head cost their matrix products and attention, the embedding no time (a look-up) but V D parameters,
+    as many as the head. BLOOM-176B on 12 stages (head = 1.44 layers) becomes eleven times 6 layers and [4 + head],
+    whose slowest stage takes 6 layers' time. The published [embedding + 5], ten times [6], [5 + head] counts both ends
+    as one layer each; its last stage takes 6.44, so every step 7 % longer, but its first stage holds one layer less.
+    Where memory is short, say so in `stages`. Where the head costs many layers (250k words, D small), the first and the
+    last stage may hold no layer at all.
+
+    Raises:
+        ValueError: more stages than layers, or `stages` that are not a cut of layers 0 to L - 1 into n_stages.
+    """
+    if pipeline.stages:
+        _check_stages(pipeline.stages, model.n_layers, n_stages)
+        return [list(stage) for stage in pipeline.stages]
+    if n_stages > model.n_layers:
+        raise ValueError(
+            f"{n_stages} stages cannot be cut from n_layers={model.n_layers} layers: {n_stages} > {model.n_layers} "
+            f"([mesh] pp x [pipeline] virtual_stages, [model] n_layers)"
+        )
+    words = model.vocab_size * model.hidden_size
+    layer = Cost(cost.block_flops_per_token(model, seq_len), cost.block_parameters(model))
+    pieces = [Cost(0, words), *[layer] * model.n_layers, Cost(cost.head_flops_per_token(model), words)]
+    # Piece 0 is the embedding, piece L + 1 the head.
+    return [[i - 1 for i in stage if 1 <= i <= model.n_layers] for stage in balanced(pieces, n_stages)]
+
+
+def _check_stages(stages: list[list[int]], n_layers: int, n_stages: int) -> None:
+    if len(stages) != n_stages:
+        raise ValueError(
+            f"[pipeline] stages has {len(stages)} lists of layers, expected {n_stages} = [mesh] pp x stages per rank "
+            f"([pipeline] virtual_stages)"
+        )
+    if [layer for stage in stages for layer in stage] != list(range(n_layers)):
+        raise ValueError(
+            f"[pipeline] stages must hold each of the layers 0 to {n_layers - 1} once, in order ([model] n_layers="
+            f"{n_layers}), got {stages}"
+        )
+    for number, stage in enumerate(stages[1:-1], start=1):
+        if not stage:
+            raise ValueError(
+                f"[pipeline] stages: stage {number} is empty; only the first (embedding) and the last (head) may be, "
+                f"got {stages}"
+            )
+
+
+def stages_of_ranks(shape: Literal["loop", "v"], pp: int, per_rank: int) -> list[list[int]]:
+    """The stage numbers that each pp rank holds, ascending.
+
+    loop: rank r holds r, r + pp, ... (Narayanan et al. 2021, section 2.2). v: r and 2 pp - 1 - r, so rank 0 holds the
+    first and the last (Qi et al. 2023, arXiv:2401.10241, section 6).
+    """
+    if shape == "v":
+        assert per_rank == 2
+        return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
+    return [[rank + i * pp for i in range(per_rank)] for rank in range(pp)]
+
+
+def cut(model: nn.Module, layers: Sequence[int], is_first: bool, is_last: bool) -> None:
+    """Delete from a (copied, meta) whole model what a stage does not hold. Names of what stays are the full model's."""
+    if not is_first:
+        for name in FIRST:
+            setattr(model, name, None)
+    if not is_last:
+        for name in LAST:
+            setattr(model, name, None)
+    held = model.layers
+    assert isinstance(held, nn.ModuleDict)
+    for name in [name for name in held if int(name) not in layers]:
+        del held[name]

@@ -1,0 +1,75 @@
+"""One weight on two stages: the embedding on the first, the head on the last. One name, the same bits, one gradient.
+
+Both copies start with the same bits, because initial values are keyed by `full_name`. After backward their gradients
+are summed and both get the sum; the optimizer, elementwise and in the same state on both, then does the same to both.
+Megatron does this for its `shared` weights; here it holds under V shapes too, where one rank has both copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+EMBED, HEAD = "embed.weight", "head.weight"
+
+
+def full_name(name: str) -> str:
+    """The name in the whole model of a stage's parameter: the head's weight is the embedding's."""
+    return EMBED if name == HEAD else name
+
+
+class TiedWeight:
+    """The copies of the tied weight that this rank holds: none, one or two.
+
+    Args:
+        stages: this rank's modules by stage number.
+        n_stages: of the whole pipeline.
+        group: the ranks of this pipeline with the first and with the last stage; None on all others.
+
+    Attributes:
+        copies: the parameters here, the embedding before the head.
+        duplicate: the head's copy, which norms, counts of zeros and checkpoints leave out; None if it is not here.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], n_stages: int, group: dist.ProcessGroup | None) -> None:
+        embed = stages[0].get_parameter(EMBED) if 0 in stages else None
+        self.duplicate = stages[n_stages - 1].get_parameter(HEAD) if n_stages - 1 in stages else None
+        self.copies = [copy for copy in (embed, self.duplicate) if copy is not None]
+        assert len(self.copies) != 1 or group is not None
+        self._group = group
+
+    def sum_gradients(self) -> None:
+        """Give both copies the sum of their gradients. After backward, before the norm; every rank calls it once."""
+        gradients = [_local(copy.grad) for copy in self.copies if copy.grad is not None]
+        assert len(gradients) == len(self.copies)
+        if len(gradients) == 2:
+            gradients[0] += gradients[1]
+            gradients[1].copy_(gradients[0])
+        elif gradients:
+            total = gradients[0].to(_device(self.copies[0]))
+            # Of two numbers, a sum in either order has the same bits.
+            dist.all_reduce(total, group=self._group)
+            gradients[0].copy_(total)
+
+    @torch.no_grad()
+    def equal(self) -> bool:
+        """Are both copies equal to the bit? Every rank calls it; True where there is none."""
+        bits = [_local(copy).contiguous().view(torch.uint8) for copy in self.copies]
+        if len(bits) == 1:
+            mine = bits[0].to(_device(self.copies[0]))
+            bits = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(bits, mine, group=self._group)
+        return not bits or torch.equal(bits[0], bits[1])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _device(parameter: Tensor) -> torch.device:
+    """What its group's collectives run on; an offloaded shard is elsewhere."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

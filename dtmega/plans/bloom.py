@@ -1,0 +1,34 @@
+"""BLOOM over the tp axis: what `models/bloom.py` names, and how each is cut."""
+
+from __future__ import annotations
+
+from dtmega import config
+from dtmega.plans.styles import Column, Norm, Plan, Row, SequenceShard, ShardBuffer, VocabEmbedding, VocabHead
+
+
+def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
+    """The table of a model. Heads and the feed-forward are cut evenly, the vocabulary as it comes.
+
+    Four collectives a layer and direction of the pass: with sequence parallelism two all-gathers and two
+    reduce-scatters, without two all-reduces.
+    """
+    sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
+    table: Plan = {
+        "embed": VocabEmbedding(sp),
+        "embed_norm": Norm(sp),
+        "layers.*.attn_norm": Norm(sp),
+        "layers.*.attn.qkv": Column(sp, **heads),
+        "layers.*.attn.out": Row(sp, **heads),
+        "layers.*.mlp_norm": Norm(sp),
+        "layers.*.mlp.up": Column(sp, **ffn),
+        "layers.*.mlp.down": Row(sp, **ffn),
+        "norm": Norm(sp),
+        "head": VocabHead(sp),
+        "slopes": ShardBuffer(model.n_heads),
+        "head_ids": ShardBuffer(model.n_heads),
+    }
+    if sp:
+        # Attention drops by global head, which head_ids says; all other sites see a part of the sequence.
+        sites = ("", "embed_dropout", "layers.*.attn_dropout", "layers.*.mlp_dropout")
+        table = {**table, **{site: SequenceShard() for site in sites}}
+    return table

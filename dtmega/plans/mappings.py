@@ -1,0 +1,101 @@
+"""The four moves of tensor parallelism, each with its gradient (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
+
+    forward                                          backward
+    copy     [B, S, D] -> [B, S, D]                  all-reduce
+    add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing: each rank has the whole gradient
+    gather   [B, S/tp, D] -> [B, S, D]               reduce-scatter
+    scatter  [B, S, D] {U_tp} -> [B, S/tp, D]        all-gather
+
+`copy` and `add_up` open and close a region where each rank computes its part from the same input; with sequence
+parallelism `gather` and `scatter` do, and between regions each rank keeps its part of the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these two; the old names warn there, the new ones are unknown to 2.11.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _Copy.apply(x, group))
+
+
+def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _AddUp.apply(x, group))
+
+
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _Gather.apply(x, group))
+
+
+def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _Scatter.apply(x, group))
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = x.new_empty(group.size(), *x.shape)
+    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts.transpose(0, 1).flatten(1, 2)  # [tp, B, S/tp, D] -> [B, S, D]; no copy if B = 1
+
+
+def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()  # [B, S, D] -> [tp, B, S/tp, D]
+    mine = torch.empty_like(parts[0])
+    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
+    return mine
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad_outputs[0], ctx.group), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad_outputs[0], ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad_outputs[0], ctx.group), None

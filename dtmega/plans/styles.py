@@ -1,0 +1,219 @@
+"""How one module is cut over the tp axis: torch's `ParallelStyle`s whose modules compute on local tensors.
+
+Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), else
+[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, which is what FSDP2, gradient clipping
+and checkpoints read. The module's forward takes the local part of it (FSDP2 hands it the same kind of DTensor, gathered
+over FSDP2's own axes), so that DTensor dispatches no operation of the hot path.
+
+The gradient of a replicated parameter that sees S/tp of the tokens is this rank's part {U_tp}. It stays so through
+backward; a style names such parameters in `partial_gradients`, to be summed once a step (`plans.sum_partial_gradients`;
+Megatron's `allreduce_layernorm_grads`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from dtmega.loss import linear_cross_entropy
+from dtmega.plans import mappings
+
+
+class Style(ParallelStyle):
+    """Parameters as DTensors, and `forward` in place of the module's own.
+
+    Args:
+        sequence_parallel: the hidden state between modules is cut along S.
+        sizes: what tp must divide, by its key in [model].
+    """
+
+    placements: ClassVar[dict[str, Placement]]
+
+    def __init__(self, sequence_parallel: bool = True, **sizes: int) -> None:
+        self.sequence_parallel = sequence_parallel
+        self.sizes = sizes
+        self.enter = mappings.gather if sequence_parallel else mappings.copy
+        self.leave = mappings.scatter if sequence_parallel else mappings.add_up
+        # One function for all modules of a style: with one for each, torch.compile would compile each block anew.
+        self._method = self.forward
+
+    @property
+    def partial_gradients(self) -> set[str]:
+        """Parameters whose gradient on each rank is that of its own tokens."""
+        return {n for n, p in self.placements.items() if p == Replicate()} if self.sequence_parallel else set()
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def check(self, module: nn.Module, tp: int) -> None:
+        """Raises ValueError where tp ranks cannot share the module, or the style is not for it."""
+        kind, owner = type(self).__name__, type(module).__name__
+        for key, size in self.sizes.items():
+            if size % tp:
+                raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [model] {key})")
+        for name, parameter in module.named_parameters(recurse=False):
+            placement, shape = self.placements.get(name), list(parameter.shape)
+            if placement is None:
+                raise ValueError(f"{kind} is for modules with {list(self.placements)}, but {owner} has '{name}'")
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"{kind} cannot cut '{name}' of {owner}: another style did ({parameter.placements})")
+            if isinstance(placement, Shard):
+                self.check_size(f"dim {placement.dim} of '{name}' {shape} of {owner}", shape[placement.dim], tp)
+
+    def check_size(self, what: str, size: int, tp: int) -> None:
+        if size % tp:
+            raise ValueError(f"tp={tp} does not divide {size}: {what} ([mesh] tp)")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh.size())
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, distribute(parameter, device_mesh, self.placements[name]))
+        module.forward = types.MethodType(self._method, module)
+        return module
+
+
+class Column(Style):
+    """nn.Linear cut by output features: [B, S/tp, D] -> [B, S, F/tp]; without sequence parallelism from [B, S, D].
+
+    Fused projections stay one product: rows ordered [head, (q, k, v), K] are cut between heads.
+    """
+
+    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        return F.linear(self.enter(x, group_of(module)), local(module.weight), local(module.bias))
+
+
+class Row(Style):
+    """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D]; without sequence parallelism to [B, S, D].
+
+    The ranks' products are summed, and the bias is added once, to the sum.
+    """
+
+    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        out = self.leave(F.linear(x, local(module.weight)), group_of(module))
+        return out if module.bias is None else out + local(module.bias)
+
+
+class Norm(Style):
+    """nn.LayerNorm with the same weights on every rank, on the tokens of the rank: [B, S/tp, D] or [B, S, D]."""
+
+    placements: ClassVar[dict[str, Placement]] = {"weight": Replicate(), "bias": Replicate()}
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        return F.layer_norm(x, module.normalized_shape, local(module.weight), local(module.bias), module.eps)
+
+
+class _Vocabulary(Style):
+    """A weight [V, D] cut by rows as DTensor cuts: ceil(V / tp) a rank, the last one may have fewer."""
+
+    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0)}
+
+    def check_size(self, what: str, size: int, tp: int) -> None:
+        if size <= (tp - 1) * -(-size // tp):
+            raise ValueError(
+                f"tp={tp} ranks x {-(-size // tp)} rows leave a rank without any of {size}: {what} "
+                f"([mesh] tp, [model] vocab_size)"
+            )
+
+    def first_row(self, weight: DTensor) -> int:
+        return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
+
+
+class VocabEmbedding(_Vocabulary):
+    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D]; its gradient is of the rank's rows only.
+
+    A token outside [0, V) fails as on one device: an IndexError on CPU, a device assert on CUDA.
+
+    Raises:
+        ValueError: in forward, S that tp does not divide.
+    """
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        tp = module.weight.device_mesh.size()
+        if self.sequence_parallel and x.shape[1] % tp:
+            raise ValueError(
+                f"tp={tp} does not divide a sequence of {x.shape[1]} tokens "
+                f"([mesh] tp, [data] seq_len, or [mesh] sequence_parallel = false)"
+            )
+        weight, start = local(module.weight), self.first_row(module.weight)
+        in_range = (x >= 0) & (x < module.weight.shape[0])
+        elsewhere = in_range & ((x < start) | (x >= start + weight.shape[0]))
+        rows = F.embedding((x - start).masked_fill(elsewhere, 0), weight)
+        return self.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), group_of(module))
+
+
+class VocabHead(_Vocabulary):
+    """A head like `models.layers.LMHead` cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
+
+    The module has `vocab_size` (V without padding rows) and `loss_terms()` (keywords of `linear_cross_entropy`).
+    Each rank computes the same loss, from its own columns and one exchange of a few numbers a token.
+    """
+
+    def forward(self, module: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        group, mesh, weight = group_of(module), module.weight.device_mesh, local(module.weight)
+        h = self.enter(x, group)
+        if labels is None:
+            logits, shape = F.linear(h, weight), torch.Size((*h.shape[:2], module.weight.shape[0]))
+            stride = (shape[1] * shape[2], shape[2], 1)
+            cut = DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+            return cut.full_tensor()[..., : module.vocab_size]
+        start, terms = self.first_row(module.weight), module.loss_terms()
+        return linear_cross_entropy(h.flatten(0, 1), weight, labels.flatten(), vocab_start=start, group=group, **terms)
+
+
+class SequenceShard(ParallelStyle):
+    """Tells a module that computes with positions which part of the sequence it sees, and of how many.
+
+    The module has one or both of `sequence_shard` and `sequence_shards`; for plans with sequence parallelism.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        values = {"sequence_shard": device_mesh.get_local_rank(), "sequence_shards": device_mesh.size()}
+        known = [name for name in values if hasattr(module, name)]
+        if not known:
+            raise ValueError(
+                f"SequenceShard is for modules with one of {list(values)}, {type(module).__name__} has none"
+            )
+        for name in known:
+            setattr(module, name, values[name])
+        return module
+
+
+@dataclass(frozen=True)
+class ShardBuffer:
+    """A buffer with `size` entries along `dim`, cut there; its pattern names the buffer. Applied by `shard_buffers`."""
+
+    size: int
+    dim: int = 0
+
+
+Plan = Mapping[str, ParallelStyle | ShardBuffer]
+
+
+def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """The DTensor of a parameter that every rank holds whole, or of one on meta; nothing is communicated."""
+    cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
+    return nn.Parameter(cut, requires_grad=parameter.requires_grad)
+
+
+def group_of(module: Any) -> ProcessGroup:
+    return module.weight.device_mesh.get_group()
+
+
+def local(parameter: Any) -> Any:
+    """This rank's part. The gradient comes back with the parameter's placement, and for a replicated one unsummed."""
+    return None if parameter is None else parameter.to_local()

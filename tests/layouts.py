@@ -1,0 +1,179 @@
+"""One debug model and the layouts it is trained on: for `test_parity.py` and the table of `benchmarks/parity.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+import train
+from dtmega.checkpoint import local as checkpoint
+from dtmega.data.indexed import IndexedWriter
+from tests import ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 20
+DEBUG = {
+    "model.vocab_size": 128,
+    "model.hidden_size": 48,
+    "model.n_layers": 4,
+    "model.n_heads": 12,
+    "model.hidden_dropout": 0.1,
+    "model.attention_dropout": 0.1,
+    "data.seq_len": 24,
+    "data.split": "8,1,1",
+    "data.eod_mask_loss": True,
+    "data.num_workers": 0,
+    "batch.micro_batch_size": 1,
+    "batch.global_batch_size": 8,
+    "optim.lr": 1e-2,
+    "optim.eps": 1e-6,  # above the rounding of gradients that are zero, see BF16_BOUND
+    "optim.warmup": 5,
+    "train.steps": STEPS,
+    "train.drift_interval": 1,  # replicated and tied parameters are compared to the bit after each step
+    "eval.interval": 10,
+    "eval.steps": 1,
+    "eval.sample_tokens": 0,
+    "log.tensorboard": False,
+    "log.num_zeros": True,
+    "log.params_norm": True,
+    "checkpoint.interval": 0,
+    "compile.enable": False,
+}
+
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+V131 = {"model.vocab_size": 131}
+BF16 = {"precision.params": "bfloat16"}
+
+# Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
+TRUTH_KEYS = {"model.vocab_size", "precision.params"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp 2": (2, {"mesh.tp": 2}),
+    "tp 2, no sequence parallel": (2, {"mesh.tp": 2, "mesh.sequence_parallel": False}),
+    "tp 3": (3, {"mesh.tp": 3}),
+    "tp 4": (4, {"mesh.tp": 4}),
+    "dp_shard 2": (2, {"mesh.dp_shard": 2}),
+    "dp_shard 4": (4, {"mesh.dp_shard": 4}),
+    "dp_replicate 2": (2, {"mesh.dp_replicate": 2}),
+    "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
+    "dp_shard 2 x tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2}),
+    **{f"pp 2, {name}": (2, {"mesh.pp": 2, "pipeline.schedule": name}) for name in SCHEDULES},
+    "pp 4": (4, {"mesh.pp": 4}),
+    "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2}),
+    "V 131, tp 2": (2, V131 | {"mesh.tp": 2}),
+    "V 131, dp_shard 2 x tp 2": (4, V131 | {"mesh.dp_shard": 2, "mesh.tp": 2}),
+    "V 131, dp_shard 4": (4, V131 | {"mesh.dp_shard": 4}),
+    "V 128 padded to 144, tp 4": (4, {"model.pad_vocab_to_multiple": 48, "mesh.tp": 4}),
+    "microbatches of 2": (1, {"batch.micro_batch_size": 2}),
+    "microbatches of 8": (1, {"batch.micro_batch_size": 8}),
+    "recompute full": (1, {"recompute.mode": "full"}),
+    "recompute full, tp 2": (2, {"recompute.mode": "full", "mesh.tp": 2}),
+    "recompute selective": (1, {"recompute.mode": "selective"}),
+    "compile": (1, {"compile.enable": True}),
+    "compile, tp 2": (2, {"compile.enable": True, "mesh.tp": 2}),
+    "bf16, tp 2": (2, BF16 | {"mesh.tp": 2}),
+    "bf16, dp_shard 2": (2, BF16 | {"mesh.dp_shard": 2}),
+}
+# Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
+FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
+# bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
+# for rounding (softmax does not see them), and AdamW makes steps of full length of it.
+BF16_BOUND = {"loss": 2e-3, "grad_norm": 1e-2, "model": 2e-2}
+
+
+def truth_keys(keys: dict[str, Any]) -> dict[str, Any]:
+    """What one process is given to be the truth for a layout with these keys."""
+    return {k: v for k, v in keys.items() if k in TRUTH_KEYS}
+
+
+def bound_of(keys: dict[str, Any]) -> dict[str, float]:
+    return BF16_BOUND if "precision.params" in keys else FP32
+
+
+class Run:
+    """What a run left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "loss" in line]
+        self.loss = np.array([line["loss"] for line in steps])
+        self.grad_norm = np.array([line["grad_norm"] for line in steps])
+        self.params_norm = np.array([line["params_norm"] for line in steps])
+        self.val_loss = np.array([line["val_loss"] for line in lines if "val_loss" in line])
+        self.initial = tensors(folder / "initial", 0)
+        self.final = tensors(folder / "run" / "checkpoints", STEPS)
+
+
+def tensors(root: Path, step: int) -> dict[str, torch.Tensor]:
+    parts = sorted((root / checkpoint.name(step)).glob("model-*.safetensors"))
+    return {name: tensor for part in parts for name, tensor in load_file(part).items()}
+
+
+def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = None) -> None:
+    """train.py on this rank of a group that exists already; also saves what the model was before the first step."""
+    if plant is not None:
+        plant()
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    honest = train.parallelize
+
+    def saving(cfg, world):
+        model = honest(cfg, world)
+        optimizer = torch.optim.AdamW([p for _, p in model.named_parameters()])
+        place = {"part": world.coordinate("pp"), "writes": world.leads_stage}
+        checkpoint.save(Path(folder, "initial"), 0, model.owned(), optimizer, {}, keep=1, **place)
+        return model
+
+    train.parallelize = saving
+    assert train.main(argv) == 0
+
+
+def write_text(folder: Path) -> dict[str, str]:
+    """Documents that count in 127 words, and the tokenizer they were written with; 0 ends a document."""
+    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, 128)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w1"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rng = np.random.default_rng(0)
+    with IndexedWriter(folder / "text", np.dtype(np.uint16)) as writer:
+        for _ in range(300):
+            start, length = rng.integers(0, 127), rng.integers(5, 60)
+            writer.add([*(1 + (start + np.arange(length)) % 127).tolist(), 0])
+    return {"data.path": str(folder / "text"), "data.tokenizer": str(folder / "tokenizer.json")}
+
+
+def train_debug_model(n: int, keys: dict[str, Any], folder: Path, plant: Callable[[], None] | None = None) -> Run:
+    """The debug model with these keys on n processes, in `folder`."""
+    every = DEBUG | {"run.dir": str(folder / "run")} | keys
+    flags = [word for k, v in every.items() for word in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
+    ranks.run(n, one_rank, ["--config", str(ROOT / "configs" / "bloom.toml"), *flags], str(folder), plant)
+    return Run(folder)
+
+
+def deviation(run: Run, truth: Run) -> dict[str, float]:
+    """The largest relative difference in each quantity."""
+
+    def largest(name: str) -> float:
+        ours, theirs = getattr(run, name), getattr(truth, name)
+        assert ours.shape == theirs.shape
+        return float(np.max(np.abs(ours / theirs - 1)))
+
+    assert run.final.keys() == truth.final.keys()
+    ours, theirs = ({k: v[: len(truth.final[k])].double() for k, v in r.final.items()} for r in (run, truth))
+    model = math.sqrt(sum(float((ours[k] - theirs[k]).square().sum()) for k in theirs))
+    return {
+        "loss": max(largest("loss"), largest("val_loss")),
+        "grad_norm": largest("grad_norm"),
+        "parameter": max(float((ours[k] - theirs[k]).norm() / theirs[k].norm()) for k in theirs),
+        "model": model / math.sqrt(sum(float(t.square().sum()) for t in theirs.values())),
+    }

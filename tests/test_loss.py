@@ -1,0 +1,260 @@
+"""Claims about loss.py and plans/loss.py; the truth is F.cross_entropy of whole logits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtmega import loss as room
+from dtmega.loss import linear_cross_entropy
+from dtmega.plans.loss import vocab_parallel_cross_entropy
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 0.01},
+    "both": {"label_smoothing": 0.1, "z_loss": 0.01},
+    "padding": {"n_valid": 100, "label_smoothing": 0.1, "z_loss": 0.01},
+}
+
+
+def truth(
+    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, n_valid: int | None = None
+) -> Tensor:
+    """Losses of tokens in fp64."""
+    logits = logits.double()[..., :n_valid].flatten(0, -2)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=label_smoothing)
+    return (losses + z_loss * logits.logsumexp(-1).square() * (labels.flatten() != -100)).view(labels.shape)
+
+
+def case(n: int, v: int, d: int = 16, labels_below: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n * v)
+    h = torch.randn(n, d, generator=generator, requires_grad=True)
+    w = torch.randn(v, d, generator=generator, requires_grad=True)
+    labels = torch.randint(labels_below or v, (n,), generator=generator)
+    labels[::5] = -100
+    return h, w, labels
+
+
+def small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(room, "CHUNK_TOKENS", {"cpu": tokens})
+    monkeypatch.setattr(room, "CHUNK_LOGITS", 0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_loss_and_gradients_are_those_of_cross_entropy_for_any_chunk(monkeypatch, chunk: int, options: str):
+    small_chunks(monkeypatch, chunk)
+    monkeypatch.setattr(room, "CACHED_LOGITS", 131 * 5)
+    h, w, labels = case(64, 131, labels_below=100)
+    expected = truth(h @ w.T, labels, **OPTIONS[options]).sum() / 3
+    expected_grads = torch.autograd.grad(expected, (h, w))
+    loss = linear_cross_entropy(h, w, labels, **OPTIONS[options]) / 3
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for ours, whole in zip(torch.autograd.grad(loss, (h, w)), expected_grads, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-5, atol=2e-6)
+
+
+def test_padding_rows_have_no_gradient():
+    h, w, labels = case(64, 131, labels_below=100)
+    linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, z_loss=0.1).backward()
+    assert w.grad is not None
+    assert (w.grad[100:] == 0).all()
+    assert (w.grad[:100] != 0).any(1).all()
+
+
+def test_logits_a_thousand_times_too_large_are_no_problem():
+    h, w, labels = case(64, 131)
+    loss = linear_cross_entropy(h * 1000, w, labels)
+    torch.testing.assert_close(loss, F.cross_entropy(h @ w.T * 1000, labels, ignore_index=-100, reduction="sum"))
+
+
+def test_labels_that_are_all_ignored_give_zero_and_no_gradient():
+    h, w, labels = case(8, 131)
+    loss = linear_cross_entropy(h, w, torch.full_like(labels, -100), label_smoothing=0.1, z_loss=0.1)
+    loss.backward()
+    assert loss.item() == 0
+    assert h.grad is not None
+    assert w.grad is not None
+    assert (h.grad == 0).all()
+    assert (w.grad == 0).all()
+
+
+@pytest.mark.parametrize("label", [-1, 100, 131])
+def test_a_label_outside_the_vocabulary_is_an_error(label: int):
+    h, w, labels = case(8, 131, labels_below=100)
+    labels[3] = label
+    with pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+        linear_cross_entropy(h, w, labels, n_valid=100)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and the numbers in the largest result of an operation."""
+
+    products = largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        self.largest = max(self.largest, out.numel() if isinstance(out, Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("h_needs", "w_needs", "grad", "products"), [(1, 1, 1, 3), (1, 0, 1, 2), (0, 1, 1, 2), (0, 0, 1, 1), (1, 1, 0, 1)]
+)
+def test_a_chunk_costs_one_product_and_one_for_each_gradient_asked_for(monkeypatch, h_needs, w_needs, grad, products):
+    small_chunks(monkeypatch, 16)
+    h, w, labels = case(64, 131)
+    with Products() as counted, torch.set_grad_enabled(bool(grad)):
+        loss = linear_cross_entropy(h.requires_grad_(bool(h_needs)), w.requires_grad_(bool(w_needs)), labels)
+    assert counted.products == 64 // 16 * products
+    assert loss.requires_grad == (products > 1)
+
+
+def test_the_logits_of_all_tokens_never_live_at_once(monkeypatch):
+    small_chunks(monkeypatch, 16)
+    h, w, labels = case(1024, 131)
+    with Products() as counted:
+        linear_cross_entropy(h, w, labels).backward()
+    assert counted.largest == 1024 * 16  # h and dh; a chunk has 16 x 131 logits
+
+
+def test_loss_without_gradients_is_the_same():
+    h, w, labels = case(64, 131)
+    with torch.no_grad():
+        quiet = linear_cross_entropy(h, w, labels)
+    assert torch.equal(quiet, linear_cross_entropy(h, w, labels).detach())
+
+
+def test_bf16_loss_is_close_to_fp64_because_softmax_and_sums_are_fp32():
+    h, w, labels = case(512, 1000)
+    loss = linear_cross_entropy(h.bfloat16(), w.bfloat16(), labels)
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() / truth(h @ w.T, labels).sum().item() - 1) < 2e-3
+
+
+def test_inputs_are_left_untouched():
+    h, w, labels = case(64, 131)
+    before = [x.detach().clone() for x in (h, w, labels)]
+    linear_cross_entropy(h, w, labels, n_valid=131).backward()
+    assert all(torch.equal(a, b.detach()) for a, b in zip(before, (h, w, labels), strict=True))
+
+
+def test_inputs_need_not_be_contiguous():
+    h, w, labels = case(64, 131)
+    expected = linear_cross_entropy(h, w, labels)
+    expected_grads = torch.autograd.grad(expected, (h, w))
+    strided = [x.detach().t().contiguous().t().requires_grad_() for x in (h, w)]
+    loss = linear_cross_entropy(*strided, torch.stack([labels, labels], 1)[:, 0])
+    for ours, plain in zip(torch.autograd.grad(loss, strided), expected_grads, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_a_second_backward_raises_because_the_first_used_the_buffers_up():
+    h, w, labels = case(64, 131)
+    loss = linear_cross_entropy(h, w, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_backward_may_go_to_the_input_first_and_to_the_weight_later():
+    h, w, labels = case(64, 131)
+    expected = torch.autograd.grad(linear_cross_entropy(h, w, labels), (h, w))
+    loss = linear_cross_entropy(h, w, labels)
+    ours = [torch.autograd.grad(loss, h, retain_graph=True)[0], torch.autograd.grad(loss, w)[0]]
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_losses_of_given_logits_have_the_shape_of_the_target_and_its_gradients():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 131, 5, generator=generator).transpose(1, 2).requires_grad_()
+    before = logits.detach().clone()
+    target = torch.randint(100, (3, 5), generator=generator)
+    target[0, 1] = -100
+    weights = torch.randn(3, 5, generator=generator)
+    options = OPTIONS["padding"]
+    losses = vocab_parallel_cross_entropy(logits, target, **options)
+    expected = truth(logits, target, **options)
+    torch.testing.assert_close(losses.double(), expected)
+    (ours,) = torch.autograd.grad((losses * weights).sum(), logits)
+    (whole,) = torch.autograd.grad((expected * weights).sum(), logits)
+    torch.testing.assert_close(ours, whole)
+    assert torch.equal(logits, before)
+    total = vocab_parallel_cross_entropy(logits, target, reduction="sum", **options)
+    torch.testing.assert_close(total, losses.sum())
+
+
+def test_given_logits_are_left_untouched_though_some_are_padding():
+    logits = torch.randn(5, 131, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    before = logits.detach().clone()
+    vocab_parallel_cross_entropy(logits, torch.arange(5), n_valid=100, reduction="sum").backward()
+    assert torch.equal(logits, before)
+
+
+def test_shapes_that_do_not_fit_and_unknown_reductions_are_refused():
+    with pytest.raises(ValueError, match=r"logits \[3, 5, 7\] need a target \[3, 5\], got \[3, 4\]"):
+        vocab_parallel_cross_entropy(torch.zeros(3, 5, 7), torch.zeros(3, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="reduction is 'none' or 'sum', got 'mean'"):
+        vocab_parallel_cross_entropy(torch.zeros(3, 7), torch.zeros(3, dtype=torch.int64), reduction="mean")  # type: ignore[arg-type]
+
+
+def cut_vocabulary() -> dict[str, dict[str, float]]:
+    """Errors of everything on a vocabulary cut over the ranks, and whether the caller's tensors are as before."""
+    group, tp, me = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    found: dict[str, dict[str, float]] = {}
+
+    # Megatron's test_cross_entropy: b13 s17 V = 11 tp, logits x 1000.
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(13, 17, 11 * tp, generator=generator) * 1000).requires_grad_()
+    target = torch.randint(11 * tp, (13, 17), generator=generator)
+    shard = logits.detach().chunk(tp, -1)[me].requires_grad_()  # not contiguous
+    before = shard.detach().clone()
+    losses, expected = vocab_parallel_cross_entropy(shard, target, group), truth(logits, target)
+    losses.mean().backward()
+    expected.mean().backward()
+    assert shard.grad is not None
+    assert logits.grad is not None
+    found["logits x 1000"] = {
+        "loss": (losses - expected).norm().item() / expected.norm().item(),
+        "gradient": (shard.grad - logits.grad.chunk(tp, -1)[me]).abs().max().item(),
+        "changed": float(not torch.equal(shard, before)),
+    }
+
+    # The head's kernel, V = 131 uneven, in chunks that follow from sizes the ranks agree in.
+    room.CHUNK_TOKENS, room.CHUNK_LOGITS = {"cpu": 1}, 2 * 131
+    for name, options in OPTIONS.items():
+        h, w, labels = case(64, 131, labels_below=100)
+        expected = truth(h @ w.T, labels, **options).sum()
+        dh, dw = torch.autograd.grad(expected, (h, w))
+        part = w.detach().chunk(tp)[me].requires_grad_()
+        loss = linear_cross_entropy(h, part, labels, group=group, **options)
+        our_dh, our_dw = torch.autograd.grad(loss, (h, part))
+        dist.all_reduce(our_dh)
+        found[name] = {
+            "loss": abs(loss.item() / expected.item() - 1),
+            "dh": ((our_dh - dh).norm() / dh.norm()).item(),
+            "dweight": (our_dw - dw.chunk(tp)[me]).norm().item() / dw.norm().item(),
+        }
+    return found
+
+
+@functools.cache
+def cut_over(tp: int) -> list[dict[str, dict[str, float]]]:
+    return ranks.run(tp, cut_vocabulary)
+
+
+@pytest.mark.parametrize("what", ["logits x 1000", *OPTIONS])
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_over_a_cut_vocabulary_loss_and_full_gradient_are_those_of_whole_logits(tp: int, what: str):
+    for found in cut_over(tp):
+        assert {name: e for name, e in found[what].items() if not e < 1e-6} == {}

@@ -1,0 +1,126 @@
+"""The layout never changes the numbers: one debug model, many layouts, and one process as the truth."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from dtmega import parallelize
+from dtmega.pipelining.tied import TiedWeight
+from dtmega.plans import styles
+from tests.layouts import FP32, LAYOUTS, Run, bound_of, deviation, train_debug_model, truth_keys, write_text
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> dict[str, str]:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, text):
+    """Train the debug model; equal requests share one run."""
+    done: dict[str, Run] = {}
+
+    def run(n: int, keys: dict[str, Any], plant: Callable[[], None] | None = None) -> Run:
+        request = json.dumps([n, sorted(keys.items()), plant and plant.__name__])
+        if request not in done:
+            done[request] = train_debug_model(n, text | keys, tmp_path_factory.mktemp("run"), plant)
+        return done[request]
+
+    return run
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_gives_the_numbers_of_one_process(run, name):
+    n, keys = LAYOUTS[name]
+    truth = run(1, truth_keys(keys))
+    this = run(n, keys)
+    for parameter, value in truth.initial.items():
+        assert torch.equal(this.initial[parameter][: len(value)], value), f"{parameter} starts with other bits"
+    bound = bound_of(keys)
+    found = deviation(this, truth)
+    assert all(found[quantity] <= bound[quantity] for quantity in bound), found
+
+
+def row_bias_on_every_rank() -> None:
+    honest = styles.Row.forward
+
+    def forward(self, module, x):
+        out = honest(self, module, x)
+        return out + styles.local(module.bias)  # of the second of two ranks
+
+    styles.Row.forward = forward
+
+
+def tied_gradient_of_one_stage_only() -> None:
+    TiedWeight.sum_gradients = lambda self: None
+
+
+def slopes_of_the_first_heads_everywhere() -> None:
+    def shard_buffers(model, mesh, plan):
+        for name, style in plan.items():
+            if isinstance(style, styles.ShardBuffer):
+                setattr(model, name, getattr(model, name).chunk(mesh.size(), style.dim)[0].clone())
+
+    parallelize.shard_buffers = shard_buffers
+
+
+def mean_of_the_ranks_means() -> None:
+    """Each rank divides by twice its own tokens instead of by those of both."""
+
+    def count_tokens(world, batch):
+        mine = sum(int((m["labels"] != train.IGNORED).sum()) for m in batch.microbatches)
+        return 2.0 * mine
+
+    train.count_tokens = count_tokens
+
+
+def norm_gradients_of_the_own_tokens_only() -> None:
+    parallelize.sum_partial_gradients = lambda model, names, mesh: None
+
+
+def dropout_of_the_own_part_only() -> None:
+    styles.SequenceShard._apply = lambda self, module, mesh: (
+        (setattr(module, "sequence_shards", mesh.size()) if hasattr(module, "sequence_shards") else None) or module
+    )
+
+
+@pytest.mark.parametrize(
+    ("plant", "keys"),
+    [
+        (row_bias_on_every_rank, {"mesh.tp": 2}),
+        (slopes_of_the_first_heads_everywhere, {"mesh.tp": 2}),
+        (norm_gradients_of_the_own_tokens_only, {"mesh.tp": 2}),
+        (dropout_of_the_own_part_only, {"mesh.tp": 2}),
+        (tied_gradient_of_one_stage_only, {"mesh.pp": 2}),
+        (mean_of_the_ranks_means, {"mesh.dp_shard": 2}),
+    ],
+)
+def test_a_planted_error_is_seen(run, plant, keys):
+    broken = run(2, keys | {"train.drift_interval": 0}, plant)
+    found = deviation(broken, run(1, {}))
+    assert any(found[quantity] > FP32[quantity] for quantity in FP32), found
+
+
+def one_bit_of_a_replica() -> None:
+    """Before the third step, rank 1 has another LayerNorm weight."""
+    honest, steps = parallelize.ShardedModel.forward_backward, []
+
+    def forward_backward(self, microbatches, n_tokens):
+        steps.append(None)
+        if len(steps) == 3 and dist.get_rank() == 1:
+            weight = dict(self.named_parameters())["layers.1.attn_norm.weight"].to_local()
+            weight.detach().view(torch.int32)[5] ^= 1
+        return honest(self, microbatches, n_tokens)
+
+    parallelize.ShardedModel.forward_backward = forward_backward
+
+
+@pytest.mark.parametrize("keys", [{"mesh.tp": 2}, {"mesh.dp_replicate": 2}])
+def test_a_replica_that_drifts_stops_the_run_and_is_named(run, keys):
+    with pytest.raises(AssertionError, match=r"layers\.1\.attn_norm\.weight"):
+        run(2, keys, one_bit_of_a_replica)

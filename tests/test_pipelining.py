@@ -1,0 +1,556 @@
+"""pipelining/: the cut against brute force, schedules against closed forms, and trained stages against one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtmega import config, keyed, models
+from dtmega.models.bloom import Bloom, init_std
+from dtmega.pipelining.draw import draw
+from dtmega.pipelining.schedule import Pipeline, check
+from dtmega.pipelining.split import Cost, balanced, cut, layers_of_stages, plan_stages, stages_of_ranks
+from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
+from dtmega.pipelining.tied import TiedWeight, full_name
+from tests import ranks
+
+MODEL = config.Model(
+    vocab_size=67, hidden_size=16, n_layers=8, n_heads=4, hidden_dropout=0.1, attention_dropout=0.1, init_std=0.2
+)
+SEQ_LEN = 6
+RAMP = [8, 8, 4]  # microbatches of each step
+
+
+def settings(**sections: dict[str, Any]) -> config.Config:
+    data = {"seq_len": SEQ_LEN}
+    return config.Config(train=config.Train(steps=1), model=MODEL, data=config.Data(**data), **sections)
+
+
+def pipeline(schedule: str, virtual_stages: int = 0, csv: str = "") -> config.Pipeline:
+    return config.Pipeline.model_validate({"schedule": schedule, "virtual_stages": virtual_stages, "csv": csv})
+
+
+# ---- the cut
+
+
+def cuts(n_pieces: int, n_stages: int) -> list[list[range]]:
+    """All of them."""
+    inner = itertools.combinations(range(1, n_pieces), n_stages - 1)
+    return [[range(i, j) for i, j in itertools.pairwise([0, *bounds, n_pieces])] for bounds in inner]
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 4, 7])
+def test_no_cut_has_a_faster_slowest_stage_and_of_those_none_has_less_squared_memory(n_stages: int):
+    generator = torch.Generator().manual_seed(n_stages)
+    for _ in range(10):
+        costs = [Cost(*torch.randint(0, 9, (2,), generator=generator).tolist()) for _ in range(7)]
+
+        def slowest_and_memory(stages: list[range], costs: list[Cost] = costs) -> tuple[int, int]:
+            flops = [sum(costs[i].flops for i in stage) for stage in stages]
+            return max(flops), sum(sum(costs[i].parameters for i in stage) ** 2 for stage in stages)
+
+        assert slowest_and_memory(balanced(costs, n_stages)) == min(map(slowest_and_memory, cuts(7, n_stages)))
+
+
+def test_eight_layers_on_two_ranks_with_two_stages_each_are_megatrons():
+    free, layer = Cost(0, 0), Cost(1, 1)
+    stages = balanced([free, *[layer] * 8, free], 4)
+    layers = [[i - 1 for i in stage if 1 <= i <= 8] for stage in stages]
+    assert [[layers[s] for s in held] for held in stages_of_ranks("loop", 2, 2)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_of_equally_good_cuts_earlier_stages_get_fewer_layers():
+    assert [len(stage) for stage in balanced([Cost(1, 1)] * 8, 3)] == [2, 3, 3]
+
+
+def test_the_first_and_the_last_stage_of_a_v_are_on_rank_0():
+    assert stages_of_ranks("v", 4, 2) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+def test_the_head_of_bloom_176b_weighs_what_it_costs():
+    model = config.Model(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
+    layers = layers_of_stages(model, 2048, config.Pipeline(), 12)
+    assert [len(stage) for stage in layers] == [6] * 11 + [4]
+
+
+def test_a_head_that_costs_many_layers_gets_a_stage_alone():
+    model = config.Model(vocab_size=250880, hidden_size=1024, n_layers=24, n_heads=16)
+    layers = layers_of_stages(model, 2048, config.Pipeline(), 8)
+    assert [len(stage) for stage in layers] == [0, 4, 4, 4, 4, 4, 4, 0]
+
+
+def test_given_stages_are_taken():
+    stages = [[], [0, 1, 2], [3, 4, 5, 6, 7], []]
+    assert plan_stages(settings(pipeline={"schedule": "DualPipeV", "stages": stages}), pp=2).layers == stages
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], r"stages has 2 lists of layers, expected 4 = \[mesh\] pp x stages per rank"),
+        ([[0, 1], [2, 3], [4, 5], [6]], r"each of the layers 0 to 7 once, in order .*n_layers=8.*\[6\]\]"),
+        ([[0, 1], [3, 2], [4, 5], [6, 7]], "each of the layers 0 to 7 once, in order"),
+        ([[0, 1, 2, 3], [], [4, 5], [6, 7]], "stage 1 is empty; only the first .* and the last .* may be"),
+        ([], r"10 stages cannot be cut from n_layers=8 layers: 10 > 8 \(\[mesh\] pp x \[pipeline\] virtual_stages"),
+    ],
+)
+def test_stages_that_are_no_cut_are_refused(stages: list[list[int]], message: str):
+    wanted = {"schedule": "Interleaved1F1B", "stages": stages, "virtual_stages": 2 if stages else 5}
+    with pytest.raises(ValueError, match=message):
+        plan_stages(settings(pipeline=wanted), pp=2)
+
+
+def whole() -> Bloom:
+    with torch.device("meta"):
+        return models.build(MODEL)
+
+
+def test_stages_hold_each_parameter_once_under_its_own_name_but_the_tied_one_twice():
+    layers = layers_of_stages(MODEL, SEQ_LEN, config.Pipeline(), 4)
+    names: Counter[str] = Counter()
+    for number, held in enumerate(layers):
+        stage = copy.deepcopy(whole())
+        cut(stage, held, is_first=number == 0, is_last=number == 3)
+        names.update(full_name(name) for name, _ in stage.named_parameters())
+    assert names == Counter(name for name, _ in whole().named_parameters()) + Counter(["embed.weight"])
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize(("pp", "n"), [(2, 2), (2, 8), (4, 8), (6, 18)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bubbles_are_the_closed_forms(schedule: str, pp: int, n: int):
+    """Idle (p - 1)(F + B) of v m (F + B), Narayanan et al. 2021, section 2.2; (p - 1)(F + I - W), arXiv:2401.10241."""
+    kind = SCHEDULES[schedule]
+    per_rank = int(kind.per_rank[0])
+    if kind.shape == "v":
+        n = max(n, 2 * pp)  # with fewer, a V is not filled
+    work, idle = per_rank * n * 3, (pp - 1) * (1 if kind.splits_backward else 3)
+    assert simulate(named_table(schedule, pp, per_rank, n)).bubble == pytest.approx(idle / (work + idle))
+
+
+def test_more_stages_per_rank_shrink_the_bubble_of_interleaving():
+    assert simulate(named_table("Interleaved1F1B", 4, 5, 8)).bubble == pytest.approx(3 / (5 * 8 + 3))
+
+
+def refused(cfg: config.Config, pp: int) -> str:
+    try:
+        check(cfg, pp, data_size=1, compiled=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_named_table_is_complete_and_runs_at_all_sizes_it_allows(schedule: str, tmp_path: Path):
+    path, written = tmp_path / "schedule.csv", 0
+    for pp, n in itertools.product((2, 3, 4), (1, 2, 3, 4, 5, 6, 10, 12)):
+        cfg = settings(pipeline={"schedule": schedule}, batch={"micro_batch_size": 1, "global_batch_size": n})
+        if message := refused(cfg, pp):
+            assert "microbatches, but schedule" in message
+            continue
+        table = make_table(cfg.pipeline, pp, n)
+        path.write_text("\n".join(",".join(map(str, row)) for row in table))
+        assert csv_table(str(path), pp) == table  # all checks of a file, on torch's own tables
+        written += 1
+    assert written >= 10
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_1f1b_keeps_at_most_pp_minus_rank_microbatches(pp: int):
+    for rank, row in enumerate(named_table("1F1B", pp, 1, 10)):
+        alive = itertools.accumulate(1 if action.kind == "F" else -1 for action in row)
+        assert max(alive) == pp - rank
+
+
+def test_actions_that_wait_for_each_other_are_refused():
+    row = [Action(1, "F", 0), Action(0, "F", 0)]
+    with pytest.raises(
+        ValueError, match="schedule cannot run: rank 0 before 1F0, waiting for what comes later or never"
+    ):
+        simulate([row])
+
+
+GOOD = ["0F0,0F1,,0B0,0B1", "1F0,1B0,1F1,1I1,1W1"]
+
+
+def test_a_file_may_have_idle_cells_split_backwards_and_pairs_as_torch_writes_them(tmp_path: Path):
+    path = tmp_path / "schedule.csv"
+    path.write_text("\n".join([GOOD[0], "1F0,1B0, (1F1;1I1)OVERLAP_F_B,1W1"]))
+    assert [[str(action) for action in row] for row in csv_table(str(path), pp=2)] == [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1B0", "1F1", "1I1", "1W1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([GOOD[0], "1F0,1X0"], r"row 2: '1X0' is no action; expected such as 0F3, 1B0"),
+        ([*GOOD, "2F0,2B0"], r"has 3 rows, 3 of them with actions; expected 2, one per rank \(\[mesh\] pp=2\)"),
+        ([*GOOD, ","], "has 3 rows, 2 of them with actions; expected 2"),
+        (["0F0,0B0", "0F1,0B1"], r"each be on one rank; the ranks have \[\[0\], \[0\]\]"),
+        (["0F0,0B0", "2F0,2B0"], r"stages 0, 1, ... must each be on one rank; the ranks have \[\[0\], \[2\]\]"),
+        ([GOOD[1], GOOD[0]], "stage 0 must be on the first rank and stage 1, the last, on the last or on the first"),
+        ([GOOD[0], "1F0,1B0,1F1,1W1"], r"stage 1 must run microbatch 1 forward .* once; it has 'FW'"),
+        (["0F0,0F1,0B0,0B1,0B0", GOOD[1]], "stage 0 must run microbatch 0 .* once; it has 'BBF'"),
+        (
+            [GOOD[0], "1F1,1B1,1F0,1B0"],
+            r"last stage must run forwards in the order of the microbatches, it has \[1, 0\]",
+        ),
+        (["0F0,0B1,0F1,0B0", GOOD[1]], "cannot run: rank 0 before 0B1, rank 1 before 1F1"),
+    ],
+)
+def test_files_that_are_no_schedule_are_refused(rows: list[str], message: str, tmp_path: Path):
+    path = tmp_path / "schedule.csv"
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=message) as caught:
+        csv_table(str(path), pp=2)
+    assert "schedule.csv ([pipeline] csv)" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"cannot read the schedule nowhere.csv \(\[pipeline\] csv\): .*No such file"):
+        csv_table("nowhere.csv", pp=2)
+
+
+# ---- what cannot run is refused before anything is built
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"pipeline": {"schedule": "1F1B", "virtual_stages": 2}},
+            r"virtual_stages=2, but schedule '1F1B' runs exactly 1 per rank \(\[pipeline\] virtual_stages, schedule\)",
+        ),
+        ({"pipeline": {"schedule": "ZBVZeroBubble", "virtual_stages": 3}}, "'ZBVZeroBubble' runs exactly 2 per rank"),
+        ({"pipeline": {"schedule": "LoopedBFS", "virtual_stages": 1}}, "'LoopedBFS' runs at least 2 per rank"),
+        (
+            {"pipeline": {"schedule": "1F1B"}, "batch": {"micro_batch_size": 2, "global_batch_size": 12}},
+            r"12 sequences / \(2 data ranks x micro_batch_size=2\) = 3 microbatches, but schedule '1F1B' needs one per "
+            r"stage: 3 < pp=4 \(\[batch\] global_batch_size, rampup and micro_batch_size, \[mesh\] pp, \[pipeline\]",
+        ),
+        (
+            {"pipeline": {"schedule": "DualPipeV"}, "batch": {"micro_batch_size": 1, "global_batch_size": 14}},
+            "= 7 microbatches, but schedule 'DualPipeV' needs one per stage: 7 < 2 x pp = 8",
+        ),
+        (
+            {"pipeline": {"schedule": "Interleaved1F1B"}, "batch": {"micro_batch_size": 1, "global_batch_size": 18}},
+            r"needs equal rounds of about pp=4: 9 % \(9 // 4\) = 1, expected 0",
+        ),
+        (
+            {
+                "pipeline": {"schedule": "1F1B"},
+                "batch": {"micro_batch_size": 1, "global_batch_size": 12, "rampup": [6, 2, 100]},
+            },
+            "6 sequences .* = 3 microbatches, but schedule '1F1B'",
+        ),
+        ({"pipeline": {"schedule": "ZBVZeroBubble"}, "compile": {"enable": True}}, r"\[compile\] enable = false"),
+        ({"pipeline": {"schedule": "DualPipeV"}, "recompute": {"mode": "full"}}, r"\[recompute\] mode = 'none'"),
+    ],
+)
+def test_what_a_schedule_cannot_run_is_refused(sections: dict[str, Any], message: str):
+    cfg = settings(**({"batch": {"micro_batch_size": 1, "global_batch_size": 16}} | sections))
+    with pytest.raises(ValueError, match=message):
+        check(cfg, pp=4, data_size=2, compiled=cfg.compile.enable is True)
+
+
+def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
+    path = tmp_path / "schedule.csv"
+    path.write_text("\n".join(GOOD))
+    wanted = {"csv": str(path)}
+    cfg = settings(pipeline=wanted, batch={"micro_batch_size": 1, "global_batch_size": 3})
+    with pytest.raises(
+        ValueError, match=r"= 3 microbatches, but schedule '.*schedule.csv' needs the 2 that are written"
+    ):
+        check(cfg, pp=2, data_size=1, compiled=False)
+    with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0\], \[1\]\]"):
+        check(settings(pipeline=wanted | {"virtual_stages": 2}), pp=2, data_size=1, compiled=False)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_every_schedule_can_run_passes(schedule: str):
+    cfg = settings(pipeline={"schedule": schedule}, batch={"micro_batch_size": 1, "global_batch_size": 32})
+    check(cfg, pp=4, data_size=2, compiled=False)
+
+
+# ---- the picture
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_picture_has_a_row_per_rank_and_a_cell_per_action(schedule: str, tmp_path: Path):
+    table = named_table(schedule, 4, int(SCHEDULES[schedule].per_rank[0]), 8)
+    draw(table, str(tmp_path / "schedule.svg"), schedule)
+    root = ElementTree.parse(tmp_path / "schedule.svg").getroot()
+    classes = Counter(element.get("class") for element in root.iter())
+    kinds = Counter(action.kind for row in table for action in row)
+    assert {kind: classes[kind] for kind in kinds} == kinds
+    assert classes["row"] == 4
+    title = f"{schedule} · 4 ranks, {sum(map(len, stages_in(table)))} stages · 8 microbatches · bubble "
+    assert any((element.text or "").startswith(title) for element in root.iter())
+
+
+def test_a_picture_that_cannot_be_written_is_refused():
+    with pytest.raises(ValueError, match=r"cannot write the schedule to /nowhere/x.svg: .* \(\[pipeline\] draw\)"):
+        draw(named_table("1F1B", 2, 1, 2), "/nowhere/x.svg", "1F1B")
+
+
+# ---- training: every schedule, in groups of processes, against one
+
+
+def microbatches(n: int, step: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    rows = []
+    for i in range(n):
+        ids = torch.randint(MODEL.vocab_size, (2, SEQ_LEN + 1), generator=generator)
+        labels = ids[:, 1:].masked_fill(torch.rand(2, SEQ_LEN, generator=generator) < 0.2, -100)
+        rows.append({"tokens": ids[:, :-1], "labels": labels, "sample_ids": torch.arange(2) + 2 * i + 100 * step})
+    return rows
+
+
+def n_tokens(batch: list[dict[str, Tensor]]) -> int:
+    return sum(int((m["labels"] != -100).sum()) for m in batch)
+
+
+@torch.no_grad()
+def fill(model: Bloom) -> None:
+    """Memory and initial values, keyed by full names."""
+    model.to_empty(device="cpu")
+    model.tie()
+    for name, parameter in model.named_parameters():
+        std = init_std(MODEL, full_name(name))
+        places = torch.arange(parameter.numel()).view(parameter.shape)
+        value = (
+            keyed.normal(1, full_name(name), places) * std
+            if std
+            else torch.full(parameter.shape, float("norm.w" in name))
+        )
+        parameter.copy_(distribute(value.float(), parameter))
+    model.init_buffers(1)
+
+
+def distribute(value: Tensor, like: Tensor) -> Tensor:
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    # A large eps: gradients of key biases are zero but for rounding, and Adam would make full steps of that.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def one_process(counts: list[int], dp: int) -> dict[str, Any]:
+    """The truth: losses before and in training, gradients of the first step."""
+    model = whole()
+    fill(model)
+    optimizer, losses, gradients = adamw(model.parameters()), [], {}
+    model.eval()
+    with torch.no_grad():
+        validation = sum(model(**m).item() for m in microbatches(counts[0] * dp, 0))
+    model.train()
+    for step, count in enumerate(counts):
+        batch = microbatches(count * dp, step)
+        optimizer.zero_grad()
+        total = 0.0
+        for microbatch in batch:
+            loss = model(**microbatch)
+            (loss / n_tokens(batch)).backward()
+            total += loss.item()
+        losses.append(total)
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return {"validation": validation, "losses": losses, "gradients": gradients}
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        for kind in ("allgather", "reduce_scatter"):
+            self.seen[kind] += name.startswith("c10d::") and kind in name
+        return func(*args, **(kwargs or {}))
+
+
+def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -> list[dict[str, Any]]:
+    """On one rank of pp x dp: what `one_process` returns, of this rank's stages, for each schedule."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // dp, dp), mesh_dim_names=("pp", "dp"))
+    pp, pp_rank, dp_rank = mesh["pp"].size(), mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    # Every rank makes every group; the stages between hold no copy.
+    first_and_last = [dist.new_group([d, (pp - 1) * dp + d]) for d in range(dp)][dp_rank]
+    ends = first_and_last if pp_rank in (0, pp - 1) else None
+    results = []
+    for wanted in schedules:
+        layers, held = plan_stages(settings(pipeline=wanted), pp)
+        stages: dict[int, Bloom] = {}
+        for number in held[pp_rank]:
+            stage = copy.deepcopy(whole())
+            cut(stage, layers[number], number == 0, number == len(layers) - 1)
+            if dp > 1:
+                for module in (*stage.layers.values(), stage):
+                    fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+            fill(stage)
+            stages[number] = stage
+        tied = TiedWeight(stages, len(layers), ends)
+        hidden = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta")
+        runner = Pipeline(wanted, stages, len(layers), mesh.get_group("pp"), hidden, torch.device("cpu"))
+        named = [(full_name(name), p) for stage in stages.values() for name, p in stage.named_parameters()]
+        optimizer = adamw([p for _, p in named])
+
+        def mine(count: int, step: int) -> list[dict[str, Tensor]]:
+            return microbatches(count * dp, step)[dp_rank * count : (dp_rank + 1) * count]
+
+        for stage in stages.values():
+            stage.eval()
+        result: dict[str, Any] = {"validation": runner.evaluate(mine(counts[0], 0)).item(), "losses": []}
+        for stage in stages.values():
+            stage.train()
+        for step, count in enumerate(counts):
+            optimizer.zero_grad()
+            with CountCollectives() as collectives:
+                total = runner.step(mine(count, step), 1 / n_tokens(microbatches(count * dp, step)))
+            result["losses"].append(total.item())
+            tied.sum_gradients()
+            if step == 0:
+                result["gradients"] = [(name, whole_gradient(p)) for name, p in named]
+                groups = sum(len(stage.layers) + holds_more_than_layers(stage) for stage in stages.values())
+                result["collectives"] = (dict(collectives.seen), groups)
+            optimizer.step()
+            assert tied.equal()
+        result["tied"] = [local(p).detach().clone() for p in tied.copies]
+        if tied.copies:
+            with torch.no_grad():
+                local(tied.copies[0])[0, 0] += pp_rank + 1.0
+            result["equal when one has moved"] = tied.equal()
+        results.append(result)
+    return results
+
+
+def holds_more_than_layers(stage: Bloom) -> bool:
+    """Then the root has an FSDP group of its own, beside those of the layers."""
+    return any(not name.startswith("layers.") for name, _ in stage.named_parameters())
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+
+
+ALL = {name: pipeline(name) for name in SCHEDULES}
+LAYOUTS: dict[str, tuple[int, int, list[int], dict[str, config.Pipeline]]] = {  # pp, dp, microbatches, schedules
+    "pp 2": (2, 1, RAMP, ALL | {"4 per rank": pipeline("Interleaved1F1B", 4)}),
+    "pp 4": (4, 1, RAMP, {name: ALL[name] for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")}),
+    "pp 2 x dp 2": (2, 2, RAMP, ALL),
+    "pp 2, file": (2, 1, [3, 3, 3], {"csv": pipeline("1F1B", csv="schedule.csv")}),
+}
+CASES = [(layout, name) for layout, (_, _, _, schedules) in LAYOUTS.items() for name in schedules]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[dict[str, Any], list[Any]]]:
+    """Layout and schedule -> the truth, and what each rank returned."""
+    path = tmp_path_factory.mktemp("csv") / "schedule.csv"
+    path.write_text(all_weights_last(pp=2, n=3))
+    found = {}
+    for layout, (pp, dp, counts, schedules) in LAYOUTS.items():
+        truth = one_process(counts, dp)
+        wanted = [pipeline("1F1B", csv=str(path)) if schedule.csv else schedule for schedule in schedules.values()]
+        results = ranks.run(pp * dp, train_stages, wanted, counts, dp)
+        for i, name in enumerate(schedules):
+            found[layout, name] = (truth, [result[i] for result in results])
+    return found
+
+
+def all_weights_last(pp: int, n: int) -> str:
+    """A schedule that torch does not have: all forwards, all input parts, all weight parts; two stages per rank."""
+    rows = []
+    for rank in range(pp):
+        down, up = [rank, rank + pp], [rank + pp, rank]
+        cells = [f"{s}F{m}" for s in down for m in range(n)] + [""]
+        cells += [f"{s}{kind}{m}" for kind in "IW" for s in up for m in range(n)]
+        rows.append(",".join(cells))
+    return "\n".join(rows)
+
+
+def relative(x: float, truth: float) -> float:
+    return abs(x - truth) / abs(truth)
+
+
+@pytest.mark.parametrize(("layout", "schedule"), CASES)
+def test_losses_of_three_steps_are_those_of_one_process(trained: Any, layout: str, schedule: str):
+    truth, results = trained[layout, schedule]
+    for step, loss in enumerate(truth["losses"]):
+        assert relative(sum(result["losses"][step] for result in results), loss) < 1e-5
+
+
+@pytest.mark.parametrize(("layout", "schedule"), CASES)
+def test_the_evaluation_loss_is_that_of_one_process(trained: Any, layout: str, schedule: str):
+    truth, results = trained[layout, schedule]
+    assert relative(sum(result["validation"] for result in results), truth["validation"]) < 1e-5
+
+
+@pytest.mark.parametrize(("layout", "schedule"), CASES)
+def test_every_gradient_is_that_of_one_process(trained: Any, layout: str, schedule: str):
+    truth, results = trained[layout, schedule]
+    pairs = [pair for result in results for pair in result["gradients"]]
+    assert {name for name, _ in pairs} == truth["gradients"].keys()
+    for name, gradient in pairs:
+        expected = truth["gradients"][name]
+        assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize(("layout", "schedule"), CASES)
+def test_both_copies_of_the_tied_weight_stay_equal_to_the_bit(trained: Any, layout: str, schedule: str):
+    _, results = trained[layout, schedule]
+    dp = LAYOUTS[layout][1]
+    for dp_rank in range(dp):
+        copies = [weight for result in results[dp_rank::dp] for weight in result["tied"]]
+        assert len(copies) == 2
+        assert torch.equal(*copies)
+    assert not any(result.get("equal when one has moved") for result in results)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_parameters_are_gathered_and_gradients_reduced_once_a_step(trained: Any, schedule: str):
+    _, results = trained["pp 2 x dp 2", schedule]
+    for result in results:
+        seen, groups = result["collectives"]
+        assert seen == {"allgather": groups, "reduce_scatter": groups}
+
+
+def test_a_v_needs_no_group_for_its_tied_weight():
+    stages = {0: copy.deepcopy(whole()), 3: copy.deepcopy(whole())}
+    cut(stages[0], [0], is_first=True, is_last=False)
+    cut(stages[3], [7], is_first=False, is_last=True)
+    for stage in stages.values():
+        fill(stage)
+    tied = TiedWeight(stages, 4, group=None)
+    embed, head = tied.copies
+    embed.grad, head.grad = torch.ones_like(embed), 2 * torch.ones_like(head)
+    tied.sum_gradients()
+    assert tied.duplicate is head
+    assert torch.equal(embed.grad, head.grad)
+    assert embed.grad.unique().tolist() == [3.0]
+    assert tied.equal()

@@ -1,0 +1,200 @@
+"""cost.wire against what a step of the training loop really hands to torch.distributed, operation by operation."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from dtmega import config, cost, loss, mesh
+from dtmega.data.loader import StepBatch
+from dtmega.mesh import World
+from dtmega.optim import build_optimizer
+from dtmega.parallelize import parallelize
+from dtmega.pipelining.split import plan_stages
+from dtmega.plans import mappings
+from tests import ranks
+
+# torch's operations, in place and functional. One that is not here ends the test with a KeyError.
+KINDS = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::allgather_": "all-gather",
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+    "_c10d_functional::all_reduce": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+}
+CHUNK_TOKENS = 16  # of the loss; a microbatch has 3 x 8 tokens, so a full chunk and a smaller one
+MODEL = {"vocab_size": 31, "hidden_size": 16, "n_heads": 4}
+ONLY_STEPS = {
+    "train": {"steps": 9, "drift_interval": 0},
+    "eval": {"interval": 0},
+    "checkpoint": {"interval": 0},
+    "compile": {"enable": False},
+}
+KEEP = {"fsdp": {"reshard_after_forward": False}}
+DROPOUT = {"model": {"hidden_dropout": 0.1}}
+LOGGED = {"log": {"num_zeros": True, "params_norm": True}}
+V32 = {"model": {"pad_vocab_to_multiple": 4}}  # every rank has as much of the tied weight
+BF16 = {"precision": {"params": "bfloat16"}}
+
+# Name -> processes, the smallest number of microbatches, keys.
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "tp 2": (2, 1, {"mesh": {"tp": 2}, "model": {"label_smoothing": 0.1}}),
+    "tp 2, no sequence parallel": (2, 1, {"mesh": {"tp": 2, "sequence_parallel": False}}),
+    "tp 2, recompute": (2, 1, {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}),
+    "tp 2, recompute and dropout": (2, 1, {"mesh": {"tp": 2}, "recompute": {"mode": "full"}, **DROPOUT}),
+    "dp_shard 2": (2, 1, {"mesh": {"dp_shard": 2}, **LOGGED}),
+    "dp_shard 2, keep": (2, 1, {"mesh": {"dp_shard": 2}, **KEEP}),
+    "dp_replicate 2": (2, 1, {"mesh": {"dp_replicate": 2}}),
+    "HSDP 2 x 2": (4, 1, {"mesh": {"dp_replicate": 2, "dp_shard": 2}}),
+    "dp_shard 2 x tp 2, bf16": (4, 1, {"mesh": {"dp_shard": 2, "tp": 2}, **BF16}),
+    "pp 2, 1F1B": (2, 2, {"mesh": {"pp": 2}}),
+    "pp 2, ZBV": (2, 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}}),
+    "pp 2 x dp_shard 2": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32}),
+    "pp 2 x tp 2": (4, 2, {"mesh": {"pp": 2, "tp": 2}, **V32}),
+}
+
+
+class Wire(TorchDispatchMode):
+    """Counts what is handed to groups of more than one rank while it is active, forward and backward.
+
+    On a CPU autograd runs backward in the thread that called it, so the mode is active there too.
+
+    Attributes:
+        seen: (group, kind, payload bytes) -> operations. A group is called by all its names: an axis that spans all
+            ranks shares their group.
+    """
+
+    def __init__(self, groups: dict[str, dist.ProcessGroup]) -> None:
+        super().__init__()
+        self.names: dict[str, str] = {}
+        for name, group in groups.items():
+            self.names[group.group_name] = " = ".join(filter(None, (self.names.get(group.group_name), name)))
+        self.alone = {group.group_name for group in groups.values() if group.size() == 1}
+        self.seen: Counter[tuple[str, str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        group = group_name(func, args, kwargs) if "c10d" in func.namespace else ""
+        if group and group not in self.alone:
+            payload_bytes = max(
+                sum(t.nbytes for t in tree_leaves(x) if isinstance(t, torch.Tensor)) for x in (*args, out)
+            )
+            self.seen[self.names[group], KINDS[func.name()], payload_bytes] += 1
+        return out
+
+
+def group_name(func: Any, args: Any, kwargs: Any) -> str:
+    """Of the group that an operation is handed to; '' if to none, as waiting is."""
+    named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+    group = named.get("process_group", named.get("group_name", ""))
+    return dist.ProcessGroup.unbox(group).group_name if isinstance(group, torch.ScriptObject) else group
+
+
+def start(cfg: config.Config) -> tuple[World, dict[str, dist.ProcessGroup]]:
+    world = mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, dist.get_world_size()))
+    assert dist.group.WORLD is not None
+    return world, {**world.groups, "world": dist.group.WORLD}
+
+
+def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Counter]]:
+    """For each configuration (all of one mesh): operations of this rank in the second step, and by the formula."""
+    loss.CHUNK_TOKENS, loss.CHUNK_LOGITS = {"cpu": CHUNK_TOKENS}, 0
+    world, groups = start(config.validate(values[0], "test"))
+    found = []
+    for cfg in (config.validate(v, "test") for v in values):
+        model = parallelize(cfg, world)
+        optimizer = build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+        text, metrics = Mock(splits={"valid": None}), Mock()
+        with Wire(groups) as wire, pytest.raises(StopIteration):
+            batches: Any = two_batches(cfg, world, wire)
+            train.train(cfg, world, text, model, optimizer, batches, train.Progress(), metrics, [])
+        pipeline = {}
+        if world.sizes["pp"] > 1:
+            stages = plan_stages(cfg, world.sizes["pp"])
+            pipeline = {"stages": stages.layers, "held": stages.ranks[world.coordinate("pp")]}
+        expected: Counter[tuple[str, str, int]] = Counter()
+        for _, axis, kind, ops, payload_bytes in cost.wire(cfg, world.sizes, CHUNK_TOKENS, **pipeline):
+            expected[wire.names[groups[axis].group_name], kind, payload_bytes] += ops
+        found.append((wire.seen, expected))
+    return found
+
+
+def two_batches(cfg: config.Config, world: World, wire: Wire) -> Iterator[StepBatch]:
+    size, shape = cfg.batch.global_batch_size, (cfg.batch.micro_batch_size, cfg.data.seq_len)
+    microbatch = {
+        "tokens": torch.arange(shape[0] * shape[1]).view(shape) % cfg.model.vocab_size,
+        "labels": torch.ones(shape, dtype=torch.int64),
+        "sample_ids": torch.arange(shape[0]),
+    }
+    batch = StepBatch(0, size, [microbatch] * (size // (world.data_size * shape[0])))
+    yield batch
+    wire.seen.clear()  # the first step also checks that ranks have the same batch
+    yield batch
+
+
+def wasteful(values: list[dict[str, Any]]) -> list[tuple[Counter, Counter]]:
+    """The same, where leaving a parallel region gathers twice in its backward."""
+    honest = mappings._Scatter.backward
+    mappings._Scatter.backward = staticmethod(lambda ctx, *grads: (honest(ctx, *grads), honest(ctx, *grads))[0])
+    return counted_and_expected(values)
+
+
+def in_both_vocabularies() -> Counter:
+    _, groups = start(config.validate({**ONLY_STEPS, "mesh": {"tp": 2}}, "test"))
+    group, functional = groups["tp"], torch.ops._c10d_functional
+    x, both = torch.ones(4), torch.ones(8)
+    with Wire(groups) as wire:
+        dist.all_reduce(x, group=group)
+        mappings._all_gather(both, x, group=group)
+        mappings._reduce_scatter(x, both, group=group)
+        functional.wait_tensor(functional.all_reduce(x, "sum", group.group_name))
+        functional.wait_tensor(functional.all_gather_into_tensor(x, 2, group.group_name))
+        functional.wait_tensor(functional.reduce_scatter_tensor(both, "sum", 2, group.group_name))
+    return wire.seen
+
+
+def settings(keys: dict[str, Any], n_layers: int, sequences: int) -> dict[str, Any]:
+    return {
+        **ONLY_STEPS,
+        **keys,
+        "model": {**MODEL, "n_layers": n_layers, **keys.get("model", {})},
+        "data": {"seq_len": 8},
+        "batch": {"micro_batch_size": 3, "global_batch_size": 3 * sequences},
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_operation_of_a_step_is_in_the_formula_and_each_of_the_formula_in_a_step(name: str):
+    n, least, keys = LAYOUTS[name]
+    data = keys["mesh"].get("dp_shard", 1) * keys["mesh"].get("dp_replicate", 1)
+    # Two depths tell what is per layer from what is not, two batches what is per microbatch.
+    sizes = itertools.product((4, 5) if "pipeline" in keys else (2, 3), (1, 2)) if n == 2 else ((2, 1), (3, 2))
+    values = [settings(keys, n_layers, times * least * data) for n_layers, times in sizes]
+    for rank, found in enumerate(ranks.run(n, counted_and_expected, values)):
+        for value, (counted, expected) in zip(values, found, strict=True):
+            assert counted == expected, f"rank {rank} of {value}"
+
+
+def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():
+    ((counted, expected),) = ranks.run(2, wasteful, [settings({"mesh": {"tp": 2}}, 3, 1)])[0]
+    assert counted - expected == {("tp = world", "all-gather", 3 * 8 * 16 * 4): 2 * 3 + 1}
+
+
+def test_operations_count_the_same_in_place_and_functional():
+    gathered = {("tp = world", kind, 32): 2 for kind in ("all-gather", "reduce-scatter")}
+    assert ranks.run(2, in_both_vocabularies)[0] == {("tp = world", "all-reduce", 16): 2, **gathered}
