@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from dtmega.pipelining.tied import TiedWeight, full_name
 from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
 from dtmega.plans.bloom import plan
 
-# What selective recompute keeps: matrix products, attention, and what came over the wire.
+# What selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -156,10 +157,10 @@ def _shard(cfg: config.Config, world: World, stage: Bloom) -> list[str]:
     if table:
         partial = apply_plan(stage, world.tp, table)
     blocks: list[nn.Module] = list(stage.layers.values())
-    for block in blocks:
-        if cfg.recompute.mode != "none":
-            recompute(block, selective=cfg.recompute.mode == "selective")
-        if compiling(cfg, world.device):
+    if cfg.recompute.mode != "none":
+        recompute(blocks, selective=cfg.recompute.mode == "selective")
+    if compiling(cfg, world.device):
+        for block in blocks:
             block.compile()
     if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
         apply_fsdp(stage, blocks, world.fsdp, cfg)
@@ -172,10 +173,10 @@ def _shard(cfg: config.Config, world: World, stage: Bloom) -> list[str]:
     return partial
 
 
-def recompute(block: nn.Module, selective: bool) -> None:
-    """Backward computes the block's forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
+def recompute(blocks: Sequence[nn.Module], selective: bool) -> None:
+    """Backward computes a block's forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
 
-    Names stay as they are, because the block itself is kept. Dropout needs no saved state: its masks are keyed.
+    Names stay as they are, because the blocks themselves are kept. Dropout needs no saved state: its masks are keyed.
     """
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -184,7 +185,13 @@ def recompute(block: nn.Module, selective: bool) -> None:
     keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if selective:
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    block.forward = functools.partial(checkpoint, block.forward, **keywords)
+
+    # One function for all blocks: with one for each, torch.compile would compile each anew.
+    def forward(block: nn.Module, *args: Any) -> Any:
+        return checkpoint(lambda *inputs: type(block).forward(block, *inputs), *args, **keywords)
+
+    for block in blocks:
+        block.forward = types.MethodType(forward, block)
 
 
 @torch.no_grad()
