@@ -86,7 +86,7 @@ class Traffic(NamedTuple):
 
     The payload is the larger of what goes in and what comes out: the output of an all-gather, the input of a
     reduce-scatter, the tensor of an all-reduce, the message of a send or a receive. In a ring of n ranks each sends
-    (n - 1) / n of the first two and twice that of an all-reduce (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput.).
+    (n - 1) / n of the first two, and of an all-reduce twice that (Patarasuk and Yuan 2009, JPDC 69).
     """
 
     what: str
@@ -182,28 +182,28 @@ def _tp_traffic(cfg: Config, n: int, layers: int, ends: int, hidden_bytes: int, 
 def _fsdp_traffic(cfg: Config, n: int, layers: int, ends: int, pp: int, tp: int, shard: int) -> list[Traffic]:
     """Of one stage: a group for each layer, and the root's with what the ends hold, the tied weight once.
 
-    Gradients are reduced once a step. Weights are gathered for each microbatch, because FSDP2 frees them after each
-    backward, and those of layers, if freed after forward, twice: with n = 1 ZeRO's 2 + 1 times the parameters
-    (arXiv:1910.02054, section 7). A pipeline gathers once a step. Over replicas the reduced shards are summed (HSDP,
-    arXiv:2304.11277, section 3.2.2); with one shard this is all there is, as in DDP.
+    Gradients are reduced once a step, and weights gathered once. Layers that are freed after forward are gathered for
+    each microbatch, and all but the last one twice: with n = 1 ZeRO's 2 + 1 times the parameters (arXiv:1910.02054,
+    section 7). Over replicas the reduced shards are summed (HSDP, arXiv:2304.11277, section 3.2.2); with one shard this
+    is all there is, as in DDP.
     """
     d, f = cfg.model.hidden_size, cfg.model.ffn
     # (rows, elements in each): QKV, up; output and down with their biases and the two norms; embedding; norms.
     layer = _cut(3 * d // tp, d + 1, shard) + _cut(f // tp, d + 1, shard) + _cut(d, (d + f) // tp + 6, shard)
     root = _cut(-(-cfg.model.padded_vocab_size // tp), d, shard) + _cut(d, 2 * ends, shard)
-    gathers = n if pp == 1 else 1
-    gathers_of_layer = 2 * n if pp == 1 and cfg.fsdp.reshard_after_forward else gathers
-    params, reduce = BYTES[cfg.precision.params], BYTES[cfg.precision.reduce]
+    freed = pp == 1 and bool(cfg.fsdp.reshard_after_forward)
+    params_bytes, reduce_bytes = BYTES[cfg.precision.params], BYTES[cfg.precision.reduce]
     found = []
-    for what, units, gathers, size in (("layer", layers, gathers_of_layer, layer), ("root", ends > 0, gathers, root)):
+    gathers = n * (2 * layers - 1) if freed else layers
+    for what, units, gathered, part in (("layer", layers, gathers, layer), ("root", min(ends, 1), min(ends, 1), root)):
         found += [
-            Traffic(f"weights of a {what}", "dp_shard", "all-gather", units * gathers, shard * size * params),
-            Traffic(f"gradients of a {what}", "dp_shard", "reduce-scatter", int(units), shard * size * reduce),
-            Traffic(f"gradients of a {what}", "dp_replicate", "all-reduce", int(units), size * reduce),
+            Traffic(f"weights, {what}", "dp_shard", "all-gather", gathered, shard * part * params_bytes),
+            Traffic(f"gradients, {what}", "dp_shard", "reduce-scatter", units, shard * part * reduce_bytes),
+            Traffic(f"gradients, {what}", "dp_replicate", "all-reduce", units, part * reduce_bytes),
         ]
     return found
 
 
 def _cut(rows: int, columns: int, shard: int) -> int:
-    """Elements of [rows, columns] on each of `shard` ranks, with FSDP2's padding."""
+    """Elements of [rows, columns] on each of `shard` ranks, with FSDP2's padding of rows."""
     return -(-rows // shard) * columns

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config, drift, keyed, models
-from dtmega.fsdp import apply_fsdp, sync_gradients
+from dtmega.fsdp import apply_fsdp, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.bloom import Bloom, init_std
 from dtmega.pipelining import schedule
@@ -45,10 +45,13 @@ class ShardedModel:
     Attributes:
         stages: by number; {0: the whole model} without a pipeline.
         partial: by stage, names of the parameters whose gradients are sums over tp.
+        reshard: blocks are freed after forward and after each backward.
     """
 
-    def __init__(self, world: World, stages: Mapping[int, Bloom], partial: Mapping[int, Sequence[str]]) -> None:
-        self.world, self.stages, self.partial = world, stages, partial
+    def __init__(
+        self, world: World, stages: Mapping[int, Bloom], partial: Mapping[int, Sequence[str]], reshard: bool
+    ) -> None:
+        self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
         self.pipeline: Pipeline | None = None
         self.tied: TiedWeight | None = None
 
@@ -64,7 +67,7 @@ class ShardedModel:
             total = torch.zeros((), dtype=torch.float64, device=self.world.device)
             (model,) = self.stages.values()
             for i, microbatch in enumerate(microbatches, start=1):
-                sync_gradients(model, last_microbatch=i == len(microbatches))
+                sync_gradients(model, i == len(microbatches), reshard=self.reshard)
                 loss = model(**microbatch)
                 (loss / n_tokens).backward()
                 total += loss.detach()
@@ -134,8 +137,9 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     if world.sizes["pp"] > 1:
         cut = plan_stages(cfg, world.sizes["pp"])
         stages, n_stages = _split(cut, whole, cut.ranks[world.coordinate("pp")]), len(cut.layers)
-    partial = {number: _shard(cfg, world, stage) for number, stage in stages.items()}
-    model = ShardedModel(world, stages, partial)
+    reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
+    partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
+    model = ShardedModel(world, stages, partial, reshard)
     if n_stages > 1:
         model.tied = TiedWeight(stages, n_stages, world.groups.get("embedding"))
         model.pipeline = Pipeline(cfg.pipeline, stages, n_stages, world.groups["pp"], _hidden(cfg, world), world.device)
@@ -150,7 +154,7 @@ def _split(cut: Stages, whole: Bloom, numbers: Sequence[int]) -> dict[int, Bloom
     return stages
 
 
-def _shard(cfg: config.Config, world: World, stage: Bloom) -> list[str]:
+def _shard(cfg: config.Config, world: World, stage: Bloom, reshard: bool) -> list[str]:
     """Plan, recompute, compile, fsdp, memory and values for one meta stage; returns `ShardedModel.partial` of it."""
     partial: list[str] = []
     table = plan(cfg.model, cfg.mesh.sequence_parallel) if world.tp.size() > 1 else {}
@@ -163,7 +167,7 @@ def _shard(cfg: config.Config, world: World, stage: Bloom) -> list[str]:
         for block in blocks:
             block.compile()
     if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
-        apply_fsdp(stage, blocks, world.fsdp, cfg)
+        apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     # `to_empty` gives each owner of a tied parameter memory of its own.
     stage.to_empty(device="cpu" if cfg.fsdp.cpu_offload else world.device)
     stage.tie()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -44,27 +45,30 @@ ONLY_STEPS = {
     "checkpoint": {"interval": 0},
     "compile": {"enable": False},
 }
-KEEP = {"fsdp": {"reshard_after_forward": False}}
-DROPOUT = {"model": {"hidden_dropout": 0.1}}
-LOGGED = {"log": {"num_zeros": True, "params_norm": True}}
-V32 = {"model": {"pad_vocab_to_multiple": 4}}  # every rank has as much of the tied weight
-BF16 = {"precision": {"params": "bfloat16"}}
 
 # Name -> processes, the smallest number of microbatches, keys.
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+AXES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp 2": (2, 1, {"mesh": {"tp": 2}, "model": {"label_smoothing": 0.1}}),
     "tp 2, no sequence parallel": (2, 1, {"mesh": {"tp": 2, "sequence_parallel": False}}),
-    "tp 2, recompute": (2, 1, {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}),
-    "tp 2, recompute and dropout": (2, 1, {"mesh": {"tp": 2}, "recompute": {"mode": "full"}, **DROPOUT}),
-    "dp_shard 2": (2, 1, {"mesh": {"dp_shard": 2}, **LOGGED}),
-    "dp_shard 2, keep": (2, 1, {"mesh": {"dp_shard": 2}, **KEEP}),
+    "dp_shard 2": (2, 1, {"mesh": {"dp_shard": 2}}),
+    "dp_shard 2, weights kept": (2, 1, {"mesh": {"dp_shard": 2}, "fsdp": {"reshard_after_forward": False}}),
     "dp_replicate 2": (2, 1, {"mesh": {"dp_replicate": 2}}),
-    "HSDP 2 x 2": (4, 1, {"mesh": {"dp_replicate": 2, "dp_shard": 2}}),
-    "dp_shard 2 x tp 2, bf16": (4, 1, {"mesh": {"dp_shard": 2, "tp": 2}, **BF16}),
+    "dp_shard 2 x tp 2": (4, 1, {"mesh": {"dp_shard": 2, "tp": 2}}),
     "pp 2, 1F1B": (2, 2, {"mesh": {"pp": 2}}),
+}
+TP2: dict[str, Any] = {"mesh": {"tp": 2}}
+TP2_ALONE: dict[str, Any] = {"mesh": {"tp": 2, "sequence_parallel": False}}
+HSDP: dict[str, Any] = {"mesh": {"dp_replicate": 2, "dp_shard": 2}}
+V32 = {"model": {"pad_vocab_to_multiple": 4}}  # every rank has as much of the tied weight
+MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "tp 2, recompute": (2, 1, {**TP2, "recompute": {"mode": "full"}, "model": {"hidden_dropout": 0.1}}),
+    "tp 2, no sequence parallel, recompute": (2, 1, {**TP2_ALONE, "recompute": {"mode": "selective"}}),
+    "dp_shard 2, bf16": (2, 1, {"mesh": {"dp_shard": 2}, "precision": {"params": "bfloat16"}}),
+    "dp_replicate 2 x dp_shard 2, bf16 sums": (4, 1, {**HSDP, "precision": {"reduce": "bfloat16"}}),
     "pp 2, ZBV": (2, 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}}),
     "pp 2 x dp_shard 2": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32}),
-    "pp 2 x tp 2": (4, 2, {"mesh": {"pp": 2, "tp": 2}, **V32}),
+    "pp 2 x tp 2, bf16": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "precision": {"params": "bfloat16"}, **V32}),
+    "dp_shard 2, more metrics": (2, 1, {"mesh": {"dp_shard": 2}, "log": {"num_zeros": True, "params_norm": True}}),
 }
 
 
@@ -119,10 +123,10 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
     for cfg in (config.validate(v, "test") for v in values):
         model = parallelize(cfg, world)
         optimizer = build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
-        text, metrics = Mock(splits={"valid": None}), Mock()
-        with Wire(groups) as wire, pytest.raises(StopIteration):
-            batches: Any = two_batches(cfg, world, wire)
-            train.train(cfg, world, text, model, optimizer, batches, train.Progress(), metrics, [])
+        wire, text = Wire(groups), Mock(splits={"valid": None})
+        batches: Any = two_batches(cfg, world, wire)
+        with wire, contextlib.suppress(StopIteration):
+            train.train(cfg, world, text, model, optimizer, batches, train.Progress(), Mock(), [])
         pipeline = {}
         if world.sizes["pp"] > 1:
             stages = plan_stages(cfg, world.sizes["pp"])
@@ -178,16 +182,31 @@ def settings(keys: dict[str, Any], n_layers: int, sequences: int) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_each_operation_of_a_step_is_in_the_formula_and_each_of_the_formula_in_a_step(name: str):
-    n, least, keys = LAYOUTS[name]
+def check(layout: tuple[int, int, dict[str, Any]], sizes: Iterable[tuple[int, int]]) -> None:
+    """For each number of layers and factor of microbatches, on every rank."""
+    n, least, keys = layout
     data = keys["mesh"].get("dp_shard", 1) * keys["mesh"].get("dp_replicate", 1)
-    # Two depths tell what is per layer from what is not, two batches what is per microbatch.
-    sizes = itertools.product((4, 5) if "pipeline" in keys else (2, 3), (1, 2)) if n == 2 else ((2, 1), (3, 2))
-    values = [settings(keys, n_layers, times * least * data) for n_layers, times in sizes]
+    values = [settings(keys, n_layers, factor * least * data) for n_layers, factor in sizes]
     for rank, found in enumerate(ranks.run(n, counted_and_expected, values)):
         for value, (counted, expected) in zip(values, found, strict=True):
             assert counted == expected, f"rank {rank} of {value}"
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_a_step_is_what_the_formula_says_per_layer_and_per_microbatch(name: str):
+    check(AXES[name], itertools.product((2, 3), (1, 2)))
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_step_is_what_the_formula_says_with_more_to_it(name: str):
+    check(MORE[name], [(5, 2)])
+
+
+def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
+    keys = {"mesh": {"pp": 2, "dp_shard": 2}, "fsdp": {"reshard_after_forward": True}}
+    cfg = config.validate(settings(keys, 2, 4), "test")
+    with pytest.raises(ValueError, match="reshard_after_forward=True"):
+        cost.wire(cfg, mesh.resolve(cfg.mesh, 4), CHUNK_TOKENS, [[0], [1]])
 
 
 def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():

@@ -10,7 +10,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from dtmega import config
 
 
-def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg: config.Config) -> None:
+def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
+    """Are a block's weights freed after its forward? `pp` and `dp_shard` are the resolved sizes."""
+    if cfg.fsdp.reshard_after_forward == "auto":
+        # Under pp each microbatch would gather the weights again; with one shard there is nothing to free.
+        return pp == 1 and dp_shard > 1
+    return cfg.fsdp.reshard_after_forward
+
+
+def apply_fsdp(
+    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg: config.Config, *, reshard: bool
+) -> None:
     """Wrap each block, then the root with all that is left (so tied weights are in one group).
 
     Parameters stay fp32 shards; forward and backward see them in `precision.params`; gradients are summed, not
@@ -18,6 +28,8 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg:
 
     Args:
         mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, and with dp_shard = 1 what DDP does.
+        reshard: free each block's weights after its forward; never the root's, which backward needs first and last, nor
+            the last block's, which it needs next.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -27,15 +39,11 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg:
     )
     # On a CPU mesh the shards are in host memory anyway.
     offload = cfg.fsdp.cpu_offload and mesh.device_type != "cpu"
-    reshard = cfg.fsdp.reshard_after_forward
-    if reshard == "auto":
-        # Under pp each microbatch would gather the weights again; with one shard there is nothing to free.
-        reshard = cfg.mesh.pp == 1 and mesh.size(mesh.ndim - 1) > 1
     for module in (*blocks, model):
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=reshard and module is not model,
+            reshard_after_forward=reshard and module not in (model, *blocks[-1:]),
             mp_policy=precision,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         )
@@ -44,7 +52,11 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg:
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, not one multiplied by 1.0, which gloo lacks
 
 
-def sync_gradients(model: nn.Module, last_microbatch: bool) -> None:
-    """Reduce gradients only after the last microbatch of a step; before it they add up unreduced on each rank."""
+def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) -> None:
+    """Reduce gradients only after the last microbatch of a step; before it they add up unreduced on each rank.
+
+    Until then the root's weights stay gathered too, and the blocks' unless `reshard` trades traffic for memory.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last_microbatch)
+        model.set_reshard_after_backward(last_microbatch, recurse=not reshard)
