@@ -227,7 +227,7 @@ def finish(cfg: Config, world: World, text: Text, model: ShardedModel, metrics: 
     if text.splits["test"] is not None:
         metrics.test(at.step, mean_loss(cfg, world, text, model, "test"))
     if model.pipeline is not None:
-        metrics.message(f"a sample: python -m dtmega generate --run {cfg.run.dir} --prompt ...")
+        metrics.message(f"for a sample: python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}")
     elif cfg.eval.prompt and cfg.eval.sample_tokens:
         prompt = text.tokenizer.encode(cfg.eval.prompt)
         new = generate(

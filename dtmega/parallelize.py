@@ -86,7 +86,7 @@ class ShardedModel:
             total = self.pipeline.evaluate(microbatches)
         else:
             (model,) = self.stages.values()
-            total = sum((model(**m) for m in microbatches), torch.zeros((), dtype=torch.float64))
+            total = torch.stack([model(**microbatch) for microbatch in microbatches]).sum(dtype=torch.float64)
         for model in self.stages.values():
             model.train()
         return total
