@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config, drift, keyed, models
-from dtmega.fsdp import apply_fsdp, reshards, sync_gradients
+from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.bloom import Bloom, init_std
 from dtmega.pipelining import schedule
@@ -88,6 +88,7 @@ class ShardedModel:
             (model,) = self.stages.values()
             total = torch.stack([model(**microbatch) for microbatch in microbatches]).sum(dtype=torch.float64)
         for model in self.stages.values():
+            release(model)
             model.train()
         return total
 

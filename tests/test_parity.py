@@ -124,3 +124,13 @@ def one_bit_of_a_replica() -> None:
 def test_a_replica_that_drifts_stops_the_run_and_is_named(run, keys):
     with pytest.raises(AssertionError, match=r"layers\.1\.attn_norm\.weight"):
         run(2, keys, one_bit_of_a_replica)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"mesh.tp": 2}, {"mesh.dp_shard": 2}, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}],
+)
+def test_a_run_stopped_on_one_layout_goes_on_with_its_numbers_on_another(run, text, tmp_path, keys):
+    train_debug_model(2, text | keys | {"train.exit_interval": 10}, tmp_path)
+    found = deviation(train_debug_model(1, text, tmp_path), run(1, {}))
+    assert all(found[quantity] <= FP32[quantity] for quantity in FP32), found

@@ -130,10 +130,12 @@ def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_pa
     assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 41))
 
 
-def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, corpus):
-    run(tmp_path / "whole", corpus)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, corpus, dtype):
+    keys = {"precision__params": dtype, "eval__interval": 4}  # an evaluation comes just before each save
+    run(tmp_path / "whole", corpus, **keys)
     for expected in (4, 8, 10):
-        assert run(tmp_path / "cut", corpus, train__exit_interval=4) == 0
+        assert run(tmp_path / "cut", corpus, train__exit_interval=4, **keys) == 0
         assert len(losses(tmp_path / "cut")) == expected
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 

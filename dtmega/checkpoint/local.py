@@ -49,6 +49,7 @@ def save(
         part: which stage this rank holds; each is a file of its own.
         writes: one rank of each stage does.
     """
+    assert not optimizer.state or all(p in optimizer.state for p in parameters.values())
     weights = {n: _whole(p) for n, p in parameters.items()}
     moments = {f"{n}/{key}": _whole(value) for n, p in parameters.items() for key, value in optimizer.state[p].items()}
     final = root / name(step)

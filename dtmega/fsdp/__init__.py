@@ -52,6 +52,13 @@ def apply_fsdp(
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, not one multiplied by 1.0, which gloo lacks
 
 
+def release(model: nn.Module) -> None:
+    """After a forward without backward: put the shards back, which are what optimizer and checkpoint know."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) -> None:
     """Reduce gradients only after the last microbatch of a step; before it they add up unreduced on each rank.
 
