@@ -126,6 +126,16 @@ def test_a_replica_that_drifts_stops_the_run_and_is_named(run, keys):
         run(2, keys, one_bit_of_a_replica)
 
 
+def a_batch_of_its_own_for_each_rank() -> None:
+    train.mesh.data_coordinate = lambda sizes, rank: (rank, 2)
+
+
+@pytest.mark.parametrize("keys", [{"mesh.tp": 2}, {"mesh.pp": 2}])
+def test_ranks_that_should_share_a_batch_and_do_not_are_stopped_at_the_start(run, keys):
+    with pytest.raises(AssertionError, match="the first batch, which tp and pp ranks must share"):
+        run(2, keys | {"eval.interval": 0}, a_batch_of_its_own_for_each_rank)
+
+
 @pytest.mark.parametrize(
     "keys",
     [{"mesh.tp": 2}, {"mesh.dp_shard": 2}, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}],

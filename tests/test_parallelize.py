@@ -1,0 +1,52 @@
+"""What cannot be combined is refused before anything starts, with the reason."""
+
+import pytest
+import torch
+
+from dtmega import config, mesh
+from dtmega.parallelize import check
+
+CPU = torch.device("cpu")
+
+
+def sections(**overrides: object) -> config.Config:
+    """A configuration with 8 heads and 8 microbatches; keys are section__key."""
+    values: dict[str, dict] = {"train": {"steps": 1}, "batch": {"micro_batch_size": 1, "global_batch_size": 8}}
+    for name, value in overrides.items():
+        section, _, key = name.partition("__")
+        values.setdefault(section, {})[key] = value
+    return config.validate(values, "test")
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "message"),
+    [
+        (3, {"mesh__tp": 3}, r"tp=3 does not divide n_heads=8 \(\[mesh\] tp, \[model\] n_heads\)"),
+        (2, {"mesh__tp": 2, "model__ffn_hidden_size": 1001}, "tp=2 does not divide ffn_hidden_size=1001"),
+        (2, {"mesh__tp": 2, "data__seq_len": 255}, r"tp=2 does not divide seq_len=255 \(\[mesh\] tp, \[data\] seq_len"),
+        (1, {"pipeline__draw": "x.svg"}, "no schedule to draw without a pipeline"),
+        (2, {"mesh__pp": 2, "fsdp__reshard_after_forward": True}, "reshard_after_forward"),
+        (2, {"mesh__pp": 2, "recompute__mode": "selective", "compile__enable": True}, "pytorch#166926"),
+        (2, {"mesh__pp": 2, "pipeline__schedule": "ZBVZeroBubble", "compile__enable": True}, "backward in two parts"),
+        (8, {"mesh__pp": 8}, r"8 stages cannot be cut from n_layers=4"),
+        (4, {"mesh__pp": 4, "batch__global_batch_size": 2}, "2 microbatches"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused(world, overrides, message):
+    cfg = sections(**overrides)
+    with pytest.raises(ValueError, match=message):
+        check(cfg, mesh.resolve(cfg.mesh, world), CPU)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, {}),
+        (2, {"mesh__tp": 2, "data__seq_len": 255, "mesh__sequence_parallel": False}),
+        (2, {"mesh__pp": 2, "recompute__mode": "full", "compile__enable": True}),
+        (8, {"mesh__pp": 2, "mesh__tp": 2}),
+    ],
+)
+def test_what_works_is_let_through(world, overrides):
+    cfg = sections(**overrides)
+    check(cfg, mesh.resolve(cfg.mesh, world), CPU)
