@@ -50,8 +50,8 @@ def save(
         writes: one rank of each stage does.
     """
     assert not optimizer.state or all(p in optimizer.state for p in parameters.values())
-    weights = {n: _whole(p) for n, p in parameters.items()}
-    moments = {f"{n}/{key}": _whole(value) for n, p in parameters.items() for key, value in optimizer.state[p].items()}
+    moments = {f"{n}/{key}": value for n, p in parameters.items() for key, value in optimizer.state[p].items()}
+    whole = {"model": _gather(parameters, keep=writes), "optimizer": _gather(moments, keep=writes)}
     final = root / name(step)
     aside = root / f".tmp-{final.name}"
     if dist.get_rank() == 0:
@@ -59,7 +59,7 @@ def save(
         aside.mkdir(parents=True)
     dist.barrier()
     if writes:
-        for kind, tensors in (("model", weights), ("optimizer", moments)):
+        for kind, tensors in whole.items():
             path = aside / f"{kind}-{part:05d}.safetensors"
             save_file(tensors, path)
             _fsync(path)
@@ -87,12 +87,11 @@ def load(
     parameters = list(parameters)
     state = load_model(path, parameters)
     with _Entries(path, "optimizer") as entries:
-        keys = {n: [e.rpartition("/")[2] for e in found] for n, found in _by_parameter(entries.names).items()}
-        for n, p in parameters:
-            for key in keys.get(n, []):
-                whole = entries[f"{n}/{key}"]
+        for entry in entries.names:
+            whole, (owner, _, key) = entries[entry], entry.rpartition("/")
+            for p in (p for n, p in parameters if n == owner):  # two where one rank has both copies of a tied weight
                 value = torch.zeros_like(p) if whole.get_shape() else torch.zeros((), device=p.device)
-                _read(whole, value, f"{n}/{key}", path)
+                _read(whole, value, entry, path)
                 optimizer.state[p][key] = value
     return state
 
@@ -145,17 +144,16 @@ def finished(root: Path) -> list[Path]:
     return sorted(root.glob("step-" + "[0-9]" * 8))
 
 
-def set_aside_newer(root: Path, step: int) -> Path | None:
+def set_aside_newer(root: Path, step: int) -> None:
     """Move checkpoints of later steps out of the way of a run that starts again from `step`; nothing is deleted."""
     newer = [path for path in finished(root) if int(path.name.partition("-")[2]) > step]
     if not newer:
-        return None
+        return
     n = 1 + len(list(root.glob("superseded-*")))
     aside = root / f"superseded-{n}"
     aside.mkdir()
     for path in newer:
         path.rename(aside / path.name)
-    return aside
 
 
 class _Entries:
@@ -176,22 +174,24 @@ class _Entries:
         return self.names[entry].get_slice(entry)
 
 
-def _by_parameter(entries: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for entry in entries:
-        found.setdefault(entry.rpartition("/")[0], []).append(entry)
-    return found
+def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Whole tensors in host memory; all ranks take part, and only those that `keep` them pay for the copies."""
+    whole = {}
+    for n, tensor in tensors.items():
+        gathered = _whole(tensor.detach())
+        if keep:
+            whole[n] = gathered.cpu().contiguous()
+    return whole
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         # One axis at a time, the one that cut last first: torch warns when it is left to order two gathers itself.
         for axis in range(tensor.device_mesh.ndim):
             placements = [Replicate() if i <= axis else p for i, p in enumerate(tensor.placements)]
             tensor = tensor.redistribute(placements=placements)
         tensor = tensor.to_local()
-    return tensor.cpu().contiguous()
+    return tensor
 
 
 @torch.no_grad()
