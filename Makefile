@@ -1,6 +1,6 @@
 # make train [ARGS="--section.key value ..."]   install on first use, then train the default model
 # make test                                     install on first use, then lint, types and tests
-# make test-full                                also every kill point, damaged byte and pair of layouts: an hour
+# make test-full                                then every kill point, damaged byte, pair of layouts, and random kills
 PYTHON ?= python3
 
 .PHONY: train test test-full

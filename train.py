@@ -78,7 +78,6 @@ def main(argv: list[str]) -> int:
         )
         closing.callback(batches.close)
         if mesh.rank() == 0:
-            Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
             closing.callback(Claim(Path(cfg.run.dir)).close)
             if cfg.pipeline.draw:
                 draw_schedule(cfg, sizes["pp"], mesh.data_coordinate(sizes, 0)[1])
@@ -152,7 +151,7 @@ def train(run: Run, at: Progress) -> int:
         if skipped:
             metrics.skipped(at.step, loss, grad_norm, samples=samples)
         else:
-            more = optional_metrics(cfg, world, model)
+            more = model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
             metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
         if skipped_in_a_row > cfg.train.max_skipped:
             raise RuntimeError(
@@ -191,9 +190,10 @@ def train(run: Run, at: Progress) -> int:
         metrics.message(
             f"stopped after step {at.step} of {total_steps}: {stopping}; the same command goes on from there"
         )
-    metrics.message(f"written to {cfg.run.dir}/: config.toml, metrics.jsonl, checkpoints/{resume.name(at.step)}")
     if unsaved:
+        metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
         return job.STUCK
+    metrics.message(f"written to {cfg.run.dir}/: config.toml, metrics.jsonl, checkpoints/{resume.name(at.step)}")
     return job.PREEMPTED if stopping == SIGNALLED else job.DONE
 
 
@@ -242,15 +242,6 @@ def check_same_batch(batch: StepBatch, world: World) -> None:
     """Ranks that compute a microbatch together were given the same one."""
     tokens = torch.cat([microbatch["tokens"] for microbatch in batch.microbatches]).to(world.device)
     drift.check_equal({"tokens": tokens}, world.groups["model"], "the first batch, which tp and pp ranks must share")
-
-
-def optional_metrics(cfg: Config, world: World, model: ShardedModel) -> dict[str, float]:
-    more: dict[str, float] = {}
-    if cfg.log.num_zeros:
-        more["num_zeros"] = optim.count_zeros(model.gradients(), world.device, world.groups["shards"])
-    if cfg.log.params_norm:
-        more["params_norm"] = optim.total_norm(model.weights(), world.device, world.groups["shards"])
-    return more
 
 
 def finish(run: Run, at: Progress) -> None:

@@ -46,7 +46,8 @@ def _generate(args: argparse.Namespace) -> int:
     # Imported here so that `tokenize` starts without torch.
     from dtmega import mesh, models
     from dtmega.checkpoint.hf import load
-    from dtmega.checkpoint.weights import Weights, open_checkpoint
+    from dtmega.checkpoint.resume import open_checkpoint
+    from dtmega.checkpoint.weights import Weights
     from dtmega.data.tokenizer import load_tokenizer
     from dtmega.models.generate import generate
 

@@ -7,7 +7,7 @@
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints and none is intact | restore one, or start in another run directory |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | the same command goes on |
-| 76 | STUCK | a signal came, and no step boundary within the grace time: nothing was saved | the same command goes on |
+| 76 | STUCK | not saved: after a signal no step ended in grace_s; or the save failed | the same command goes on |
 | 77 | HUNG | nothing happened for timeout_s; the report names who is behind | look there; the same command goes on |
 
 Whatever its workers say, torchrun exits with 1 unless all of them gave 0; it prints their codes.
@@ -31,7 +31,6 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-from uuid import uuid4
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented, missing in __all__
@@ -191,10 +190,7 @@ class Watch:
 
 
 class Claim:
-    """The right to write in run_dir, held by one process at a time until `close()` or its death.
-
-    Attributes:
-        token: written into the file, for `same_file_system` on the other ranks.
+    """The right to write in run_dir, made if need be, held by one process at a time until `close()` or its death.
 
     Raises:
         ValueError: another process has it, and still had it after patience_s, in which an orphan may die; or the
@@ -202,13 +198,13 @@ class Claim:
     """
 
     def __init__(self, run_dir: Path, patience_s: float = 5.0) -> None:
-        self.token = uuid4().hex
         path = run_dir / ".lock"
         try:
+            run_dir.mkdir(parents=True, exist_ok=True)
             # Not inherited by what this process starts, which may outlive it.
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise ValueError(f"cannot write {path}: {error.strerror} ([run] dir)") from None
+            raise ValueError(f"cannot write to {run_dir}: {error.strerror} ([run] dir)") from None
         deadline = time.monotonic() + patience_s
         while not self._lock(path):
             if time.monotonic() > deadline:
@@ -218,7 +214,7 @@ class Claim:
                 raise ValueError(f"{run_dir} is being written by {who} ([run] dir)")
             time.sleep(0.1)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "token": self.token}
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         os.ftruncate(self._fd, 0)
         os.write(self._fd, json.dumps(holder).encode())
         os.fsync(self._fd)
@@ -236,16 +232,6 @@ class Claim:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def same_file_system(run_dir: Path, token: str, patience_s: float = 5.0) -> bool:
-    """Whether this process sees the claim that rank 0 has on run_dir; NFS may show it a moment later."""
-    deadline = time.monotonic() + patience_s
-    while _read_lock(run_dir / ".lock").get("token") != token:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def die_with_parent() -> None:

@@ -17,9 +17,9 @@ from tokenizers.models import WordLevel
 
 import train
 from dtmega.checkpoint import resume
-from dtmega.checkpoint.resume import State
+from dtmega.checkpoint.resume import State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
-from dtmega.checkpoint.weights import Weights, open_checkpoint
+from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed import IndexedWriter
 from tests import ranks
 

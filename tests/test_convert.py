@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, BloomForCausalLM
 from dtmega import job, models
 from dtmega.__main__ import main as command
 from dtmega.__main__ import run_config
-from dtmega.checkpoint.weights import Weights, open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint
+from dtmega.checkpoint.weights import Weights
 from tests.test_train import corpus, metrics, run  # noqa: F401 - a fixture
 
 PADDED = {"model__pad_vocab_to_multiple": 8, "model__layer_norm_eps": 1e-4}

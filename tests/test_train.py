@@ -16,8 +16,7 @@ import torch.distributed as dist
 import train
 from dtmega import config, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint.resume import state_of
-from dtmega.checkpoint.weights import open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,8 +25,8 @@ from dtmega.checkpoint.dcp import DataFile
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.foreign import DCPFolder
 from dtmega.checkpoint.manifest import Entry, Manifest
-from dtmega.checkpoint.resume import State, state_of
-from dtmega.checkpoint.weights import Weights, open_checkpoint
+from dtmega.checkpoint.resume import State, open_checkpoint, state_of
+from dtmega.checkpoint.weights import Weights
 
 
 class World(NamedTuple):

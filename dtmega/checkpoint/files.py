@@ -97,12 +97,6 @@ class Disk:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.root / folder)
 
-    def make_root(self) -> None:
-        os.makedirs(self.root, exist_ok=True)
-
-    def remove_file(self, name: str) -> None:
-        os.remove(self.root / name)
-
     def free_bytes(self) -> int | None:
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
@@ -193,12 +187,6 @@ class Remote:
                 self._fs.rm(self._at(folder, NAME))
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._at(folder), recursive=True)
-
-    def make_root(self) -> None:
-        self._fs.makedirs(self.root, exist_ok=True)
-
-    def remove_file(self, name: str) -> None:
-        self._fs.rm(self._at(name))
 
     def free_bytes(self) -> int | None:
         return None

@@ -11,8 +11,7 @@ import torch
 from dtmega import job
 from dtmega.checkpoint.dcp import Checkpoint
 from dtmega.checkpoint.manifest import Entry
-from dtmega.checkpoint.resume import state_of
-from dtmega.checkpoint.weights import open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint, state_of
 
 SHOWN = 10  # differing tensors
 
@@ -43,7 +42,8 @@ def describe(checkpoint: Checkpoint) -> list[str]:
     written, state = checkpoint.manifest, state_of(checkpoint)
     weights = {n: e for n, e in written.tensors.items() if n.startswith("model/")}
     others = {n: e for n, e in written.tensors.items() if n not in weights}
-    tokens = state.progress.samples * state.config.get("data", {}).get("seq_len", 0)
+    seq_len = state.config.get("data", {}).get("seq_len", 0)
+    tokens = state.progress.samples * (seq_len if isinstance(seq_len, int) else 0)
     return [
         f"checkpoint  {checkpoint.path}",
         f"step        {written.step:,}: {state.progress.samples:,} samples, {tokens:,} tokens, "

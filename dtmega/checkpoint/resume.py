@@ -100,6 +100,30 @@ def root_of(cfg: config.Config) -> str:
     return cfg.checkpoint.dir or str(Path(cfg.run.dir, "checkpoints"))
 
 
+def open_checkpoint(path: str) -> Checkpoint:
+    """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
+
+    Raises:
+        ValueError: nothing like that there.
+        Damaged: nothing intact.
+    """
+    parent, _, folder = path.rstrip("/").rpartition("/")
+    files = open_root(parent or ("/" if path.startswith("/") else "."))
+    if folder in files.folders() and manifest.NAME in files.sizes(folder):
+        return Checkpoint(files, folder)
+    damage = []
+    for root in (f"{path}/checkpoints", path):
+        files = open_root(root)
+        for folder in finished(files)[::-1]:
+            try:
+                return Checkpoint(files, folder)
+            except Damaged as error:
+                damage.append(f"{files.path(folder)}: {error}")
+    if damage:
+        raise Damaged("\n".join(damage))
+    raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
+
+
 def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoint], list[str]]:
     """The checkpoints that `[checkpoint] resume` allows to go on from, the newest first; what is wrong with others.
 
@@ -112,7 +136,7 @@ def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoi
     places = [(own, folder) for folder in finished(own)[::-1]] if resume == "auto" or restarted else []
     if resume not in ("auto", "none"):
         parent, _, folder = resume.rstrip("/").rpartition("/")
-        files = open_root(parent or ".")
+        files = open_root(parent or ("/" if resume.startswith("/") else "."))
         if folder not in files.folders():
             raise ValueError(f"{resume} is not a checkpoint: no such folder ([checkpoint] resume)")
         places.append((files, folder))

@@ -27,7 +27,7 @@ from dtmega.checkpoint import dcp, manifest
 from dtmega.checkpoint.dcp import Checkpoint, Failed
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
-from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
+from dtmega.checkpoint.resume import State, finished, name, open_checkpoint, root_of, state_of
 
 
 class Outcome(NamedTuple):
@@ -70,8 +70,8 @@ class Checkpoints:
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[Outcome]:
         """Save now, or start to. Returns what has ended meanwhile: this save or, of an asynchronous run, the last."""
-        started, step = time.perf_counter(), state.progress.step
-        ended = self.wait()
+        ended, step = self.wait(), state.progress.step
+        started = time.perf_counter()  # what `wait` took is in the outcome of the last save
         arguments = self._files, self._aside(step)
         if self._stager is None:
             done: Future[Manifest | None] = Future()
@@ -135,7 +135,7 @@ class Checkpoints:
             ValueError: a tensor is missing or of another shape.
             RuntimeError: the ranks do not see the same candidates.
         """
-        self._check_same_candidates(candidates)
+        candidates = self._agree(candidates)
         parameters = list(parameters)
         for checkpoint in candidates:
             try:
@@ -155,24 +155,30 @@ class Checkpoints:
 
     def _check_one_file_system(self) -> None:
         """Every rank writes its part of a checkpoint into one folder."""
-        probe = [f".probe-{uuid4().hex}"]
+        probe = [f".tmp-step-probe-{uuid4().hex}"]  # a name that the next start cleans up if this one is killed
         dist.broadcast_object_list(probe, src=0, group=self._group)
         if dist.get_rank() == 0:
-            self._files.make_root()
-            with self._files.create("", probe[0]) as file:
+            self._files.make(probe[0])
+            with self._files.create(probe[0], "probe") as file:
                 file.write(b"is this one file system?")
         dist.barrier(self._group)
         seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, probe[0] in self._files.sizes(""), group=self._group)
+        dist.all_gather_object(seen, probe[0] in self._files.folders(), group=self._group)
         if dist.get_rank() == 0:
-            self._files.remove_file(probe[0])
+            self._files.remove(probe[0])
         if not all(seen):
             blind = [rank for rank, sees in enumerate(seen) if not sees]
             raise RuntimeError(
                 f"ranks {blind} do not see the checkpoints of rank 0 in {self._files.path('')} ([run] dir)"
             )
 
-    def _check_same_candidates(self, candidates: Sequence[Checkpoint]) -> None:
+    def _agree(self, candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        """Those of rank 0; nodes count restarts each for itself, and so may look for different ones."""
+        paths = [[checkpoint.path for checkpoint in candidates]]
+        dist.broadcast_object_list(paths, src=0, group=self._group)
+        if paths[0] != [checkpoint.path for checkpoint in candidates]:
+            with contextlib.suppress(ValueError):  # which the comparison finds
+                candidates = [open_checkpoint(path) for path in paths[0]]
         mine = [(checkpoint.path, manifest.digest(manifest.dump(checkpoint.manifest))) for checkpoint in candidates]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._group)
@@ -181,6 +187,7 @@ class Checkpoints:
                 f"the ranks do not see the same checkpoints: {everyone}; are they on one file system, and does another "
                 f"run write there? ([run] dir, [checkpoint] dir)"
             )
+        return candidates
 
     def close(self) -> None:
         self._thread.shutdown()

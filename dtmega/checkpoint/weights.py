@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source, manifest
+from dtmega.checkpoint import Source
 from dtmega.checkpoint.dcp import Checkpoint
-from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.hf import HFFolder, check_config
-from dtmega.checkpoint.manifest import Damaged
-from dtmega.checkpoint.resume import SAME, finished, state_of
+from dtmega.checkpoint.resume import SAME, open_checkpoint, state_of
 
 
 class Weights:
@@ -30,30 +28,6 @@ class Weights:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         return self.checkpoint.read(f"model/{name}", index)
-
-
-def open_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
-
-    Raises:
-        ValueError: nothing like that there.
-        Damaged: nothing intact.
-    """
-    parent, _, folder = path.rstrip("/").rpartition("/")
-    files = open_root(parent or ("/" if path.startswith("/") else "."))
-    if folder in files.folders() and manifest.NAME in files.sizes(folder):
-        return Checkpoint(files, folder)
-    damage = []
-    for root in (f"{path}/checkpoints", path):
-        files = open_root(root)
-        for folder in finished(files)[::-1]:
-            try:
-                return Checkpoint(files, folder)
-            except Damaged as error:
-                damage.append(f"{files.path(folder)}: {error}")
-    if damage:
-        raise Damaged("\n".join(damage))
-    raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
 
 
 def open_weights(model: config.Model, hf_keys: Mapping[str, str]) -> Source:
