@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboardX.event_file_writer import EventsWriter
 
 import train
 from dtmega import job
@@ -53,6 +54,24 @@ def full_disk() -> contextlib.AbstractContextManager[None]:
             yield Full() if folder.endswith("step-00000005") and dist.get_rank() == 1 else file
 
     return replaced(Disk, "create", create)
+
+
+@contextlib.contextmanager
+def no_room_for_metrics() -> Iterator[None]:
+    """Neither in metrics.jsonl nor for TensorBoard, whose thread ends by that."""
+    honest = train.Metrics
+
+    def metrics(*args: Any, **keywords: Any) -> train.Metrics:
+        made = honest(*args, **keywords)
+        made._file.close()
+        made._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+        return made
+
+    def flush(self: EventsWriter) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with replaced(train, "Metrics", metrics), replaced(EventsWriter, "flush", flush):
+        yield
 
 
 class NotANumber(torch.autograd.Function):
@@ -107,6 +126,9 @@ def ran(tmp_path_factory) -> dict[str, Path]:
         "async -> pp 2": rest("pp 2, ZBV", folder / "async", folder / "async-pp", keys | ASYNC),
         "full disk": Training(2, keys | two, folder / "full", full_disk),
         "full disk, async": Training(2, keys | two | ASYNC, folder / "full-async", full_disk),
+        "no metrics": Training(
+            1, short | {"log.tensorboard": True, "run.timeout_s": 60}, folder / "no metrics", no_room_for_metrics
+        ),
         "damaged": Training(
             2, keys | two, folder / "damaged", partial(damaged_newest, whole_run.folder, folder / "damaged")
         ),
@@ -150,6 +172,11 @@ def test_a_full_disk_costs_a_warning_and_one_checkpoint(ran, name):
     assert re.search(r"No space left on device.* \([\d,]+ bytes free\)$", failed["checkpoint_error"])
     assert "WARNING: no checkpoint of step 5, the ones before stay: " in (ran[name] / "stdout-0").read_text()
     assert checkpoints(ran[name]) == [f"step-000000{n:02}" for n in (10, 15, 20)]
+
+
+def test_a_disk_without_room_for_metrics_ends_no_run(ran):
+    assert "WARNING: metrics.jsonl cannot be written: [Errno 28]" in (ran["no metrics"] / "stdout-0").read_text()
+    assert checkpoints(ran["no metrics"]) == ["step-00000007"]
 
 
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_is_used_and_the_file_is_named(ran):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -155,3 +156,36 @@ def test_a_second_writer_is_refused_and_a_killed_agent_leaves_no_orphan_and_a_ru
         os.kill(agent.pid, signal.SIGKILL)
         wait_for(lambda: not any(map(alive, pids)))
     assert same_bits(go_on(tmp_path, base), base.truth)
+
+
+# What the worker reads at its start keeps it until its trainer is dead, as its imports might.
+TRAINER = """
+import os, time
+from pathlib import Path
+from dtmega import config
+from dtmega.data.loader import TrainBatches
+
+class Samples:
+    def __reduce__(self):
+        return wait, ()
+
+def wait():
+    trainer = os.getppid()
+    Path("tmp").write_text(str(os.getpid()))
+    Path("tmp").rename("pid-worker")
+    while os.getppid() == trainer:
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    next(TrainBatches(Samples(), config.Data(num_workers=1), config.Batch(), 0, 0, 1))
+"""
+
+
+def test_a_data_worker_that_starts_while_its_trainer_is_killed_does_not_stay(tmp_path):
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    with started(sys.executable, tmp_path / "trainer.py", cwd=tmp_path) as trainer:
+        wait_for((tmp_path / "pid-worker").exists, trainer)
+        worker = int((tmp_path / "pid-worker").read_text())
+        assert alive(worker)
+        trainer.kill()
+        wait_for(lambda: not alive(worker))

@@ -225,12 +225,12 @@ def _hear_only_the_trainer(worker: int) -> None:
     So does the trainer's death, even before the worker came here: torch's own watchdog would take init for its parent.
     """
     trainer = multiprocessing.parent_process()
+    if trainer is not None and os.getppid() != trainer.pid:
+        os._exit(0)
 
-    def wait() -> None:
-        while trainer is not None and os.getppid() == trainer.pid:
-            heard = signal.sigtimedwait({signal.SIGTERM}, 1.0)
-            if heard is not None and heard.si_pid == trainer.pid:
-                break
+    def wait() -> None:  # without a timeout: a thread that wakes up while Python shuts down aborts the process
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
         os._exit(0)
 
     if CAN_TELL_SENDER:
