@@ -1,0 +1,110 @@
+"""Is a plan right? A small clone of the model, cut, against the same clone in one process: loss, logits, every gradient.
+
+Plausible plans can be wrong without any error: per-head norms whose gradients nobody sums, head counts that a view
+absorbs elsewhere, slopes of the wrong heads, fused projections cut in the wrong place, ties that sharding undid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dtmega.plans.hf import parallelize_hf, tiny
+
+TOLERANCE = 2e-5  # fp32 gives 1e-6 to 1e-8, the wrong plans we know 1e-2 and more
+
+
+@dataclass(frozen=True)
+class Verification:
+    """
+    Attributes:
+        errors: case and name -> relative deviation from one process, the largest over all ranks; inf: missing.
+    """
+
+    errors: dict[tuple[str, str], float]
+    tolerance: float = TOLERANCE
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong
+
+    @property
+    def wrong(self) -> dict[tuple[str, str], float]:
+        return {key: error for key, error in self.errors.items() if not error <= self.tolerance}
+
+    def __str__(self) -> str:
+        """Worst of all cases for each name."""
+        names = dict.fromkeys(name for _, name in self.errors)
+        worst = {name: max(e for (_, n), e in self.errors.items() if n == name) for name in names}
+        width = max(len(name) for name in names)
+        rows = [f"{name:<{width}}  {e:8.1e}  {'ok' if e <= self.tolerance else 'WRONG'}" for name, e in worst.items()]
+        count = f"{len(self.errors) - len(self.wrong)} of {len(self.errors)} comparisons within {self.tolerance:.0e}"
+        return "\n".join([*rows, count])
+
+
+def verify_plan(
+    model: Any,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+    parallelize: Callable[..., Any] = parallelize_hf,
+) -> Verification:
+    """Compare a small clone of the model, cut over `mesh`, with the same clone in one process. All ranks call it.
+
+    Args:
+        model: of `transformers`, real or on meta; only its class and config are used.
+        parallelize: what is verified.
+
+    Raises:
+        ValueError: what `parallelize` refuses.
+    """
+    tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
+    config, attention = tiny.tiny_config(model.config, tp), model.config._attn_implementation
+    errors: dict[tuple[str, str], float] = {}
+    # tp divides one length and not the other; one batch has padding.
+    for case, length, padded in (("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
+        truth = tiny.build(type(model), config, attention).to(mesh.device_type)
+        ours = tiny.build(type(model), config, attention).to(mesh.device_type)
+        inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded).items()}
+        ours = parallelize(ours, mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+        errors |= {(case, name): e for name, e in deviations(ours, truth, inputs).items()}
+    return Verification(_worst(errors, mesh))
+
+
+def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
+    """After a forward and backward of both: relative deviations of loss, logits and every gradient."""
+    results = []
+    for model in (truth, ours):
+        loss, logits = tiny.outcome(model, inputs)
+        logits = logits.clone()
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+        results.append({"loss": loss.detach(), "logits": logits, **grads})
+    # Some gradients are 0 but for rounding (softmax does not see a bias of the keys): those count as part of all of them.
+    total = torch.stack([p.grad.norm() for p in truth.parameters() if p.grad is not None]).norm().item()
+    floor = {"loss": 1e-6, "logits": 1e-6}
+    return {name: deviation(results[1].get(name), x, floor.get(name, 1e-3 * total)) for name, x in results[0].items()}
+
+
+def deviation(ours: Tensor | None, truth: Tensor | None, floor: float) -> float:
+    """|ours - truth| / |truth|, or / `floor` where truth is smaller than that."""
+    if ours is None or truth is None:
+        return 0.0 if ours is truth else float("inf")
+    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    if whole.shape != truth.shape:
+        return float("inf")
+    return (whole - truth).norm().item() / max(truth.norm().item(), floor)
+
+
+def _worst(errors: dict[tuple[str, str], float], mesh: DeviceMesh) -> dict[tuple[str, str], float]:
+    worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=mesh.device_type).nan_to_num(torch.inf)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return dict(zip(errors, worst.tolist(), strict=True))
