@@ -1,4 +1,4 @@
-"""`python -m dtmega {tokenize, generate}`: what is done before and after training."""
+"""`python -m dtmega {tokenize, generate, verify-plan}`: what is done before and after training."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def main(argv: list[str]) -> int:
     table: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
         "tokenize": ("text files -> .bin/.idx", tokenize.add_arguments, tokenize.main),
         "generate": ("sample from a run's last checkpoint", _generate_arguments, _generate),
+        "verify-plan": ("is the sharding plan of a Hugging Face model right?", _verify_arguments, _verify),
     }
     for name, (line, add_arguments, _) in table.items():
         add_arguments(commands.add_parser(name, help=line, description=line))
@@ -66,6 +67,21 @@ def _generate(args: argparse.Namespace) -> int:
     )
     print(args.prompt + tokenizer.decode(new))
     return 0
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="a model directory with config.json; weights are not needed")
+    parser.add_argument("--tp", type=int, default=2, help="ranks; started here unless torchrun did (default 2)")
+    parser.add_argument("--no-sequence-parallel", action="store_true", help="plain tensor parallelism")
+    parser.add_argument("--generic", action="store_true", help="a model without a plan computes on DTensors")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from dtmega.plans.hf import command
+
+    return command.verify_directory(
+        args.directory, args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
+    )
 
 
 def run_config(run_dir: Path) -> config.Config:

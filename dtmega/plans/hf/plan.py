@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -28,6 +27,7 @@ class HFPlan:
         table: module pattern -> style; what `plans.apply_plan` takes.
         blocks: names of the modules that FSDP2 wraps one by one.
         head: the style of the head to the vocabulary, if there is one.
+        native: it is the plan that transformers brings.
         notes: what else there is to know.
     """
 
@@ -37,6 +37,7 @@ class HFPlan:
     table: dict[str, ParallelStyle]
     blocks: list[str]
     head: VocabHead | None = None
+    native: bool = False
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -65,12 +66,11 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     prefix, base = base_model(model)
     plan = HFPlan(config.model_type, tp, sequence_parallel, {}, [])
     stacks: dict[str, Stack] = {}
-    drops = dropouts(model)
     for owner, blocks in family.stacks.items():
         if not (has(base, owner) and has(base, joined(owner, blocks))):
             continue
         stack = stacks[joined(owner, blocks)] = Stack(sequence_parallel and tp > 1)
-        plan.table[joined(prefix, owner)] = Guard(stack, bool(drops))
+        add_guard(plan, model, stack, joined(prefix, owner))
         names = [joined(prefix, owner, blocks, name) for name, _ in base.get_submodule(joined(owner, blocks)).named_children()]
         plan.blocks += names
         for name in dict.fromkeys((names[0], names[-1])):
@@ -79,10 +79,8 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
         if any(True for _ in matching(base, pattern)):
             stack = next((s for path, s in stacks.items() if pattern.startswith(f"{path}.")), None)
             plan.table[joined(prefix, pattern)] = _style(word, stack, family, config, tp)
-    _add_head(plan, model, loss_parallel)
-    _add_rest(plan, model)
-    if drops:
-        plan.notes.append(f"dropout ({', '.join(drops)}): its masks are not those of one process")
+    add_head(plan, model, loss_parallel)
+    add_rest(plan, model)
     return plan
 
 
@@ -112,29 +110,36 @@ def _style(word: str | Attention, stack: Stack | None, family: Family, config: A
     }[word]()
 
 
-def _add_head(plan: HFPlan, model: Any, loss_parallel: bool) -> None:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+def add_guard(plan: HFPlan, model: Any, stack: Stack, owner: str) -> None:
+    plan.table[owner] = Guard(stack, bool(dropouts(model)))
+
+
+def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[VocabHead] = VocabHead) -> None:
+    head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        plan.head = VocabHead(loss_parallel)
+        plan.head = style(loss_parallel)
         plan.table[next(name for name, module in model.named_modules() if module is head)] = plan.head
 
 
-def _add_rest(plan: HFPlan, model: nn.Module) -> None:
-    """Every other module with parameters: whole, if it stands outside of the blocks.
+def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
+    """Every other module with parameters: whole, if it stands outside of the blocks, or `in_blocks` too.
 
     A parameter tied to one that has a style (BERT's second name for the head's bias) follows that one.
     """
-    named = {name for pattern in plan.table for name, _ in matching(model, pattern)}
+    hooks = (Guard, Ends, Enter)
+    named = {n for pattern, s in plan.table.items() if not isinstance(s, hooks) for n, _ in matching(model, pattern)}
     styled = {id(p) for name in named for p in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if name in named or not own or all(id(p) in styled for p in own):
             continue
-        if any(name.startswith(f"{block}.") for block in plan.blocks):
+        if not in_blocks and any(name.startswith(f"{block}.") for block in plan.blocks):
             raise ValueError(
-                f"the plan of '{plan.family}' has no word for {name} ({type(module).__name__}): this version of "
+                f"the plan of '{plan.family}' has no word for the parameters of {name} ({type(module).__name__}): this version of "
                 f"transformers, or an option of the config, is not one it knows"
             )
+        if name in plan.table:
+            raise ValueError(f"{name or type(model).__name__} has parameters of its own, which the plan does not know")
         plan.table[name] = Whole()
 
 

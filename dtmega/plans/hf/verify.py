@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dtmega.plans.hf import parallelize_hf, tiny
+from dtmega.plans.hf import tiny
 
 TOLERANCE = 2e-5  # fp32 gives 1e-6 to 1e-8, the wrong plans we know 1e-2 and more
 
@@ -49,18 +49,11 @@ class Verification:
         return "\n".join([*rows, count])
 
 
-def verify_plan(
-    model: Any,
-    mesh: DeviceMesh,
-    sequence_parallel: bool = True,
-    loss_parallel: bool = True,
-    parallelize: Callable[..., Any] = parallelize_hf,
-) -> Verification:
-    """Compare a small clone of the model, cut over `mesh`, with the same clone in one process. All ranks call it.
+def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh], Any]) -> Verification:
+    """Compare a small clone of the model that `parallelize` cuts over `mesh` with one process. All ranks call it.
 
     Args:
         model: of `transformers`, real or on meta; only its class and config are used.
-        parallelize: what is verified.
 
     Raises:
         ValueError: what `parallelize` refuses.
@@ -70,11 +63,9 @@ def verify_plan(
     errors: dict[tuple[str, str], float] = {}
     # tp divides one length and not the other; one batch has padding.
     for case, length, padded in (("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
-        truth = tiny.build(type(model), config, attention).to(mesh.device_type)
-        ours = tiny.build(type(model), config, attention).to(mesh.device_type)
+        truth, ours = (tiny.build(type(model), config, attention).to(mesh.device_type) for _ in range(2))
         inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded).items()}
-        ours = parallelize(ours, mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-        errors |= {(case, name): e for name, e in deviations(ours, truth, inputs).items()}
+        errors |= {(case, name): e for name, e in deviations(parallelize(ours, mesh), truth, inputs).items()}
     return Verification(_worst(errors, mesh))
 
 
