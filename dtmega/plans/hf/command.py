@@ -39,7 +39,11 @@ def verify_plan(
     Raises:
         ValueError: what `parallelize_hf` refuses.
     """
-    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "generic": generic}
+    options: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel,
+        "loss_parallel": loss_parallel,
+        "generic": generic,
+    }
     return verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
 
 
@@ -105,6 +109,8 @@ def on_meta(directory: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(directory)
     (name, *_) = config.architectures or (None,)
     if name is None or not hasattr(transformers, name):
-        raise ValueError(f"{directory}/config.json: architectures={config.architectures} names no class of transformers")
+        raise ValueError(
+            f"{directory}/config.json: architectures={config.architectures} names no class of transformers"
+        )
     with torch.device("meta"):
         return getattr(transformers, name)._from_config(config)

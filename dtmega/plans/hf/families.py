@@ -169,7 +169,11 @@ FAMILIES: dict[str, Family] = {
                         f"block.*.layer.{attention}.{name}": word
                         for attention in ("0.SelfAttention", "1.EncDecAttention")
                         for name, word in {
-                            "q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW, "relative_attention_bias": HEAD_COLUMNS
+                            "q": COLUMN,
+                            "k": COLUMN,
+                            "v": COLUMN,
+                            "o": ROW,
+                            "relative_attention_bias": HEAD_COLUMNS,
                         }.items()
                     },
                     **{f"block.*.layer.{i}.layer_norm": NORM for i in range(3)},
@@ -177,7 +181,11 @@ FAMILIES: dict[str, Family] = {
                         f"block.*.layer.{i}.DenseReluDense{name}": word
                         for i in (1, 2)
                         for name, word in {
-                            "": FEED_FORWARD, ".wi": COLUMN, ".wi_0": COLUMN, ".wi_1": COLUMN, ".wo": ROW
+                            "": FEED_FORWARD,
+                            ".wi": COLUMN,
+                            ".wi_0": COLUMN,
+                            ".wi_1": COLUMN,
+                            ".wo": ROW,
                         }.items()
                     },
                 }.items()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from dtmega.plans.hf import styles
 from dtmega.plans.hf.native import block_names
@@ -28,8 +28,9 @@ from dtmega.plans.styles import distribute
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
 COST = (
-    "'{family}' has no adapter and no plan of transformers: it will compute on DTensors. This is exact but slow (measured "
-    "up to 1.6 times the time of an adapter), may gather whole activations inside attention, and caches no keys and values"
+    "'{family}' has no adapter and no plan of transformers: it will compute on DTensors. This is exact but slow (1.1 to 1.9 "
+    "times an adapter, where both were measured), may gather whole activations in attention, caches no keys and values, "
+    "and lets plain tensors mix with DTensors in this process, as copies"
 )
 
 
@@ -87,7 +88,7 @@ class GlobalHead(styles.VocabHead):
 
 
 class GlobalForward(ParallelStyle):
-    """On the model: plain tensors among DTensors (masks, positions) count as replicated, in forward and backward."""
+    """On the model: plain tensors among DTensors (masks, positions) count as replicated."""
 
     cost = ("", "")
 
@@ -109,29 +110,14 @@ class GlobalForward(ParallelStyle):
         return module
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            _implicit(True)
-            out = tree_map_only(DTensor, local, type(module).forward(module, *args, **kwargs))
-        finally:
-            _implicit(False)
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(_during_backward)
-        return out
-
-
-def _during_backward(grad: Tensor) -> Tensor:
-    _implicit(True)
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: _implicit(False))  # pyright: ignore[reportAttributeAccessIssue]
-    return grad
-
-
-def _implicit(allowed: bool) -> None:
-    # torch's `implicit_replication()` is a context; a backward that the user calls has no place for one.
-    DTensor._op_dispatcher._allow_implicit_replication = allowed
+        # torch's context `implicit_replication()` ends before the user calls backward, where autograd restores, at every
+        # node, what was allowed when backward began: so it stays allowed.
+        DTensor._op_dispatcher._allow_implicit_replication = True
+        return tree_map_only(DTensor, local, type(module).forward(module, *args, **kwargs))
 
 
 def local(x: Any) -> Any:
+    """Whole and plain."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
@@ -147,8 +133,10 @@ def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
     plan.table[""] = GlobalForward()
     embedding = model.get_input_embeddings()
     add_head(plan, model, loss_parallel, GlobalHead)
+    of_head = {id(p) for p in model.get_output_embeddings().parameters()} if plan.head is not None else set()
     for name, module in model.named_modules():
-        if name in plan.table or not list(module.parameters(recurse=False)):
+        own = list(module.parameters(recurse=False))
+        if name in plan.table or not own or (module is not embedding and all(id(p) in of_head for p in own)):
             continue
         inside = any(name.startswith(f"{block}.") for block in plan.blocks)
         short = ".".join(name.split(".")[-2:])

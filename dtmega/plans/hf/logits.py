@@ -6,7 +6,8 @@ A model's own loss code casts them, flattens them and calls the cross-entropy. T
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,48 +29,59 @@ _ASKS = {
 _KEEPS = {_T.contiguous, _T.view, _T.reshape, _T.float, _T.to}
 
 
-class VocabLogits(torch.Tensor):
-    """h [..., D] times weight [V_local, D] transposed, plus bias: logits [..., V] over the ranks of `group`.
+class Parts(NamedTuple):
+    """What logits are made of.
 
     Args:
-        h: the same on all ranks; its gradient is this rank's part {U_tp}.
+        h: [..., D], the same on all ranks; its gradient is this rank's part {U_tp}.
+        weight, bias: this rank's rows, [V_local, D] and [V_local].
         size, start: V, and the global number of this rank's first row.
+        unchanged: has the weight still the values of the forward?
+    """
+
+    h: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    size: int
+    start: int
+    group: ProcessGroup
+    unchanged: Callable[[], bool]
+
+
+class VocabLogits(torch.Tensor):
+    """h times weight transposed, plus bias: logits [..., V] over the ranks of a group, when somebody wants them.
 
     Raises:
         RuntimeError: used after the weight was changed or freed; take what you need before the optimizer's step.
     """
 
-    _parts: tuple[Tensor, Tensor, Tensor | None, int, int, ProcessGroup]
-    _version_seen: int
+    _parts: Parts
 
     @staticmethod
-    def __new__(
-        cls, h: Tensor, weight: Tensor, bias: Tensor | None, size: int, start: int, group: ProcessGroup, dtype: Any = None
-    ) -> VocabLogits:
-        shape = torch.Size((*h.shape[:-1], size))
-        new = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or h.dtype, device=h.device)  # pyright: ignore[reportAttributeAccessIssue]
-        new._parts = (h, weight, bias, size, start, group)
-        new._version_seen = weight._version
+    def __new__(cls, parts: Parts, dtype: torch.dtype | None = None) -> VocabLogits:
+        shape = torch.Size((*parts.h.shape[:-1], parts.size))
+        new = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or parts.h.dtype, device=parts.h.device)  # pyright: ignore[reportAttributeAccessIssue]
+        new._parts = parts
         return new
 
     def whole(self) -> Tensor:
         """[..., V], a plain tensor, the same on all ranks, which must all call this."""
-        h, weight, bias, size, _, group = self._checked()
-        return mappings.whole(F.linear(h, weight, bias), group, -1, size).to(self.dtype)
+        p = self._checked()
+        return mappings.whole(F.linear(p.h, p.weight, p.bias), p.group, -1, p.size).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
         """Of logits [N, V] and target [N]; -100 takes no part."""
-        h, weight, bias, size, start, group = self._checked()
-        terms: dict[str, Any] = {"label_smoothing": label_smoothing, "n_valid": size, "vocab_start": start, "group": group}
-        if bias is None:
-            total = linear_cross_entropy(h, weight, target, **terms)
+        p = self._checked()
+        terms: dict[str, Any] = {"label_smoothing": label_smoothing, "n_valid": p.size, "vocab_start": p.start}
+        if p.bias is None:
+            total = linear_cross_entropy(p.h, p.weight, target, group=p.group, **terms)
         else:
-            total = vocab_parallel_cross_entropy(F.linear(h, weight, bias), target, reduction="sum", **terms)
+            logits = F.linear(p.h, p.weight, p.bias)
+            total = vocab_parallel_cross_entropy(logits, target, p.group, reduction="sum", **terms)
         return (total if reduction == "sum" else total / (target != IGNORED).sum()).to(self.dtype)
 
-    def _checked(self) -> tuple[Tensor, Tensor, Tensor | None, int, int, ProcessGroup]:
-        weight = self._parts[1]
-        if weight.untyped_storage().size() == 0 or weight._version != self._version_seen:
+    def _checked(self) -> Parts:
+        if self._parts.weight.untyped_storage().size() == 0 or not self._parts.unchanged():
             raise RuntimeError(
                 "the logits of a forward with labels are computed when they are first used, and the head's weight has "
                 "changed since: use them before the optimizer's step (before backward under FSDP), or "
@@ -78,7 +90,7 @@ class VocabLogits(torch.Tensor):
         return self._parts
 
     def _with(self, h: Tensor, dtype: torch.dtype) -> VocabLogits:
-        return VocabLogits(h, *self._checked()[1:], dtype=dtype)
+        return VocabLogits(self._parts._replace(h=h), dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with torch._C.DisableTorchFunctionSubclass():
@@ -110,7 +122,7 @@ class VocabLogits(torch.Tensor):
 
 def _kept(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
     """The same logits cast or flattened; None for what only the whole ones can do."""
-    h = logits._parts[0]
+    h = logits._parts.h
     if func is _T.contiguous:
         return logits
     if func is _T.float:

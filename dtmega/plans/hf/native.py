@@ -41,7 +41,9 @@ def native_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
     add_guard(plan, model, Stack(sequence_parallel=False), "")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
-        plan.table[next(name for name, module in model.named_modules() if module is embedding)] = styles.VocabEmbedding()
+        plan.table[next(name for name, module in model.named_modules() if module is embedding)] = (
+            styles.VocabEmbedding()
+        )
     for pattern, string in strings.items():
         found = [module for _, module in matching(model, pattern)]
         if string not in WORDS:
@@ -51,7 +53,9 @@ def native_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
                     f"word for; known are {', '.join(WORDS)}"
                 )
         elif any(_fits(name, pattern) for name, _ in model.named_parameters()):
-            raise ValueError(f"the plan of transformers says '{string}' for {pattern}, a parameter: we cut modules only")
+            raise ValueError(
+                f"the plan of transformers says '{string}' for {pattern}, a parameter: we cut modules only"
+            )
         elif found and not any(module in (embedding, head) for module in found):
             plan.table[pattern] = WORDS[string]()
     add_head(plan, model, loss_parallel)

@@ -16,6 +16,7 @@ from dtmega.plans.hf import families, plan
 from dtmega.plans.hf.generic import COST, generic_plan
 from dtmega.plans.hf.native import native_plan
 from dtmega.plans.hf.plan import HFPlan, family_plan
+from dtmega.plans.hf.styles import VocabHead
 from dtmega.plans.hf.verify import verify
 
 
@@ -108,7 +109,8 @@ def cut(model: Any, mesh: DeviceMesh, made: HFPlan) -> Any:
     tp, data = meshes(mesh)
     apply_plan(model, tp, made.table)
     if made.head is not None:
-        watch_labels(model, made)
+        watch_labels(model, made.head)
+        made.head.gathered_by_fsdp = data is not None
     if data is not None:
         shard_over_data(model, made.blocks, data)
     return model
@@ -142,10 +144,9 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(f"{error}: load the same weights on every rank, or seed all alike") from None
 
 
-def watch_labels(model: nn.Module, made: HFPlan) -> None:
+def watch_labels(model: nn.Module, head: VocabHead) -> None:
     def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        assert made.head is not None
-        made.head.labelled = kwargs.get("labels") is not None
+        head.labelled = kwargs.get("labels") is not None
 
     model.register_forward_pre_hook(look, with_kwargs=True)
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.plans.hf import families, styles
 from dtmega.plans.hf.families import Attention, Family
@@ -43,8 +45,8 @@ class HFPlan:
     def __str__(self) -> str:
         lines = [("module", "placement over tp", "collectives of a forward, and of its backward")]
         for pattern, style in self.table.items():
-            placements = getattr(style, "placements", {"": "Replicate()"} if isinstance(style, Whole) else {})
-            where = ", ".join(f"{name} {placement}".strip() for name, placement in placements.items())
+            placements = getattr(style, "placements", {"": Replicate()} if isinstance(style, Whole) else {})
+            where = ", ".join(f"{name} {_said(placement)}".strip() for name, placement in placements.items())
             cost = getattr(style, "cost", ("", ""))[self.sequence_parallel]
             if where or cost:
                 lines.append((pattern or "(the model)", where, cost))
@@ -53,6 +55,12 @@ class HFPlan:
         head = f"{self.family}, tp={self.tp}{cut}"
         rows = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in lines]
         return "\n".join([head, *rows, *self.notes])
+
+
+def _said(placement: Placement) -> str:
+    if isinstance(placement, Shard) or placement == Replicate():
+        return repr(placement).replace("dim=", "")
+    return f"Shard({placement.dim}) of each of {placement.split_factor} parts"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> HFPlan:
@@ -71,7 +79,10 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
             continue
         stack = stacks[joined(owner, blocks)] = Stack(sequence_parallel and tp > 1)
         add_guard(plan, model, stack, joined(prefix, owner))
-        names = [joined(prefix, owner, blocks, name) for name, _ in base.get_submodule(joined(owner, blocks)).named_children()]
+        names = [
+            joined(prefix, owner, blocks, name)
+            for name, _ in base.get_submodule(joined(owner, blocks)).named_children()
+        ]
         plan.blocks += names
         for name in dict.fromkeys((names[0], names[-1])):
             plan.table[name] = Ends(stack, name == names[0], name == names[-1])
@@ -159,7 +170,9 @@ def check(model: Any, device_type: str) -> None:
         )
     attention = getattr(config, "_attn_implementation", None) or "eager"
     if attention not in ATTENTION:
-        raise ValueError(f"attn_implementation='{attention}' is not known to work under tp; expected one of {ATTENTION}")
+        raise ValueError(
+            f"attn_implementation='{attention}' is not known to work under tp; expected one of {ATTENTION}"
+        )
     if device_type == "cpu" and attention.startswith("fl"):
         why = "has no backward" if attention == "flex_attention" else "does not run"
         raise ValueError(f"attn_implementation='{attention}' {why} on a CPU; use 'sdpa' or 'eager'")

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dtmega.plans import mappings, styles
-from dtmega.plans.hf.logits import VocabLogits
+from dtmega.plans.hf.logits import Parts, VocabLogits
 from dtmega.plans.hf.dropout import RandomStream
 from dtmega.plans.styles import distribute, group_of, local
 
@@ -283,7 +283,9 @@ class VocabEmbedding(styles.VocabEmbedding):
 
     def check(self, module: nn.Module, tp: int) -> None:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
-            raise ValueError(f"VocabEmbedding is for nn.Embedding without max_norm and scale_grad_by_freq, not {module}")
+            raise ValueError(
+                f"VocabEmbedding is for nn.Embedding without max_norm and scale_grad_by_freq, not {module}"
+            )
         super().check(module, tp)
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
@@ -314,6 +316,7 @@ class VocabHead(styles._Vocabulary):
     def __init__(self, fused: bool) -> None:
         super().__init__(sequence_parallel=False)
         self.fused, self.labelled = fused, False
+        self.gathered_by_fsdp, self.calls = False, 0
         if not fused:
             self.cost = ("all-gather of the logits, backward all-reduce",) * 2
 
@@ -323,10 +326,16 @@ class VocabHead(styles._Vocabulary):
         super().check(module, tp)
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        group, weight = group_of(module), local(module.weight)
-        x = mappings.copy(x, group)
-        size, start = module.weight.shape[0], self.first_row(module.weight)
-        logits = VocabLogits(x, weight, local(module.bias), size, start, group)
+        group, weight, size = group_of(module), local(module.weight), module.weight.shape[0]
+        self.calls += 1
+        parameter, version, call = module.weight, module.weight._version, self.calls
+
+        def unchanged() -> bool:
+            # FSDP2 writes the next weights into the same memory, without a new version of it.
+            return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
+
+        start, x = self.first_row(parameter), mappings.copy(x, group)
+        logits = VocabLogits(Parts(x, weight, local(module.bias), size, start, group, unchanged))
         return logits if self.fused and self.labelled else logits.whole()
 
 

@@ -31,7 +31,7 @@ def tiny_config(config: Any, tp: int) -> Any:
 
     def put(keys: tuple[str, ...], value: Any) -> None:
         for key in keys:
-            if getattr(config, key, None):
+            if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
                 setattr(new, key, value)
 
     heads, hidden = first(HEADS), first(HIDDEN)

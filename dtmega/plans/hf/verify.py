@@ -26,9 +26,11 @@ class Verification:
     """
     Attributes:
         errors: case and name -> relative deviation from one process, the largest over all ranks; inf: missing.
+        raised: what the cut model raised on this rank.
     """
 
     errors: dict[tuple[str, str], float]
+    raised: tuple[str, ...] = ()
     tolerance: float = TOLERANCE
 
     @property
@@ -46,7 +48,7 @@ class Verification:
         width = max(len(name) for name in names)
         rows = [f"{name:<{width}}  {e:8.1e}  {'ok' if e <= self.tolerance else 'WRONG'}" for name, e in worst.items()]
         count = f"{len(self.errors) - len(self.wrong)} of {len(self.errors)} comparisons within {self.tolerance:.0e}"
-        return "\n".join([*rows, count])
+        return "\n".join([*rows, *self.raised, count])
 
 
 def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh], Any]) -> Verification:
@@ -61,17 +63,24 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     config, attention = tiny.tiny_config(model.config, tp), model.config._attn_implementation
     errors: dict[tuple[str, str], float] = {}
-    # tp divides one length and not the other; one batch has padding.
-    for case, length, padded in (("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
+    raised: list[str] = []
+    for case, length, padded in (("plain", 4 * tp, False), ("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
         truth, ours = (tiny.build(type(model), config, attention).to(mesh.device_type) for _ in range(2))
         inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded).items()}
-        errors |= {(case, name): e for name, e in deviations(parallelize(ours, mesh), truth, inputs).items()}
-    return Verification(_worst(errors, mesh))
+        ours = parallelize(ours, mesh)
+        try:
+            found = deviations(ours, truth, inputs)
+        except Exception as error:  # whatever it is, the plan is not right
+            raised.append(f"{case}: the cut model raised {type(error).__name__}: {error}")
+            names = (name for name, _ in truth.named_parameters(remove_duplicate=False))
+            found = dict.fromkeys(("loss", "logits", *names), float("inf"))
+        errors |= {(case, name): e for name, e in found.items()}
+    return Verification(_worst(errors, mesh), tuple(raised))
 
 
 def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
     """After a forward and backward of both: relative deviations of loss, logits and every gradient."""
-    results = []
+    results: list[dict[str, Any]] = []
     for model in (truth, ours):
         loss, logits = tiny.outcome(model, inputs)
         logits = logits.clone()
@@ -95,7 +104,9 @@ def deviation(ours: Tensor | None, truth: Tensor | None, floor: float) -> float:
 
 
 def _worst(errors: dict[tuple[str, str], float], mesh: DeviceMesh) -> dict[tuple[str, str], float]:
-    worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=mesh.device_type).nan_to_num(torch.inf)
+    worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=mesh.device_type).nan_to_num(
+        torch.inf, torch.inf
+    )
     for dim in range(mesh.ndim):
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return dict(zip(errors, worst.tolist(), strict=True))
