@@ -27,8 +27,9 @@ from dtmega.__main__ import main as dtmega_main
 from dtmega.plans import parallelize_hf, plan_for, verify_plan
 from dtmega.plans.hf import command, parallel
 from dtmega.plans.hf.logits import VocabLogits
+from dtmega.plans.hf.packed import ConvColumn
 from dtmega.plans.hf.regions import Enter
-from dtmega.plans.hf.styles import ConvColumn, Stack, Whole
+from dtmega.plans.hf.styles import Stack, Whole
 from dtmega.plans.hf.verify import Verification, verify
 
 # Where one process and two sum in another order; rounding alone is below 1e-6 of the largest.

@@ -74,7 +74,7 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
 
 def _rank(rank: int, folder: str, directory: Path, tp: int, options: dict[str, bool]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), tp)
+    store = dist.FileStore(str(Path(folder, "store")), tp)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=TIMEOUT)
     verification = _verification(directory, tp, options)
     if rank == 0:

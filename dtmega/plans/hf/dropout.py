@@ -1,4 +1,4 @@
-"""Dropout in a model we did not write, over tp: one stream of random numbers that all ranks share, and one of a rank's own.
+"""Dropout in a model we did not write: a stream of random numbers that tp ranks share, and one of each rank's own.
 
 Where every rank has the whole hidden state, all must drop the same; where the sequence is cut, each drops its own. The
 masks are good ones, but not those of one process: `transformers` draws them from torch's generator, not from a key.
@@ -20,7 +20,7 @@ def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
         ValueError: the ranks of `group` have different random states.
     """
     device = next(module.parameters()).device
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    state = generator_of(device).get_state()
     # A few numbers of it, the counter among them, tell states apart.
     mine = (state.to(torch.int64) * (torch.arange(state.numel()) % 8191 + 1)).sum().to(device)
     lowest, highest = mine.clone(), mine.clone()
@@ -37,24 +37,21 @@ class RandomStream:
     """Dropout where each rank has tokens of its own: a stream of its own, seeded from the one they share."""
 
     def __init__(self) -> None:
-        self.shared: tuple[torch.device, Tensor] | None = None
+        self.shared: tuple[torch.Generator, Tensor] | None = None
 
     def enter(self, device: torch.device, rank: int) -> None:
-        get = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
-        seed = int(torch.randint(2**62, (), device=device))
-        self.shared = (device, get(device) if device.type == "cuda" else get())
-        _seed(device, seed + rank)
+        generator = generator_of(device)
+        seed = torch.randint(2**62, (1,), generator=generator, device=device).item()
+        self.shared = (generator, generator.get_state())
+        generator.manual_seed(int(seed) + rank)
 
     def leave(self) -> None:
         if self.shared is not None:
-            device, state = self.shared
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state, device)
-            else:
-                torch.set_rng_state(state)
+            generator, state = self.shared
+            generator.set_state(state)
             self.shared = None
 
 
-def _seed(device: torch.device, seed: int) -> None:
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-    generator.manual_seed(seed)
+def generator_of(device: torch.device) -> torch.Generator:
+    """The one that dropout on this device draws from."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

@@ -1,18 +1,17 @@
-"""The families we know, as data: module names of `transformers` 5.x and the word for each. plan.py makes styles of them.
+"""The families we know, as data: module names of `transformers` 5.x and the word for each; plan.py makes styles.
 
-Names are relative to the base model (`model.base_model_prefix`), `*` is the number of a block. A row that matches nothing
-in a model (a norm it has not, the decoder of an encoder) is left out; a module of a block that no row names is refused.
-Modules outside of the blocks that no row names are computed whole on every rank.
+Names are relative to the base model (`model.base_model_prefix`), `*` is the number of a block. A row that matches
+nothing in a model (a norm it has not, the decoder of an encoder) is left out; a module of a block that no row names is
+refused. Modules outside of the blocks that no row names are computed whole on every rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 VOCAB, HEAD, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "head", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-NORM, HEAD_NORM, WHOLE, FEED_FORWARD = "norm", "norm of heads", "whole", "feed-forward"
+NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Family:
         rows: module -> word.
         sizes: keys of the config that tp must divide, besides heads.
         refused: key of the config -> why a truthy value cannot be.
-        clone: keys of a tiny config for `verify_plan`, besides those every family has.
     """
 
     stacks: dict[str, str]
@@ -43,7 +41,6 @@ class Family:
     kv_heads: str | None = None
     sizes: tuple[str, ...] = ("intermediate_size",)
     refused: dict[str, str] = field(default_factory=dict)
-    clone: dict[str, Any] = field(default_factory=dict)
 
 
 _LLAMA: dict[str, str | Attention] = {

@@ -1,7 +1,7 @@
 """Any other model: every parameter a DTensor, and the model's own code computes on DTensors. Right, but slow.
 
-Two thirds of a block is cut by the names of its linears; what torch cannot cut in between (most views of fused heads) it
-gathers. Keys and values cannot be cached. Only `attn_implementation="eager"`: fused attention has no DTensor rule on CPU.
+A block's linears are cut by their names; what torch cannot cut in between (most views of fused heads) it gathers. Keys
+and values cannot be cached. Only `attn_implementation="eager"`: fused attention has no DTensor rule on CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 import types
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,19 +17,19 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
-from dtmega.plans.hf import styles
 from dtmega.plans.hf.native import block_names
 from dtmega.plans.hf.plan import HFPlan, add_head, dropouts
 from dtmega.plans.hf.regions import Guard
 from dtmega.plans.hf.styles import Stack
+from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
 from dtmega.plans.styles import distribute
 
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
 COST = (
-    "'{family}' has no adapter and no plan of transformers: it will compute on DTensors. This is exact but slow (1.1 to 1.9 "
-    "times an adapter, where both were measured), may gather whole activations in attention, caches no keys and values, "
-    "and lets plain tensors mix with DTensors in this process, as copies"
+    "'{family}' has no adapter and no plan of transformers: it will compute on DTensors. This is exact but slow (1.1 "
+    "to 1.9 times an adapter, where both were measured), may gather whole activations in attention, caches no keys and "
+    "values, and lets plain tensors mix with DTensors in this process, as copies"
 )
 
 
@@ -73,14 +72,14 @@ class GlobalWhole(ParallelStyle):
         return module
 
 
-class GlobalEmbedding(styles.VocabEmbedding):
+class GlobalEmbedding(VocabEmbedding):
     """As ever, and from here on the hidden state is a DTensor."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return DTensor.from_local(super().forward(module, x), module.weight.device_mesh, [Replicate()], run_check=False)
 
 
-class GlobalHead(styles.VocabHead):
+class GlobalHead(VocabHead):
     """As ever, and from here on the results are plain tensors."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
@@ -110,8 +109,8 @@ class GlobalForward(ParallelStyle):
         return module
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # torch's context `implicit_replication()` ends before the user calls backward, where autograd restores, at every
-        # node, what was allowed when backward began: so it stays allowed.
+        # torch's context `implicit_replication()` ends before the user calls backward, where autograd restores at each
+        # node what was allowed when backward began: so it stays allowed.
         DTensor._op_dispatcher._allow_implicit_replication = True
         return tree_map_only(DTensor, local, type(module).forward(module, *args, **kwargs))
 

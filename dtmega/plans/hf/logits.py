@@ -1,7 +1,7 @@
-"""Logits that nobody has computed yet: `transformers` hands them to `F.cross_entropy`, which needs only a rank's columns.
+"""Logits that nobody has computed yet: `transformers` hands them to `F.cross_entropy`, which needs no whole ones.
 
-A model's own loss code casts them, flattens them and calls the cross-entropy. These follow, and then the fused kernel of
-`dtmega.loss` runs, which never holds [N, V]. Anything else that is done to them computes the whole logits first.
+A model's own loss code casts them, flattens them and calls the cross-entropy. These follow, and then the fused kernel
+of `dtmega.loss` runs, which never holds [N, V]. Anything else that is done to them computes the whole logits first.
 """
 
 from __future__ import annotations

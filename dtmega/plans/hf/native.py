@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtmega.plans.hf import styles
+from dtmega.plans.hf.packed import PackedColumn
 from dtmega.plans.hf.plan import HFPlan, add_guard, add_head, add_rest, base_model, joined, matching
 from dtmega.plans.hf.styles import Stack, Whole
+from dtmega.plans.hf.vocab import VocabEmbedding
 
 WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": lambda: styles.Column(enters=True),
@@ -23,9 +25,9 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": styles.GatheredColumn,
     "rowwise_split_input": styles.SplitRow,
     "rowwise_rep": styles.SplitRow,
-    "packed_colwise": styles.PackedColumn,
+    "packed_colwise": PackedColumn,
     "replicated_with_grad_allreduce": lambda: Whole(of_heads=True),
-    "embedding_rowwise": styles.VocabEmbedding,
+    "embedding_rowwise": VocabEmbedding,
     "replicate": Whole,
 }
 
@@ -36,21 +38,19 @@ def native_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
     check_heads(config, tp)
     prefix, _ = base_model(model)
     strings = {joined(prefix, name): string for name, string in config.base_model_tp_plan.items()}
-    strings |= {name: string for name, string in (type(model)._tp_plan or {}).items()}
+    strings |= type(model)._tp_plan or {}
     plan = HFPlan(config.model_type, tp, False, {}, block_names(model), native=True)
     add_guard(plan, model, Stack(sequence_parallel=False), "")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
-        plan.table[next(name for name, module in model.named_modules() if module is embedding)] = (
-            styles.VocabEmbedding()
-        )
+        plan.table[next(name for name, module in model.named_modules() if module is embedding)] = VocabEmbedding()
     for pattern, string in strings.items():
         found = [module for _, module in matching(model, pattern)]
         if string not in WORDS:
             if found or any(True for name, _ in model.named_parameters() if _fits(name, pattern)):
                 raise ValueError(
-                    f"the plan of transformers for '{config.model_type}' says '{string}' for {pattern}, which we have no "
-                    f"word for; known are {', '.join(WORDS)}"
+                    f"the plan of transformers for '{config.model_type}' says '{string}' for {pattern}, which we have "
+                    f"no word for; known are {', '.join(WORDS)}"
                 )
         elif any(_fits(name, pattern) for name, _ in model.named_parameters()):
             raise ValueError(

@@ -16,8 +16,8 @@ from dtmega.plans.hf import families, plan
 from dtmega.plans.hf.generic import COST, generic_plan
 from dtmega.plans.hf.native import native_plan
 from dtmega.plans.hf.plan import HFPlan, family_plan
-from dtmega.plans.hf.styles import VocabHead
 from dtmega.plans.hf.verify import verify
+from dtmega.plans.hf.vocab import VocabHead
 
 
 def plan_for(

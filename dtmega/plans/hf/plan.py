@@ -14,8 +14,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.plans.hf import families, styles
 from dtmega.plans.hf.families import Attention, Family
+from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow
 from dtmega.plans.hf.regions import Ends, Enter, Guard
-from dtmega.plans.hf.styles import Stack, VocabHead, Whole
+from dtmega.plans.hf.styles import Stack, Whole
+from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
@@ -108,13 +110,13 @@ def _style(word: str | Attention, stack: Stack | None, family: Family, config: A
     if word == families.KV_COLUMN:
         return styles.SharedColumn(kv_heads, stack) if kv_heads % tp else styles.Column(stack)
     return {
-        families.VOCAB: lambda: styles.VocabEmbedding(),
+        families.VOCAB: VocabEmbedding,
         families.COLUMN: lambda: styles.Column(stack),
         families.ENTERING_COLUMN: lambda: styles.Column(stack, enters=True),
         families.ROW: lambda: styles.Row(stack),
-        families.CONV_COLUMN: lambda: styles.ConvColumn(stack),
-        families.CONV_ROW: lambda: styles.ConvRow(stack),
-        families.CONV_PACKED: lambda: styles.ConvPacked(stack),
+        families.CONV_COLUMN: lambda: ConvColumn(stack),
+        families.CONV_ROW: lambda: ConvRow(stack),
+        families.CONV_PACKED: lambda: ConvPacked(stack),
         families.HEAD_COLUMNS: lambda: styles.HeadColumns(stack),
         families.NORM: lambda: Whole(stack),
         families.HEAD_NORM: lambda: Whole(stack, of_heads=True),
@@ -161,11 +163,11 @@ def check(model: Any, device_type: str) -> None:
         ValueError: code from elsewhere, an attention implementation that cannot work.
     """
     config = getattr(model, "config", None)
-    module = type(model).__module__
-    if config is None or not module.startswith("transformers.") or getattr(config, "auto_map", None):
+    module, auto_map = type(model).__module__, getattr(config, "auto_map", None)
+    if config is None or not module.startswith("transformers.") or auto_map:
         raise ValueError(
             f"expected a model class of transformers, got {module}.{type(model).__name__}"
-            + (f" with auto_map={config.auto_map}" if getattr(config, "auto_map", None) else "")
+            + (f" with auto_map={auto_map}" if auto_map else "")
             + ": the plans are for the library's own code, custom (remote) code can do anything"
         )
     attention = getattr(config, "_attn_implementation", None) or "eager"

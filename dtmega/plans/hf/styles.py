@@ -19,10 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.plans import mappings, styles
-from dtmega.plans.hf.logits import Parts, VocabLogits
 from dtmega.plans.hf.dropout import RandomStream
 from dtmega.plans.styles import distribute, group_of, local
 
@@ -88,7 +87,7 @@ class Column(Word, styles.Column):
         if enters:
             self.cost = ("backward all-reduce", "all-gather, backward reduce-scatter")
         else:
-            self.enter = _as_it_is
+            self.enter = as_it_is
 
 
 class Row(Word, styles.Row):
@@ -135,7 +134,7 @@ class SharedColumn(Word):
     """
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Replicate(), "bias": Replicate()}
-    cost = ("backward all-reduce of the weight",) * 2
+    cost = ("backward all-reduce of the weight", "backward all-reduce of the weight")
 
     def __init__(self, kv_heads: int, stack: Stack | None = None) -> None:
         super().__init__(stack)
@@ -151,80 +150,6 @@ class SharedColumn(Word):
             return mappings.copy(local(parameter), group).unflatten(0, (self.kv_heads, -1))[head]
 
         return F.linear(x, mine(module.weight), mine(module.bias))
-
-
-class PackedColumn(Word):
-    """nn.Linear whose output is `parts` matrices of the same size side by side: each of them is cut.
-
-    The bias stays whole: FSDP2 cuts dim 0 as well, and a vector cut so twice is put together in the wrong order.
-    """
-
-    parts: ClassVar[int] = 2
-    placements: ClassVar[dict[str, Placement]] = {"weight": _StridedShard(0, split_factor=2), "bias": Replicate()}
-
-    def __init__(self, stack: Stack | None = None) -> None:
-        super().__init__(stack)
-        self.cost = ("backward all-reduce", "all-gather, backward reduce-scatter")
-
-    def check(self, module: nn.Module, tp: int) -> None:
-        super().check(module, tp)
-        for name, parameter in module.named_parameters(recurse=False):
-            size = parameter.shape[-1] if name == "bias" else parameter.shape[self.placements["weight"].dim]  # pyright: ignore[reportAttributeAccessIssue]
-            self.check_size(f"'{name}' of {type(module).__name__} in {self.parts} parts", size, self.parts * tp)
-
-    def bias(self, module: Any) -> Any:
-        if module.bias is None:
-            return None
-        group = group_of(module)
-        return mappings.copy(local(module.bias), group).view(self.parts, group.size(), -1)[:, group.rank()].flatten()
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        return F.linear(self.enter(x, group_of(module)), local(module.weight), self.bias(module))
-
-
-class _Conv(Word):
-    """Conv1D: nn.Linear with the weight [in, out]."""
-
-    @property
-    def exact(self) -> type[nn.Module]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        from transformers.pytorch_utils import Conv1D
-
-        return Conv1D
-
-
-class ConvColumn(_Conv):
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Shard(0)}
-
-    def __init__(self, stack: Stack | None = None, enters: bool = False) -> None:
-        super().__init__(stack)
-        self.enter = self.stack.enter if enters else _as_it_is
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        return self.enter(x, group_of(module)) @ local(module.weight) + local(module.bias)
-
-
-class ConvRow(_Conv):
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Replicate()}
-    cost = Row.cost
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        group = group_of(module)
-        return self.leave(x @ local(module.weight), group) + self.stack.shared(module.bias, group)
-
-
-class ConvPacked(_Conv):
-    """GPT-2's [q | k | v] side by side: a contiguous cut would give a rank q and half of k."""
-
-    parts: ClassVar[int] = 3
-    placements: ClassVar[dict[str, Placement]] = {"weight": _StridedShard(1, split_factor=3), "bias": Replicate()}
-
-    def check(self, module: nn.Module, tp: int) -> None:
-        super().check(module, tp)
-        columns = module.get_parameter("weight").shape[1]
-        self.check_size(f"columns of {type(module).__name__} in {self.parts} parts", columns, self.parts * tp)
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        return x @ local(module.weight) + PackedColumn.bias(self, module)  # pyright: ignore[reportArgumentType]
 
 
 class Whole(ParallelStyle):
@@ -273,72 +198,6 @@ class HeadColumns(Word):
         return F.embedding(x, local(module.weight))
 
 
-class VocabEmbedding(styles.VocabEmbedding):
-    """nn.Embedding, or a subclass that does something to each row, cut by rows: tokens [B, S] -> [B, S, D]."""
-
-    cost = ("all-reduce", "all-reduce")
-
-    def __init__(self) -> None:
-        super().__init__(sequence_parallel=False)
-
-    def check(self, module: nn.Module, tp: int) -> None:
-        if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
-            raise ValueError(
-                f"VocabEmbedding is for nn.Embedding without max_norm and scale_grad_by_freq, not {module}"
-            )
-        super().check(module, tp)
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        group, weight = group_of(module), local(module.weight)
-        start, size = self.first_row(module.weight), module.weight.shape[0]
-        elsewhere = (x >= 0) & (x < size) & ((x < start) | (x >= start + weight.shape[0]))
-        with computing_on(module, local):
-            padding, here = module.padding_idx, module.padding_idx is not None
-            here = here and start <= padding < start + weight.shape[0]
-            module.padding_idx = padding - start if here else None
-            try:
-                rows = type(module).forward(module, (x - start).masked_fill(elsewhere, 0))
-            finally:
-                module.padding_idx = padding
-        return mappings.add_up(rows.masked_fill(elsewhere.unsqueeze(-1), 0), group)
-
-
-class VocabHead(styles._Vocabulary):
-    """nn.Linear to the vocabulary, cut by rows: [..., D] -> logits [..., V], on every rank.
-
-    With `fused`, in a forward with labels, they are `VocabLogits`: the loss takes this rank's columns, and the whole
-    logits are made only if something else asks for them.
-    """
-
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
-    cost = ("backward all-reduce; 3 numbers a token for the loss",) * 2
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__(sequence_parallel=False)
-        self.fused, self.labelled = fused, False
-        self.gathered_by_fsdp, self.calls = False, 0
-        if not fused:
-            self.cost = ("all-gather of the logits, backward all-reduce",) * 2
-
-    def check(self, module: nn.Module, tp: int) -> None:
-        if type(module).forward is not nn.Linear.forward:
-            raise ValueError(f"VocabHead is for nn.Linear, not for {type(module).__name__}")
-        super().check(module, tp)
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        group, weight, size = group_of(module), local(module.weight), module.weight.shape[0]
-        self.calls += 1
-        parameter, version, call = module.weight, module.weight._version, self.calls
-
-        def unchanged() -> bool:
-            # FSDP2 writes the next weights into the same memory, without a new version of it.
-            return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
-
-        start, x = self.first_row(parameter), mappings.copy(x, group)
-        logits = VocabLogits(Parts(x, weight, local(module.bias), size, start, group, unchanged))
-        return logits if self.fused and self.labelled else logits.whole()
-
-
 @contextlib.contextmanager
 def computing_on(module: nn.Module, here: Callable[[Any], Tensor]) -> Iterator[None]:
     """The module's own parameters are what `here` makes of them, for a forward that knows nothing of DTensors."""
@@ -350,5 +209,5 @@ def computing_on(module: nn.Module, here: Callable[[Any], Tensor]) -> Iterator[N
         module._parameters.update(own)
 
 
-def _as_it_is(x: Tensor, group: ProcessGroup) -> Tensor:
+def as_it_is(x: Tensor, group: ProcessGroup) -> Tensor:
     return x

@@ -83,7 +83,7 @@ def perturbed(model: nn.Module) -> Any:
 
 
 def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -> dict[str, Tensor]:
-    """Tokens [rows, length], and where the model takes them labels, some of them -100; `padded` hides ends and starts."""
+    """Tokens [rows, length], where the model takes them labels, some of them -100; `padded` hides ends and starts."""
     generator = torch.Generator().manual_seed(seed)
     size = model.config.vocab_size
     found = {"input_ids": torch.randint(3, size, (rows, length), generator=generator)}
@@ -102,7 +102,7 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(loss, logits or hidden states) of a forward; where the model has no loss, a number that depends on all it gives."""
+    """(loss, logits or hidden states) of a forward; without a loss of the model's, a number that depends on all."""
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]
     if "labels" in inputs:

@@ -1,4 +1,4 @@
-"""Is a plan right? A small clone of the model, cut, against the same clone in one process: loss, logits, every gradient.
+"""Is a plan right? A small clone of the model, cut, against one process: loss, logits, every gradient.
 
 Plausible plans can be wrong without any error: per-head norms whose gradients nobody sums, head counts that a view
 absorbs elsewhere, slopes of the wrong heads, fused projections cut in the wrong place, ties that sharding undid.
@@ -87,7 +87,7 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
         results.append({"loss": loss.detach(), "logits": logits, **grads})
-    # Some gradients are 0 but for rounding (softmax does not see a bias of the keys): those count as part of all of them.
+    # Some gradients are 0 but for rounding (softmax does not see a bias of the keys): those count as part of all.
     total = torch.stack([p.grad.norm() for p in truth.parameters() if p.grad is not None]).norm().item()
     floor = {"loss": 1e-6, "logits": 1e-6}
     return {name: deviation(results[1].get(name), x, floor.get(name, 1e-3 * total)) for name, x in results[0].items()}
