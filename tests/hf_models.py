@@ -165,6 +165,15 @@ def truth(case: Case, rows_apart: bool) -> dict[str, Any]:
     return found
 
 
+def saved(cases: list[Case]) -> dict[Case, str]:
+    """Directories as `save_pretrained` makes them, the weights in several files."""
+    found = {}
+    for case in cases:
+        found[case] = str(Path(_folder().name, f"{zlib.crc32(repr(case).encode())}"))
+        build(case).save_pretrained(found[case], max_shard_size="100KB")
+    return found
+
+
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()

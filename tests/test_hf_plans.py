@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtmega.__main__ import main as dtmega_main
 from dtmega.plans import parallelize_hf, plan_for, verify_plan
 from dtmega.plans.hf import command, parallel
+from dtmega.plans.hf.load import load
 from dtmega.plans.hf.logits import VocabLogits
 from dtmega.plans.hf.packed import ConvColumn
 from dtmega.plans.hf.regions import Enter
@@ -43,6 +45,8 @@ CASES = [
 TP4 = [Case(name, kv_heads=2, length=length) for name in ("llama", "qwen2", "qwen3") for length in (12, 13)]
 DP2_TP2 = [Case(name, tied=name not in ("opt", "llama")) for name in MODELS]
 HSDP = [Case("gpt2"), Case("t5")]
+# A projection in parts; a tensor that transformers saves under another name; two tied pairs.
+FILES = [Case("gpt2"), Case("gpt_neox", tied=False), Case("bert"), Case("qwen3", vocab=129)]
 NO_GENERATION = ("bert",)
 
 
@@ -340,6 +344,27 @@ def without_a_plan(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
+def loaded(mesh: DeviceMesh, directories: dict[Case, str]) -> dict[Case, dict[str, Any]]:
+    """Models on meta, cut, that read their parts from files."""
+    found = {}
+    for case, directory in directories.items():
+        with torch.device("meta"):
+            model = hf_models.plain(case)
+        parallelize_hf(model.train(), mesh)
+        read, truth = load(model, directory, "cpu"), hf_models.build(case)
+        held = sum(p.to_local().nbytes for p in model.parameters())
+        loss, expected = (hf_models.forward(m, hf_models.batch(case))[0].item() for m in (model, truth))
+        pairs = zip(model.parameters(), truth.parameters(), strict=True)
+        found[case] = {
+            "equal": all(torch.equal(p.full_tensor(), q) for p, q in pairs),
+            "loss": abs(loss / expected - 1),
+            "share": read.bytes / read.of,
+            "held": held == read.bytes,
+            "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        }
+    return found
+
+
 def on_meta(mesh: DeviceMesh) -> dict[str, Any]:
     found = {}
     for name in MODELS:
@@ -352,37 +377,41 @@ def on_meta(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
-def everything_on_two(path: str) -> dict[str, Any]:
+def everything_on_two(path: str, directories: dict[Case, str]) -> dict[str, Any]:
     """All that is measured on tp 2, so that its processes start once."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {"parity": parity(mesh, CASES, path, both=True)}
     for fn in (structure, collectives, logits, other_forwards, dropout, refusals, planted, generation, without_a_plan):
         found[fn.__name__] = fn(mesh)
-    return found | {"on_meta": on_meta(mesh)}
+    return found | {"on_meta": on_meta(mesh), "loaded": loaded(mesh, directories)}
 
 
-def everything_on_four(tp4: str, together: str, apart: str) -> dict[str, Any]:
+def everything_on_four(tp4: str, together: str, apart: str, directories: dict[Case, str]) -> dict[Any, Any]:
     # FSDP2 says that OPT's and T5's blocks return views; their models change none of them in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    found = {}
+    found: dict[Any, Any] = {}
     for shape, names, cases, path in (
         ((4,), ("tp",), TP4, tp4),
         ((2, 2), ("dp_shard", "tp"), DP2_TP2, apart),
         ((2, 1, 2), ("dp_replicate", "dp_shard", "tp"), HSDP, together),
     ):
-        found |= parity(init_device_mesh("cpu", shape, mesh_dim_names=names), cases, path, both=False)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        found |= parity(mesh, cases, path, both=False)
+        if shape == (2, 2):
+            found["loaded"] = loaded(mesh, directories)
     return found
 
 
 @functools.cache
 def on_two() -> list[dict[str, Any]]:
-    return ranks.run(2, everything_on_two, hf_models.truths(CASES, rows_apart=False))
+    return ranks.run(2, everything_on_two, hf_models.truths(CASES, rows_apart=False), hf_models.saved(FILES))
 
 
 @functools.cache
 def on_four() -> list[dict[str, Any]]:
     apart, hsdp = (hf_models.truths(cases, rows_apart=True) for cases in (DP2_TP2, HSDP))
-    return ranks.run(4, everything_on_four, hf_models.truths(TP4, rows_apart=False), hsdp, apart)
+    tp4, directories = hf_models.truths(TP4, rows_apart=False), hf_models.saved(FILES)
+    return ranks.run(4, everything_on_four, tp4, hsdp, apart, directories)
 
 
 def too_far(errors: dict[str, float]) -> dict[str, float]:
@@ -427,6 +456,21 @@ def test_names_stay_ties_stay_and_every_parameter_is_a_dtensor(name: str):
         assert structure.pop("matrices not cut in blocks") == []
         assert [what for what, holds in structure.items() if not holds] == []
         assert found["on_meta"][name]
+
+
+@pytest.mark.parametrize("case", FILES, ids=titled)
+def test_a_model_on_meta_reads_its_part_of_the_files_and_nothing_else(case: Case):
+    for share, results in (
+        (1 / 2, [r["loaded"][case] for r in on_two()]),
+        (1 / 4, [r["loaded"][case] for r in on_four()]),
+    ):
+        for found in results:
+            assert found["equal"]
+            assert found["held"]
+            assert found["tied"] is case.tied
+            assert found["loss"] < LOSS
+            # What is whole on every rank: norms, biases, positions (of BERT 512 of them).
+            assert share <= found["share"] + 0.01 < share * (1.4 if case.name == "bert" else 1.06) + 0.01
 
 
 def test_collectives_are_those_that_the_plan_prints():
@@ -577,3 +621,32 @@ def test_the_command_exits_1_where_something_differs_and_2_without_a_model(
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": {"AutoModel": "m.M"}}))
     assert dtmega_main(["verify-plan", str(directory)]) == 2
     assert "custom (remote) code is not run" in capsys.readouterr().err
+
+
+def test_the_example_trains_saves_and_what_it_saves_is_what_one_process_gets(tmp_path: Path):
+    model = hf_models.build(Case("gpt2"))
+    model.save_pretrained(tmp_path / "in")
+    script = Path(__file__).resolve().parent.parent / "examples" / "hf_tp.py"
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [*run, "--rdzv-endpoint", "localhost:0", str(script), str(tmp_path / "in"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent.parent), "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    tokens = torch.randint(131, (4, 64))
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(f"{loss.item():.4f}")
+    assert re.findall(r"loss ([\d.]+)", done.stdout) == losses
+    ours = hf_models.transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
+    assert max(error(ours[name], p) for name, p in model.state_dict().items()) < STEPPED

@@ -45,6 +45,7 @@ def plan_for(
             f"no plan for model_type '{family}': it is none of {', '.join(families.FAMILIES)}, and its config has no "
             f"base_model_tp_plan; parallelize_hf(..., generic=True) computes any model on DTensors, slowly"
         )
+    made.parameters = plan.parameters(made, model)
     if drops := plan.dropouts(model):
         made.notes.append(f"dropout ({', '.join(drops)}): its masks are not those of one process")
     return made

@@ -31,6 +31,7 @@ class HFPlan:
         table: module pattern -> style; what `plans.apply_plan` takes.
         blocks: names of the modules that FSDP2 wraps one by one.
         head: the style of the head to the vocabulary, if there is one.
+        parameters: module pattern -> names of the parameters that it has.
         native: it is the plan that transformers brings.
         notes: what else there is to know.
     """
@@ -41,14 +42,17 @@ class HFPlan:
     table: dict[str, ParallelStyle]
     blocks: list[str]
     head: VocabHead | None = None
+    parameters: dict[str, list[str]] = field(default_factory=dict)
     native: bool = False
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [("module", "placement over tp", "collectives of a forward, and of its backward")]
         for pattern, style in self.table.items():
-            placements = getattr(style, "placements", {"": Replicate()} if isinstance(style, Whole) else {})
-            where = ", ".join(f"{name} {_said(placement)}".strip() for name, placement in placements.items())
+            placements = {
+                name: getattr(style, "placements", {}).get(name, Replicate()) for name in self.parameters[pattern]
+            }
+            where = ", ".join(f"{name} {_said(placement)}" for name, placement in placements.items())
             cost = getattr(style, "cost", ("", ""))[self.sequence_parallel]
             if where or cost:
                 lines.append((pattern or "(the model)", where, cost))
@@ -148,8 +152,8 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
             continue
         if not in_blocks and any(name.startswith(f"{block}.") for block in plan.blocks):
             raise ValueError(
-                f"the plan of '{plan.family}' has no word for the parameters of {name} ({type(module).__name__}): this version of "
-                f"transformers, or an option of the config, is not one it knows"
+                f"the plan of '{plan.family}' has no word for the parameters of {name} ({type(module).__name__}): this "
+                f"version of transformers, or an option of the config, is not one it knows"
             )
         if name in plan.table:
             raise ValueError(f"{name or type(model).__name__} has parameters of its own, which the plan does not know")
@@ -208,6 +212,14 @@ def dropouts(model: Any) -> list[str]:
             if "drop" in name and isinstance(value, float) and value > 0:
                 found[f"{name}={value}"] = None
     return list(found)
+
+
+def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
+    """Names of the parameters of the modules of each pattern."""
+    return {
+        pattern: list({n: None for _, m in matching(model, pattern) for n, _ in m.named_parameters(recurse=False)})
+        for pattern in plan.table
+    }
 
 
 def base_model(model: Any) -> tuple[str, nn.Module]:

@@ -80,10 +80,10 @@ def _of_heads(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
 class Ends(ParallelStyle):
     """The first and the last block of a stack: the hidden state is cut before one and whole again after the other."""
 
-    cost = ("", "backward all-gather before the first block, all-gather after the last")
-
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
         self.stack, self.first, self.last = stack, first, last
+        costs = ["before it: backward all-gather"] * first + ["after it: all-gather"] * last
+        self.cost = ("", ", ".join(costs))
 
     def check(self, module: nn.Module, tp: int) -> None:
         """Anything goes."""
