@@ -9,8 +9,9 @@ Read families.py (what we know of each family), styles.py (the words), regions.p
 """
 
 from dtmega.plans.hf.command import verify_plan
+from dtmega.plans.hf.load import Read, load_hf
 from dtmega.plans.hf.parallel import parallelize_hf, plan_for
 from dtmega.plans.hf.plan import HFPlan
 from dtmega.plans.hf.verify import Verification
 
-__all__ = ["HFPlan", "Verification", "parallelize_hf", "plan_for", "verify_plan"]
+__all__ = ["HFPlan", "Read", "Verification", "load_hf", "parallelize_hf", "plan_for", "verify_plan"]

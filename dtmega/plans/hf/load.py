@@ -3,7 +3,7 @@
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
 parallelize_hf(model, mesh)
-print(load(model, directory, "cuda"))     # Read(bytes=..., of=...)
+print(load_hf(model, directory, "cuda"))     # Read(bytes=..., of=...)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Range(NamedTuple):
 
 
 @torch.no_grad()
-def load(model: Any, directory: Path | str, device: str | torch.device) -> Read:
+def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Read:
     """Give a model on meta memory, and its parameters the values in the directory's `*.safetensors`.
 
     Args:

@@ -87,20 +87,22 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
         results.append({"loss": loss.detach(), "logits": logits, **grads})
-    # Some gradients are 0 but for rounding (softmax does not see a bias of the keys): those count as part of all.
     total = torch.stack([p.grad.norm() for p in truth.parameters() if p.grad is not None]).norm().item()
-    floor = {"loss": 1e-6, "logits": 1e-6}
-    return {name: deviation(results[1].get(name), x, floor.get(name, 1e-3 * total)) for name, x in results[0].items()}
+    return {name: deviation(results[1].get(name), x, total) for name, x in results[0].items()}
 
 
-def deviation(ours: Tensor | None, truth: Tensor | None, floor: float) -> float:
-    """|ours - truth| / |truth|, or / `floor` where truth is smaller than that."""
+def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float:
+    """|ours - truth| / |truth|; or of all gradients, if this one is 0 but for rounding.
+
+    Softmax does not see a bias of the keys: its gradient is such noise.
+    """
     if ours is None or truth is None:
         return 0.0 if ours is truth else float("inf")
     whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
     if whole.shape != truth.shape:
         return float("inf")
-    return (whole - truth).norm().item() / max(truth.norm().item(), floor)
+    size = truth.norm().item()
+    return (whole - truth).norm().item() / (of_all if size < 1e-5 * of_all else max(size, 1e-30))
 
 
 def _worst(errors: dict[tuple[str, str], float], mesh: DeviceMesh) -> dict[tuple[str, str], float]:
