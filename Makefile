@@ -1,8 +1,9 @@
 # make train [ARGS="--section.key value ..."]   install on first use, then train the default model
 # make test                                     install on first use, then lint, types and tests
+# make test-full                                then every kill point, damaged byte, pair of layouts, and random kills
 PYTHON ?= python3
 
-.PHONY: train test
+.PHONY: train test test-full
 
 train: .venv/installed
 	.venv/bin/torchrun train.py --config bloom.toml $(ARGS)
@@ -12,6 +13,11 @@ test: .venv/installed-test
 	.venv/bin/ruff format --check
 	.venv/bin/basedpyright
 	.venv/bin/pytest
+
+test-full: test
+	.venv/bin/python benchmarks/faults.py
+	.venv/bin/python benchmarks/resume.py
+	.venv/bin/python benchmarks/kills.py
 
 # A stamp, newer than what it was made from, makes the second call instant; a killed install leaves none.
 .venv/installed: pyproject.toml constraints.txt

@@ -2,15 +2,17 @@
 
 The story, top to bottom: configuration and data (what is wrong with them ends here, with exit code 2), process group,
 model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM or Ctrl-C: the step is
-finished, saved, exit 0; the same command goes on from there, with the numbers it would have had anyway.
+finished, saved, exit 75; the same command goes on from there, with the numbers it would have had anyway. All exit codes
+are in `dtmega/job.py`.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import time
+import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,45 +20,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config, cost, drift, mesh
-from dtmega.checkpoint import local as checkpoint
+from dtmega import config, drift, job, mesh, optim
+from dtmega.checkpoint import resume
+from dtmega.checkpoint.hf import load as load_weights
+from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.resume import Progress, State
+from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.weights import open_weights
 from dtmega.config import Config
 from dtmega.data.loader import IGNORED, StepBatch, TrainBatches, eval_batches
 from dtmega.data.text import Text, open_text
+from dtmega.job import Claim, Watch
 from dtmega.mesh import World
-from dtmega.metrics import Metrics
+from dtmega.metrics import Metrics, describe
+from dtmega.models.bloom import HF_KEYS
 from dtmega.models.generate import generate
-from dtmega.optim import (
-    build_optimizer,
-    clip_gradients,
-    count_zeros,
-    learning_rate,
-    progress,
-    set_learning_rate,
-    total_norm,
-)
+from dtmega.optim import Spikes
 from dtmega.parallelize import ShardedModel, check, parallelize
 from dtmega.pipelining.draw import draw_schedule
 
+SIGNALLED = "a signal asked for it"
 
-class Progress(NamedTuple):
-    """Where a run is: counts of what it has consumed. Batches, learning rate and dropout are functions of these."""
 
-    step: int = 0
-    samples: int = 0
-    skipped: int = 0
+class Run(NamedTuple):
+    """What the loop works with."""
+
+    cfg: Config
+    world: World
+    text: Text
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    batches: TrainBatches
+    spikes: Spikes
+    checkpoints: Checkpoints
+    metrics: Metrics
+    watch: Watch
 
 
 def main(argv: list[str]) -> int:
+    """Returns the exit code; the process group is left to the caller, and to the end of the process."""
+    job.die_with_parent()
+    closing = ExitStack()
     try:
         cfg = config.load(argv)
         device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, mesh.world_size())
         check(cfg, sizes, device)
         text = open_text(cfg)
-        resume_from = checkpoint.find(Path(cfg.run.dir, "checkpoints"), cfg)
-        make_run_dir(cfg)
-        if mesh.rank() == 0 and cfg.pipeline.draw:
-            draw_schedule(cfg, sizes["pp"], mesh.data_coordinate(sizes, 0)[1])
+        candidates, damage = resume.find(cfg, text.identity)
+        init = open_weights(cfg.model, HF_KEYS) if cfg.model.init_from and not candidates else None
         batches = TrainBatches(
             text.samples("train"),
             cfg.data,
@@ -65,133 +76,155 @@ def main(argv: list[str]) -> int:
             *mesh.data_coordinate(sizes, mesh.rank()),
             pin_memory=device.type == "cuda",
         )
-    except ValueError as error:
+        closing.callback(batches.close)
         if mesh.rank() == 0:
-            print(f"dtmega: {error}", file=sys.stderr)
-        return 2
+            closing.callback(Claim(Path(cfg.run.dir)).close)
+            if cfg.pipeline.draw:
+                draw_schedule(cfg, sizes["pp"], mesh.data_coordinate(sizes, 0)[1])
+    except ValueError as error:
+        closing.close()
+        return refuse(error)
 
-    signals = catch_signals()
-    world = mesh.start(device, sizes)
-    model = parallelize(cfg, world)
-    optimizer = build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
-    at = Progress()
-    if resume_from:
-        at = Progress(**checkpoint.load(resume_from, model.named_parameters(), optimizer)["progress"])
+    with closing:
+        # Twice: a collective that times out cannot say who is behind, the watch can, and must come first.
+        world = mesh.start(device, sizes, 2 * cfg.run.timeout_s)
+        watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
+        closing.callback(watch.close)
+        watch.share(mesh.store(), world.size)
+        model = parallelize(cfg, world)
+        optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+        checkpoints = Checkpoints(cfg, device)
+        closing.callback(checkpoints.close)
+        try:
+            loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, damage)
+        except Damaged as error:
+            return refuse(error)
+        if init is not None:
+            load_weights(init, model.named_parameters(), cfg.model.vocab_size)
+        at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
         batches.load_state_dict({"samples": at.samples})
-    if world.rank == 0:
-        checkpoint.set_aside_newer(Path(cfg.run.dir) / "checkpoints", at.step)
-        Path(cfg.run.dir, "config.toml").write_text(cfg.to_toml(), encoding="utf-8")
-    metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
-    metrics.message(describe(cfg, world, text, at, resume_from))
-    try:
-        train(cfg, world, text, model, optimizer, batches, at, metrics, signals)
-    finally:
-        batches.close()
-        metrics.close()
-    mesh.stop()
-    return 0
+        if world.rank == 0:
+            resume.set_aside_newer(cfg, at.step)
+            Path(cfg.run.dir, "config.toml").write_text(cfg.to_toml(), encoding="utf-8")
+        metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
+        closing.callback(metrics.close)
+        metrics.message(
+            "\n".join([describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *damage])
+        )
+        spikes = Spikes(cfg.train.skip_spikes, recent)
+        return train(Run(cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at)
 
 
-def train(
-    cfg: Config,
-    world: World,
-    text: Text,
-    model: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    batches: TrainBatches,
-    at: Progress,
-    metrics: Metrics,
-    signals: list[int],
-) -> None:
-    """The loop, from `at` to the last step or to a reason to stop."""
-    checkpoints = Path(cfg.run.dir) / "checkpoints"
+def refuse(error: Exception) -> int:
+    """Say why, once, and give the exit code."""
+    if mesh.rank() == 0:
+        print(f"dtmega: {error}", file=sys.stderr)
+    return getattr(error, "exit_code", job.REFUSED)
+
+
+def train(run: Run, at: Progress) -> int:
+    """The loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
+    cfg, world, model, metrics, watch = run.cfg, run.world, run.model, run.metrics, run.watch
     first_step, total_steps, started = at.step, cfg.total_steps(), time.monotonic()
-    skipped_in_a_row, stopping = 0, ""
-    validating = cfg.eval.interval > 0 and text.splits["valid"] is not None
+    skipped_in_a_row, stopping, unsaved = 0, "", ""
+    validating = cfg.eval.interval > 0 and run.text.splits["valid"] is not None
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
     if validating and at.step == 0:
-        metrics.validation(0, mean_loss(cfg, world, text, model, "valid"))
+        metrics.validation(0, mean_loss(run, 0, "valid"))
 
     while at.step < total_steps and not stopping:
-        batch = next(batches)
+        watch.beat(at.step + 1, "data")
+        batch = next(run.batches)
         if at.step == first_step:
             check_same_batch(batch, world)
         samples = range(batch.first_sample, batch.first_sample + batch.samples)
-        rate = learning_rate(cfg.optim, *progress(cfg, at.step + 1, samples.stop))
-        set_learning_rate(optimizer, rate)
+        rate = optim.learning_rate(cfg.optim, *optim.progress(cfg, at.step + 1, samples.stop))
+        optim.set_learning_rate(run.optimizer, rate)
+        watch.beat(at.step + 1, "step")
         step_started = time.perf_counter()
-        loss, grad_norm = train_step(cfg, world, model, optimizer, batch)
+        loss, grad_norm, skipped = train_step(run, batch)
         step_time_s = time.perf_counter() - step_started
 
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        at = Progress(at.step + 1, samples.stop, at.skipped + (not finite))
-        skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
-        if finite:
-            more = optional_metrics(cfg, world, model)
-            metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
-        else:
+        at = Progress(at.step + 1, samples.stop, at.skipped + skipped)
+        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+        if skipped:
             metrics.skipped(at.step, loss, grad_norm, samples=samples)
+        else:
+            more = model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
+            metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
         if skipped_in_a_row > cfg.train.max_skipped:
             raise RuntimeError(
-                f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, the last one on samples "
-                f"{samples.start} to {samples.stop - 1} ([train] max_skipped={cfg.train.max_skipped}); "
-                f"the newest checkpoint in {checkpoints} is from before"
+                f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
+                f"on samples {samples.start} to {samples.stop - 1} ([train] max_skipped={cfg.train.max_skipped}); "
+                f"the newest checkpoint is from before"
             )
 
         if due(at.step, cfg.train.drift_interval):
             model.check_copies()
         if validating and due(at.step, cfg.eval.interval) and at.step < total_steps:
-            metrics.validation(at.step, mean_loss(cfg, world, text, model, "valid"))
-        stopping = reason_to_stop(cfg, world, at.step, (time.monotonic() - started) / 60, signals)
-        if due(at.step, cfg.checkpoint.interval) or at.step == total_steps or stopping:
-            state = {"progress": at._asdict(), "data": text.fingerprint, "config": cfg.model_dump()}
-            checkpoint.save(
-                checkpoints,
-                at.step,
-                model.owned(),
-                optimizer,
-                state,
-                keep=cfg.checkpoint.keep,
-                part=world.coordinate("pp"),
-                writes=world.leads_stage,
+            metrics.validation(at.step, mean_loss(run, at.step, "valid"))
+        stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
+        last = at.step == total_steps or stopping != ""
+        if due(at.step, cfg.checkpoint.interval) or last:
+            watch.beat(at.step, job.SAVING)
+            state = State.of(
+                cfg.model_dump(),
+                progress=at,
+                updates=optim.updates(run.optimizer),
+                recent=run.spikes.recent,
+                identity=run.text.identity,
+                layout={"processes": world.size, **world.sizes},
             )
+            ended = run.checkpoints.save(tensors_of(model.owned(), run.optimizer), state)
+            ended += run.checkpoints.wait() if last else []
+        else:
+            ended = run.checkpoints.poll()
+        for outcome in ended:
+            metrics.saved(at.step, *outcome)
+            unsaved = outcome.error
 
     if at.step >= total_steps:
-        finish(cfg, world, text, model, metrics, at)
+        finish(run, at)
     else:
         metrics.message(
             f"stopped after step {at.step} of {total_steps}: {stopping}; the same command goes on from there"
         )
-    metrics.message(f"written to {cfg.run.dir}/: config.toml, metrics.jsonl, checkpoints/{checkpoint.name(at.step)}")
+    if unsaved:
+        metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
+        return job.STUCK
+    metrics.message(f"written to {cfg.run.dir}/: config.toml, metrics.jsonl, checkpoints/{resume.name(at.step)}")
+    return job.PREEMPTED if stopping == SIGNALLED else job.DONE
 
 
-def train_step(
-    cfg: Config, world: World, model: ShardedModel, optimizer: torch.optim.Optimizer, batch: StepBatch
-) -> tuple[float, float]:
-    """One optimizer step on one global batch; loss and gradient norm of it, in which all ranks agree.
+def train_step(run: Run, batch: StepBatch) -> tuple[float, float, bool]:
+    """One optimizer step on one global batch: loss and gradient norm, in which all ranks agree, and if it was skipped.
 
     The loss is the sum over all tokens divided by their number, so microbatches and layout cannot change it. A loss or
-    gradient that is not finite changes no weight.
+    gradient that is not finite, or a spike, changes no weight.
     """
+    cfg, world, model = run.cfg, run.world, run.model
     n_tokens = count_tokens(world, batch)
-    optimizer.zero_grad()
+    run.optimizer.zero_grad()
     total = model.forward_backward(to(world.device, batch.microbatches), n_tokens)
     dist.all_reduce(total, group=world.groups["loss"])
     counted, gradients = model.gradients(), model.gradients(every=True)
-    loss, grad_norm = total.item() / n_tokens, total_norm(counted, world.device, world.groups["shards"])
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
-        optimizer.step()
-    return loss, grad_norm
+    loss, grad_norm = total.item() / n_tokens, optim.total_norm(counted, world.device, world.groups["shards"])
+    skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
+    if not skip:
+        optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
+        run.optimizer.step()
+    return loss, grad_norm, skip
 
 
-def mean_loss(cfg: Config, world: World, text: Text, model: ShardedModel, split: str) -> float:
+def mean_loss(run: Run, step: int, split: str) -> float:
     """Per token, over the first `eval.steps` global batches of a split."""
+    cfg, world, text = run.cfg, run.world, run.text
     total, n_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
     slices = world.data_rank, world.data_size, cfg.eval.steps
     for batch in eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices):
-        total += model.losses(to(world.device, batch.microbatches))
+        run.watch.beat(step, "evaluation")
+        total += run.model.losses(to(world.device, batch.microbatches))
         n_tokens += count_tokens(world, batch)
     dist.all_reduce(total, group=world.groups["loss"])
     return total.item() / n_tokens
@@ -211,28 +244,20 @@ def check_same_batch(batch: StepBatch, world: World) -> None:
     drift.check_equal({"tokens": tokens}, world.groups["model"], "the first batch, which tp and pp ranks must share")
 
 
-def optional_metrics(cfg: Config, world: World, model: ShardedModel) -> dict[str, float]:
-    more: dict[str, float] = {}
-    if cfg.log.num_zeros:
-        more["num_zeros"] = count_zeros(model.gradients(), world.device, world.groups["shards"])
-    if cfg.log.params_norm:
-        more["params_norm"] = total_norm(model.weights(), world.device, world.groups["shards"])
-    return more
-
-
-def finish(cfg: Config, world: World, text: Text, model: ShardedModel, metrics: Metrics, at: Progress) -> None:
+def finish(run: Run, at: Progress) -> None:
     """What a finished model is worth: validation and test loss, and how it goes on from `eval.prompt`."""
+    cfg, text, metrics = run.cfg, run.text, run.metrics
     if text.splits["valid"] is not None:
-        metrics.validation(at.step, mean_loss(cfg, world, text, model, "valid"))
+        metrics.validation(at.step, mean_loss(run, at.step, "valid"))
     if text.splits["test"] is not None:
-        metrics.test(at.step, mean_loss(cfg, world, text, model, "test"))
-    if model.pipeline is not None:
+        metrics.test(at.step, mean_loss(run, at.step, "test"))
+    run.watch.beat(at.step, "sample")
+    if run.model.pipeline is not None:
         metrics.message(f"for a sample: python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}")
     elif cfg.eval.prompt and cfg.eval.sample_tokens:
-        prompt = text.tokenizer.encode(cfg.eval.prompt)
         new = generate(
-            model.stages[0],
-            prompt,
+            run.model.stages[0],
+            text.tokenizer.encode(cfg.eval.prompt),
             cfg.eval.sample_tokens,
             vocab_size=text.tokenizer.vocab_size,
             eod_id=text.tokenizer.eod_id,
@@ -241,30 +266,16 @@ def finish(cfg: Config, world: World, text: Text, model: ShardedModel, metrics: 
         metrics.message(f"a sample:\n{cfg.eval.prompt}{text.tokenizer.decode(new)}")
 
 
-def make_run_dir(cfg: Config) -> None:
-    try:
-        Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the run directory {cfg.run.dir}: {error.strerror} ([run] dir)") from None
-
-
-def catch_signals() -> list[int]:
-    """SIGTERM and SIGINT from here on only leave their number in this list; the loop looks at it after each step."""
-    received: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda n, _: received.append(n))
-    return received
-
-
-def reason_to_stop(cfg: Config, world: World, step: int, minutes: float, signals: list[int]) -> str:
+def reason_to_stop(run: Run, step: int, minutes: float) -> str:
     """Why to save and exit before the last step, or ''; the same on every rank, whichever saw it."""
+    cfg = run.cfg.train
     reasons = {
         "": True,
-        "[train] exit_interval": due(step, cfg.train.exit_interval),
-        "[train] exit_duration_min": 0 < cfg.train.exit_duration_min <= minutes,
-        "a signal asked for it": bool(signals),
+        "[train] exit_interval": due(step, cfg.exit_interval),
+        "[train] exit_duration_min": 0 < cfg.exit_duration_min <= minutes,
+        SIGNALLED: bool(run.watch.signals),
     }
-    seen = torch.tensor(list(reasons.values()), dtype=torch.int32, device=world.device)
+    seen = torch.tensor(list(reasons.values()), dtype=torch.int32, device=run.world.device)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     return list(reasons)[int(seen.nonzero().max())]
 
@@ -277,21 +288,10 @@ def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict
     return [{name: t.to(device, non_blocking=True) for name, t in m.items()} for m in microbatches]
 
 
-def describe(cfg: Config, world: World, text: Text, at: Progress, resume_from: Path | None) -> str:
-    """The numbers that follow from the configuration, each once."""
-    train, sequences = text.samples("train"), cfg.batch.global_batch_size
-    steps, samples = cfg.total_steps(), cfg.total_samples()
-    flops = cost.flops_per_token(cfg.model, cfg.data.seq_len)
-    lines = [
-        f"{cfg.model.name}: {cost.parameters(cfg.model):,} parameters, {flops / 1e6:,.1f} MFLOP/token, "
-        f"{cfg.precision.params} on {world.size} x {world.device.type}",
-        f"data: {train.n_tokens:,} training tokens; {steps:,} steps of {sequences} x {cfg.data.seq_len} tokens = "
-        f"{samples * cfg.data.seq_len:,} tokens, {samples * cfg.data.seq_len / train.n_tokens:.2f} epochs",
-        f"run: {cfg.run.dir}, "
-        + (f"resumed from {resume_from} at step {at.step}" if resume_from else "from the start"),
-    ]
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    job.leave(code)

@@ -1,4 +1,4 @@
-"""`python -m dtmega {tokenize, generate, verify-plan}`: what is done before and after training."""
+"""`python -m dtmega {tokenize, generate, convert, inspect, verify-plan}`: what is done before and after training."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tomli
 
-from dtmega import config
+from dtmega import config, job
 from dtmega.data import tokenize
 
 
@@ -19,6 +20,8 @@ def main(argv: list[str]) -> int:
     table: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
         "tokenize": ("text files -> .bin/.idx", tokenize.add_arguments, tokenize.main),
         "generate": ("sample from a run's last checkpoint", _generate_arguments, _generate),
+        "convert": ("weights to and from Hugging Face's format", _convert_arguments, _convert),
+        "inspect": ("what a checkpoint holds, whether it is intact, how two differ", _inspect_arguments, _inspect),
         "verify-plan": ("is the sharding plan of a Hugging Face model right?", _verify_arguments, _verify),
     }
     for name, (line, add_arguments, _) in table.items():
@@ -28,7 +31,7 @@ def main(argv: list[str]) -> int:
         return table[args.command][2](args)
     except ValueError as error:
         print(f"dtmega {args.command}: {error}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_code", job.REFUSED)
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,18 +46,18 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     # Imported here so that `tokenize` starts without torch.
     from dtmega import mesh, models
-    from dtmega.checkpoint import local as checkpoint
+    from dtmega.checkpoint.hf import load
+    from dtmega.checkpoint.resume import open_checkpoint
+    from dtmega.checkpoint.weights import Weights
     from dtmega.data.tokenizer import load_tokenizer
     from dtmega.models.generate import generate
 
     cfg = run_config(args.run)
-    found = checkpoint.finished(args.run / "checkpoints")
-    if not found:
-        raise ValueError(f"{args.run} holds no finished checkpoint (--run)")
+    checkpoint = open_checkpoint(str(args.run))
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     model = models.build(cfg.model).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
-    checkpoint.load_model(found[-1], model.named_parameters())
+    load(Weights(checkpoint), model.named_parameters(), cfg.model.padded_vocab_size)
     new = generate(
         model,
         tokenizer.encode(args.prompt),
@@ -67,6 +70,52 @@ def _generate(args: argparse.Namespace) -> int:
     )
     print(args.prompt + tokenizer.decode(new))
     return 0
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run directory (its newest)")
+    parser.add_argument("other", nargs="?", help="another one: print the differences; exit code 1 if there are any")
+    parser.add_argument("--quick", action="store_true", help="do not read the tensors to verify their digests")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from dtmega.checkpoint import inspect
+
+    return inspect.main(args.checkpoint, args.other, verify=not args.quick)
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    pair: dict[str, Any] = {"nargs": 2, "required": True, "metavar": ("FORMAT", "PATH")}
+    parser.add_argument("--from", dest="source", help="hf, dtmega (a checkpoint or a run) or dcp, and where", **pair)
+    parser.add_argument("--to", dest="target", help="dtmega or hf, and where", **pair)
+    parser.add_argument("--config", default="", help="a TOML whose [model] the weights are of (needed for dcp)")
+    parser.add_argument("--prefix", default="", help="dcp: what stands before the parameters' names, such as 'model.'")
+    parser.add_argument(
+        "--tokenizer", default="", help="to hf: tokenizer.json or what to make one of (default: the source's)"
+    )
+    parser.add_argument("--dtype", default="", help="to hf: torch's name of another dtype to write")
+
+
+def _convert(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from dtmega import mesh, models
+    from dtmega.checkpoint import convert
+    from dtmega.data.tokenizer import load_tokenizer
+    from dtmega.data.tokenizer_json import to_json
+    from dtmega.models.bloom import HF_KEYS
+
+    def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
+        with torch.device("meta"):
+            return {name: tuple(p.shape) for name, p in models.build(model).named_parameters()}
+
+    world = convert.World()
+    if mesh.world_size() > 1:
+        mesh.start(torch.device("cpu"), mesh.resolve(config.Mesh(), mesh.world_size()))
+        world = convert.World(mesh.rank(), mesh.world_size(), lambda: dist.barrier() and None)
+    convert.main(args, HF_KEYS, shapes, lambda spec: (to_json(spec), load_tokenizer(spec).eod_id), world)
+    return job.DONE
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:

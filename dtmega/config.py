@@ -39,10 +39,13 @@ class Run(Section):
     dir: str = key("runs/bloom", "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/")
     seed: int = key(1234, "the one seed: initial values, data order and dropout are functions of it", ge=0, lt=2**31)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU where there is one")
+    timeout_s: float = key(600.0, "a process that does nothing for so long hangs: the job ends and names it", gt=0)
+    grace_s: float = key(20.0, "after SIGTERM, how long a step may take before the process leaves unsaved", gt=0)
 
 
 class Model(Section):
     name: Literal["bloom"] = key("bloom", "which file of dtmega/models")
+    init_from: str = key("", "weights to start with: a Hugging Face folder or a checkpoint's; empty = random")
     vocab_size: int = key(8192, "V; at least the tokenizer's vocabulary", ge=1)
     pad_vocab_to_multiple: int = key(1, "rows of the embedding; rows beyond V never enter the softmax", ge=1)
     hidden_size: int = key(256, "D", ge=1)
@@ -176,7 +179,10 @@ class Train(Section):
     samples: int = key(0, "... or sequences", ge=0)
     tokens: int = key(0, "... or tokens; exactly one of the three", ge=0)
     drift_interval: int = key(100, "steps between checks that copies of a parameter are still equal", ge=0)
-    max_skipped: int = key(10, "stop with an error after this many NaN/Inf steps in a row", ge=1)
+    max_skipped: int = key(10, "stop with an error after this many skipped steps in a row", ge=1)
+    skip_spikes: float = key(
+        0.0, "skip a step whose loss or gradient norm is so many sigma above the last 128; 0 = never (OLMo: 6)", ge=0
+    )
     exit_interval: int = key(0, "save and exit at every multiple of this step", ge=0)
     exit_duration_min: float = key(0.0, "save and exit after this many minutes", ge=0)
 
@@ -207,7 +213,10 @@ class Log(Section):
 class Checkpoint(Section):
     interval: int = key(100, "steps between checkpoints; one is written at the end in any case", ge=0)
     keep: int = key(2, "how many finished checkpoints stay", ge=1)
-    resume: str = key("auto", "auto = the newest in the run directory, none = start anew, or a checkpoint's folder")
+    resume: str = key("auto", "auto = the newest intact one, none = start anew, or a checkpoint's folder")
+    dir: str = key("", "where they are: a folder or an fsspec URL (s3://...); empty = DIR/checkpoints")
+    mode: Literal["sync", "async"] = key("sync", "async: a thread writes a copy while training goes on")
+    allow_changed_data: bool = key(False, "resume although data, tokenizer or seed are not what they were")
 
 
 class Mesh(Section):

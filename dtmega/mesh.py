@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,14 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # documented, missing in __all__
+    DistStoreError,
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    distributed_c10d,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtmega import config
@@ -35,7 +44,7 @@ DERIVED = {
     "shards": ("pp", "dp_shard", "cp", "tp"),
     "model": ("pp", "tp"),
 }
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -149,24 +158,26 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(device: torch.device, sizes: dict[str, int]) -> World:
-    """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun."""
-    on_gpu = device.type == "cuda"
+def start(device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOUT_S) -> World:
+    """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
+
+    Args:
+        timeout_s: of the rendezvous and of every collective.
+
+    Raises:
+        RuntimeError: not all ranks came in time.
+    """
+    on_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     if on_gpu:
         torch.cuda.set_device(device)
-    backend, device_id = ("nccl", device) if on_gpu else ("gloo", None)
-    if dist.is_initialized():  # by whoever calls the trainer as a library
-        pass
-    elif "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
-    else:
+    if not dist.is_initialized():  # by whoever calls the trainer as a library
         dist.init_process_group(
-            backend,
-            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # documented, missing in __all__
-            rank=0,
-            world_size=1,
-            timeout=TIMEOUT,
-            device_id=device_id,
+            "nccl" if on_gpu else "gloo",
+            store=_rendezvous(timeout),
+            rank=rank(),
+            world_size=world_size(),
+            timeout=timeout,
+            device_id=device if on_gpu else None,
         )
     me = dist.get_rank()
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
@@ -174,7 +185,7 @@ def start(device: torch.device, sizes: dict[str, int]) -> World:
     lists = {name: rank_groups(sizes, axes) for name, axes in DERIVED.items()} | {"embedding": embedding_groups(sizes)}
     for name, ranks in lists.items():
         for members in ranks:  # every process makes every group, in the same order
-            group = dist.new_group(members, timeout=TIMEOUT)
+            group = dist.new_group(members, timeout=timeout)
             if me in members:
                 assert isinstance(group, dist.ProcessGroup)
                 groups[name] = group
@@ -192,6 +203,68 @@ def start(device: torch.device, sizes: dict[str, int]) -> World:
         data_size=data_size,
         groups=groups,
     )
+
+
+def _rendezvous(timeout: timedelta) -> Store:
+    """A store that only the processes of this attempt of the job use.
+
+    torchrun keeps one store over all restarts, in which the next attempt finds the addresses of dead processes; with
+    gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT cannot tell attempts apart: each node counts its own
+    failures. So rank 0 numbers the attempt, waits until all ranks have come, and opens it. An attempt that was open
+    before a rank came is an earlier one.
+
+    Raises:
+        RuntimeError: not all ranks came within `timeout`; rank 0 names those that did not.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return HashStore()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
+    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    tcp = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank() == 0 and not agent_has_it,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    job = PrefixStore("dtmega", tcp)
+    attempt = _open_attempt(job, timeout) if rank() == 0 else _find_attempt(job, timeout)
+    return PrefixStore(str(attempt), job)
+
+
+def _open_attempt(job: Store, timeout: timedelta) -> int:
+    attempt = job.add("attempts", 1)
+    here = {other: f"{attempt}/here/{other}" for other in range(1, world_size())}
+    try:
+        if here:
+            job.wait(list(here.values()), timeout)
+    except DistStoreError:
+        absent = [other for other, key in here.items() if not job.check([key])]
+        raise RuntimeError(f"ranks {absent} of {world_size()} did not come in {timeout.total_seconds():g} s") from None
+    job.set(f"{attempt}/open", "")
+    return attempt
+
+
+def _find_attempt(job: Store, timeout: timedelta) -> int:
+    deadline, joined = time.monotonic() + timeout.total_seconds(), 0
+    while time.monotonic() < deadline:
+        attempt = job.add("attempts", 0)
+        is_open = attempt > 0 and job.check([f"{attempt}/open"])
+        if is_open and attempt == joined:
+            return attempt
+        if attempt > joined and not is_open:
+            job.set(f"{attempt}/here/{rank()}", "")
+            joined = attempt
+        time.sleep(0.1)
+    raise RuntimeError(f"rank {rank()}: rank 0 did not bring all ranks together in {timeout.total_seconds():g} s")
+
+
+def store() -> Store:
+    """A connection of its own to the store of the process group, for another thread or another timeout."""
+    return distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
 
 
 def stop() -> None:

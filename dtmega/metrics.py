@@ -108,7 +108,7 @@ class Metrics:
             self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {speed}")
 
     def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range) -> None:
-        """A step that changed no weight, because its loss or gradient is not finite; `reason` names which."""
+        """A step that changed no weight: loss or gradient norm is not finite (`reason` names which), or a spike."""
         if not self.write:
             return
         reason = self._record(
@@ -119,7 +119,8 @@ class Metrics:
             skipped=True,
             sample_ids=[samples.start, samples.stop],
         )
-        self._line(step, f"skipped: {reason} | samples {samples.start} to {samples.stop - 1}")
+        why = reason or f"spike: loss {loss:.4f}, grad_norm {grad_norm:.2f}"
+        self._line(step, f"skipped: {why} | samples {samples.start} to {samples.stop - 1}")
 
     def validation(self, step: int, loss: float) -> None:
         """The mean loss over the validation tokens, after `step` steps."""
@@ -132,6 +133,15 @@ class Metrics:
         if self.write:
             self._record(step, test_loss=loss)
             self._line(step, f"test loss {loss:.4f} | ppl {perplexity(loss):.2f}")
+
+    def saved(self, step: int, checkpoint: int, stall_s: float, error: str) -> None:
+        """After `step`: the checkpoint of step `checkpoint` is there, or is not, and training stood still for it."""
+        if not self.write:
+            return
+        failed = {"checkpoint_error": error} if error else {}
+        self._record(step, checkpoint=checkpoint, checkpoint_stall_s=stall_s, **failed)
+        if error:
+            self._line(step, f"WARNING: no checkpoint of step {checkpoint}, the ones before stay: {error}")
 
     def message(self, text: str) -> None:
         """A line of its own on stdout, above the bar if there is one."""
@@ -156,7 +166,7 @@ class Metrics:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._tensorboard:
             for name, value in values.items():
-                if name not in odd and name not in ("skipped", "sample_ids"):
+                if name not in odd and type(value) in (int, float):
                     self._tensorboard.add_scalar(name, value, step)
         return reason
 
@@ -172,6 +182,26 @@ class Metrics:
         first_step, ended = self._first
         per_step = (time.monotonic() - ended) / (step - first_step) if step > first_step else self._recent[-1][1]
         return per_step * (self._total_steps - step)
+
+
+def describe(config: Config, device: torch.device, world_size: int, n_tokens: int, step: int) -> str:
+    """The numbers that follow from the configuration, each once.
+
+    Args:
+        n_tokens: there are to train on.
+        step: the run starts after.
+    """
+    steps, samples, seq_len = config.total_steps(), config.total_samples(), config.data.seq_len
+    return "\n".join(
+        [
+            f"{config.model.name}: {cost.parameters(config.model):,} parameters, "
+            f"{cost.flops_per_token(config.model, seq_len) / 1e6:,.1f} MFLOP/token, "
+            f"{config.precision.params} on {world_size} x {device.type}",
+            f"data: {n_tokens:,} training tokens; {steps:,} steps of {config.batch.global_batch_size} x {seq_len} "
+            f"tokens = {samples * seq_len:,} tokens, {samples * seq_len / n_tokens:.2f} epochs",
+            f"run: {config.run.dir}, " + (f"resumed at step {step}" if step else "from the start"),
+        ]
+    )
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:

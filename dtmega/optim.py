@@ -1,9 +1,11 @@
-"""AdamW with Megatron's decay groups, the learning rate as a pure function of progress, gradient norm and clipping."""
+"""AdamW with Megatron's decay groups, learning rate as a function of progress, gradient norm, clipping, spikes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: config.Optim) -> 
         eps=optim.eps,
         fused=True,
     )
+
+
+def updates(optimizer: torch.optim.Optimizer) -> int:
+    """How often it has changed the weights, each of them."""
+    counts = {int(state["step"]) for state in optimizer.state.values()}
+    assert len(counts) <= 1, f"parameters have been updated {counts} times"
+    return max(counts, default=0)
 
 
 def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
@@ -67,6 +76,30 @@ def progress(cfg: config.Config, steps: int, samples: int) -> tuple[int, int]:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+class Spikes:
+    """Which losses and gradient norms are out of the ordinary (OLMo-core `SkipStepOptimizer`): a step that is skipped.
+
+    Args:
+        sigmas: how far above the mean of the last WINDOW steps; 0 = nothing is a spike.
+        recent: (loss, gradient norm) of these steps, as a checkpoint keeps them.
+    """
+
+    WINDOW = 128
+
+    def __init__(self, sigmas: float, recent: Iterable[Sequence[float]] = ()) -> None:
+        self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
+
+    def is_spike(self, loss: float, grad_norm: float) -> bool:
+        """Compares with the steps before, then counts this one among them. Never true in the first half window."""
+        found = False
+        if self.sigmas and len(self.recent) >= self.WINDOW // 2:
+            for value, before in zip((loss, grad_norm), zip(*self.recent, strict=True), strict=True):
+                found |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
+        if self.sigmas and math.isfinite(loss) and math.isfinite(grad_norm):
+            self.recent.append((loss, grad_norm))
+        return found
 
 
 def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtmega import config, drift, keyed, models
+from dtmega import config, drift, keyed, models, optim
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.bloom import Bloom, init_std
@@ -106,6 +106,15 @@ class ShardedModel:
         """Local parts of gradients, by the same rule; `every` one that this rank holds, for clipping."""
         parameters = [p for _, p in self.named_parameters()] if every else self._counted()
         return [_local(p.grad) for p in parameters if p.grad is not None]
+
+    def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
+        """Of the last gradient and the parameters, over the whole model: those that are asked for."""
+        device, group, found = self.world.device, self.world.groups["shards"], dict[str, float]()
+        if num_zeros:
+            found["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
+        if params_norm:
+            found["params_norm"] = optim.total_norm(self.weights(), device, group)
+        return found
 
     def _counted(self) -> list[nn.Parameter]:
         first_tp_rank = self.world.coordinate("tp") == 0

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import train
-from dtmega.checkpoint import local as checkpoint
+from dtmega.checkpoint import resume
+from dtmega.checkpoint.resume import State, open_checkpoint
+from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed import IndexedWriter
 from tests import ranks
 
@@ -116,8 +118,8 @@ class Run:
 
 
 def tensors(root: Path, step: int) -> dict[str, torch.Tensor]:
-    parts = sorted((root / checkpoint.name(step)).glob("model-*.safetensors"))
-    return {name: tensor for part in parts for name, tensor in load_file(part).items()}
+    weights = Weights(open_checkpoint(str(root / resume.name(step))))
+    return {name: weights.read(name) for name in weights.tensors}
 
 
 def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = None) -> None:
@@ -130,8 +132,10 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
     def saving(cfg, world):
         model = honest(cfg, world)
         optimizer = torch.optim.AdamW([p for _, p in model.named_parameters()])
-        place = {"part": world.coordinate("pp"), "writes": world.leads_stage}
-        checkpoint.save(Path(folder, "initial"), 0, model.owned(), optimizer, {}, keep=1, **place)
+        elsewhere = cfg.checkpoint.model_copy(update={"dir": str(Path(folder, "initial")), "mode": "sync"})
+        checkpoints = Checkpoints(cfg.model_copy(update={"checkpoint": elsewhere}), world.device)
+        checkpoints.save(tensors_of(model.owned(), optimizer), State.of(cfg.model_dump()))
+        checkpoints.close()
         return model
 
     train.parallelize = saving

@@ -14,6 +14,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
     "config": (0, set()),
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
+    "job": (1, set()),  # what a process owes its launcher; imports nothing of dtmega
     "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega
     "mesh": (1, set()),
     "attention": (1, {"keyed"}),  # dropout on the probabilities

@@ -254,6 +254,22 @@ def test_an_interval_of_zero_prints_no_step(start: Start, capfd: pytest.CaptureF
     assert capfd.readouterr().out == ""
 
 
+def test_a_skipped_spike_says_that_it_is_one(start: Start, capfd: pytest.CaptureFixture[str]):
+    start().skipped(3, 9.0, 0.5, samples=range(8, 12))
+    assert "step 3/6 | skipped: spike: loss 9.0000, grad_norm 0.50 | samples 8 to 11" in capfd.readouterr().out
+
+
+def test_a_save_records_how_long_training_stood_still(start: Start, tmp_path: Path):
+    start().saved(4, 3, 0.25, "")
+    assert lines(tmp_path) == [{"step": 4, "checkpoint": 3, "checkpoint_stall_s": 0.25}]
+
+
+def test_a_save_that_failed_is_recorded_and_warned_of(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    start(tensorboard=True).saved(4, 3, 0.25, "No space left on device (12 bytes free)")
+    assert lines(tmp_path)[0]["checkpoint_error"] == "No space left on device (12 bytes free)"
+    assert "WARNING: no checkpoint of step 3, the ones before stay: No space left" in capfd.readouterr().out
+
+
 def test_validation_test_and_skipped_steps_print_a_line_each(start: Start, capfd: pytest.CaptureFixture[str]):
     run = start()
     run.validation(2, 4.0)

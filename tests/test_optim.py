@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtmega.config import Optim
-from dtmega.optim import build_optimizer, clip_gradients, count_zeros, learning_rate, total_norm
+from dtmega.optim import Spikes, build_optimizer, clip_gradients, count_zeros, learning_rate, total_norm, updates
 
 
 def megatron(num: int, schedule: str, warmup: int, end: int, peak: float, low: float, tail: int = 0) -> float:
@@ -117,3 +117,38 @@ def test_zeros_are_counted(alone):
 def test_a_rank_without_tensors_adds_nothing(alone):
     assert total_norm([], CPU, alone) == 0.0
     assert count_zeros([], CPU, alone) == 0
+
+
+def quiet(n: int) -> list[tuple[float, float]]:
+    """Steps whose loss is 3 +- 0.1 and whose gradient norm is 1 +- 0.1: both have a standard deviation of 0.1."""
+    return [(3 + 0.1 * (-1) ** i, 1 - 0.1 * (-1) ** i) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad_norm", "spike"), [(3.59, 1.59, False), (3.61, 1.0, True), (3.0, 1.61, True), (0.0, 0.0, False)]
+)
+def test_a_spike_is_six_sigma_above_the_mean_of_loss_or_gradient_norm(loss, grad_norm, spike):
+    assert Spikes(6, quiet(128)).is_spike(loss, grad_norm) == spike
+
+
+def test_nothing_is_a_spike_before_half_the_window_or_without_a_bound():
+    assert not Spikes(6, quiet(63)).is_spike(100.0, 100.0)
+    assert not Spikes(0, quiet(128)).is_spike(100.0, 100.0)
+
+
+def test_the_window_moves_and_takes_no_nan():
+    spikes = Spikes(6, quiet(128))
+    assert not spikes.is_spike(math.nan, 1.0)
+    assert list(spikes.recent) == quiet(128)
+    spikes.is_spike(2.0, 1.0)
+    assert list(spikes.recent) == [*quiet(128)[1:], (2.0, 1.0)]
+
+
+def test_updates_counts_what_changed_the_weights():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer([parameter], Optim())
+    assert updates(optimizer) == 0
+    for _ in range(3):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    assert updates(optimizer) == 3

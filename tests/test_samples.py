@@ -15,7 +15,6 @@ from dtmega.data.samples import (
     Samples,
     blend_order,
     build_samples,
-    fingerprint,
     permutation,
     split_documents,
 )
@@ -235,14 +234,3 @@ def test_a_split_that_leaves_a_part_without_documents_is_an_error(tmp_path):
 def test_an_empty_corpus_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(ValueError, match=r"corpus: .* for 'train', got 0 in 0 of 0 documents"):
         build_samples(data(), [write_corpus(tmp_path, [])], seed=3)
-
-
-def test_the_fingerprint_is_of_the_data_and_not_of_its_folder(tmp_path):
-    here, there = write_corpus(tmp_path / "a"), write_corpus(tmp_path / "b")
-    assert fingerprint([here]) == fingerprint([there])
-
-
-def test_the_fingerprint_changes_with_the_data(tmp_path):
-    prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, [*LENGTHS, 1], "longer")]
-    known = [[prefixes[0]], [prefixes[1]], prefixes, prefixes[::-1]]
-    assert len({fingerprint(p) for p in known}) == len(known)

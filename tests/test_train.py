@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import train
-from dtmega import config
+from dtmega import config, job
 from dtmega.__main__ import main as command
+from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,13 +63,10 @@ def arguments(run_dir: Path, corpus: str, **overrides: object) -> list[str]:
 
 
 def run(run_dir: Path, corpus: str, **overrides: object) -> int:
-    """train.py in this process; signal handlers are put back."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    """train.py in this process; returns the exit code."""
     try:
         return train.main(arguments(run_dir, corpus, **overrides))
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -91,7 +89,8 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
     validation = [line["val_loss"] for line in metrics(tmp_path) if "val_loss" in line]
     assert len(validation) == 1 + 30 // 5
     assert validation[-1] < validation[0] - 1
-    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard"}
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard", ".lock"}
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000020", "step-00000030"]
     output = capsys.readouterr().out
     assert "ppl" in output
@@ -121,7 +120,7 @@ def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_pa
         time.sleep(0.01)
     first.send_signal(signal.SIGTERM)
     output, _ = first.communicate(timeout=60)
-    assert first.returncode == 0
+    assert first.returncode == job.PREEMPTED
     assert "stopped after step" in output
     done = len(losses(tmp_path / "cut"))
     assert 3 <= done < 40
@@ -270,8 +269,7 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_logged_with_its_sample
     (line,) = [line for line in metrics(tmp_path) if line.get("skipped")]
     assert (line["step"], line["sample_ids"], line["loss"]) == (3, [16, 24], None)
     assert "skipped" in capsys.readouterr().out
-    state = json.loads((tmp_path / "checkpoints" / "step-00000010" / "state.json").read_text())
-    assert state["progress"]["skipped"] == 1
+    assert state_of(open_checkpoint(str(tmp_path))).progress.skipped == 1
 
 
 def test_a_skipped_step_changes_no_weight(tmp_path, corpus, monkeypatch):

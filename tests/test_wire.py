@@ -19,7 +19,7 @@ import train
 from dtmega import config, cost, loss, mesh
 from dtmega.data.loader import StepBatch
 from dtmega.mesh import World
-from dtmega.optim import build_optimizer
+from dtmega.optim import Spikes, build_optimizer
 from dtmega.parallelize import parallelize
 from dtmega.pipelining.split import plan_stages
 from dtmega.plans import mappings
@@ -126,7 +126,10 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
         wire, text = Wire(groups), Mock(splits={"valid": None})
         batches: Any = two_batches(cfg, world, wire)
         with wire, contextlib.suppress(StopIteration):
-            train.train(cfg, world, text, model, optimizer, batches, train.Progress(), Mock(), [])
+            nobody = {"checkpoints": Mock(), "metrics": Mock(), "watch": Mock(signals=[])}
+            nobody["checkpoints"].poll.return_value = []
+            run = train.Run(cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
+            train.train(run, train.Progress())
         pipeline = {}
         if world.sizes["pp"] > 1:
             stages = plan_stages(cfg, world.sizes["pp"])

@@ -11,7 +11,6 @@ other data, and it needs a rule for the last epoch. Here there is no last epoch.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -198,13 +197,3 @@ def build_samples(data: Data, prefixes: Sequence[str], seed: int) -> dict[str, S
             ]
             built[split] = parts[0] if len(parts) == 1 else Blend(parts, data.weights)
     return built
-
-
-def fingerprint(prefixes: Sequence[str]) -> str:
-    """16 hex digits of the files' names, sizes, token counts and dtypes: a resumed run must find the same data."""
-    lines = []
-    for prefix in prefixes:
-        dataset = IndexedDataset(prefix)
-        sizes_bytes = [os.path.getsize(prefix + suffix) for suffix in (".bin", ".idx")]
-        lines.append(f"{os.path.basename(prefix)} {sizes_bytes} {dataset.n_tokens} {dataset.dtype.str}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+from typing import Any, NamedTuple
+
+import xxhash
 
 from dtmega.config import Config
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset, check_token_ids
-from dtmega.data.samples import Blend, Samples, build_samples, fingerprint
+from dtmega.data.samples import Blend, Samples, build_samples
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
+
+SAMPLED_BYTES, SAMPLES = 2**16, 64
 
 
 class Text(NamedTuple):
-    """What there is to read, per split, and the vocabulary it is written in."""
+    """What there is to read, per split, and the vocabulary it is written in.
+
+    Attributes:
+        identity: TOML key -> digest or value of all that decides which tokens and which dropout step n sees. A run that
+            goes on must find it unchanged.
+    """
 
     tokenizer: Tokenizer
     splits: dict[str, Samples | Blend | None]
-    fingerprint: str
+    identity: dict[str, Any]
 
     def samples(self, split: str) -> Samples | Blend:
         found = self.splits[split]
@@ -39,4 +49,29 @@ def open_text(cfg: Config) -> Text:
     prefixes = [prepare_stdlib(tokenizer) if path == "stdlib" else path for path in cfg.data.paths]
     for prefix in prefixes:
         check_token_ids(IndexedDataset(prefix), cfg.model.vocab_size)
-    return Text(tokenizer, build_samples(cfg.data, prefixes, cfg.run.seed), fingerprint(prefixes))
+    return Text(tokenizer, build_samples(cfg.data, prefixes, cfg.run.seed), identity(cfg, tokenizer, prefixes))
+
+
+def identity(cfg: Config, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
+    """See `Text`. Where the files are and what they are called does not count."""
+    same = ("weights", "seq_len", "split", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    return {
+        "[data] path": [fingerprint(prefix) for prefix in prefixes],
+        "[data] tokenizer": tokenizer.fingerprint,
+        **{f"[data] {key}": getattr(cfg.data, key) for key in same},
+        "[run] seed": cfg.run.seed,
+    }
+
+
+def fingerprint(prefix: str) -> str:
+    """16 hex digits of the sizes of .idx and .bin and of SAMPLES blocks spread over each: quick for terabytes."""
+    digest = xxhash.xxh3_64()
+    for suffix in (".idx", ".bin"):
+        size = os.path.getsize(prefix + suffix)
+        digest.update(f"{suffix} {size} ".encode())
+        last = max(0, size - SAMPLED_BYTES)
+        with open(prefix + suffix, "rb") as file:
+            for start in sorted({last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
+                file.seek(start)
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()

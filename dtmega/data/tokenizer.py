@@ -66,14 +66,17 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises:
         ValueError: unknown spec, missing or malformed file, missing library, or tiktoken could not download.
     """
+    return _from_huggingface(spec) if spec.endswith(".json") else _from_encoding(spec, *load_encoding(spec))
+
+
+def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
+    """The ranks and the pattern of any spec but a tokenizer.json, and their fingerprint; errors as above."""
     if spec == "stdlib-8k":
         return _from_ranks_file(spec, STDLIB_8K)
     if spec == "bytes":
         return _from_ranks(spec, {bytes([i]): i for i in range(256)}, r"[\s\S]{1,256}", b"bytes")
     if spec.endswith(".tiktoken"):
         return _from_ranks_file(spec, Path(spec))
-    if spec.endswith(".json"):
-        return _from_huggingface(spec)
     if spec in tiktoken.list_encoding_names():
         return _from_tiktoken_name(spec)
     raise ValueError(
@@ -82,7 +85,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     )
 
 
-def _from_ranks_file(spec: str, path: Path) -> Tokenizer:
+def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
     content = _read(path)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -100,14 +103,14 @@ def _from_ranks_file(spec: str, path: Path) -> Tokenizer:
     return _from_ranks(spec, ranks, GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN, content)
 
 
-def _from_ranks(spec: str, ranks: dict[bytes, int], pattern: str, content: bytes) -> Tokenizer:
+def _from_ranks(spec: str, ranks: dict[bytes, int], pattern: str, content: bytes) -> tuple[tiktoken.Encoding, str]:
     encoding = tiktoken.Encoding(
         spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)}, explicit_n_vocab=len(ranks) + 1
     )
-    return _from_encoding(spec, encoding, _digest(pattern.encode(), content))
+    return encoding, _digest(pattern.encode(), content)
 
 
-def _from_tiktoken_name(spec: str) -> Tokenizer:
+def _from_tiktoken_name(spec: str) -> tuple[tiktoken.Encoding, str]:
     try:
         encoding = tiktoken.get_encoding(spec)
     except Exception as error:  # whatever the network stack of the day raises
@@ -115,7 +118,7 @@ def _from_tiktoken_name(spec: str) -> Tokenizer:
             f"tiktoken could not download '{spec}' ({type(error).__name__}); without a network, pass a local .tiktoken "
             f"file or a tokenizer.json"
         ) from None
-    return _from_encoding(spec, encoding, _digest(spec.encode(), str(encoding.n_vocab).encode()))
+    return encoding, _digest(spec.encode(), str(encoding.n_vocab).encode())
 
 
 def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> Tokenizer:

@@ -1,0 +1,245 @@
+"""Hugging Face's folders of BLOOM, to read: safetensors with a config.json. Each rank reads only the part it holds.
+
+The table of names is an argument (`HF_KEYS` of the model): our prefix -> theirs, `{}` for the number of a layer.
+Tensors are the same on both sides, the fused q, k, v included; the head is tied to the embedding and is not stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtmega import config
+from dtmega.checkpoint import Source
+
+EMBED, THEIR_HEAD, BASE = "embed.weight", "lm_head.weight", "transformer."
+INDEX = "model.safetensors.index.json"
+BUFFERS = re.compile(r"(causal_mask|masked_bias)$")  # that old versions of transformers stored
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# [model] key -> its names in config.json, today's last; the first one there counts. Defaults are the same in both.
+CONFIG_KEYS = {
+    "vocab_size": ["vocab_size"],
+    "hidden_size": ["n_embed", "hidden_size"],
+    "n_layers": ["num_hidden_layers", "n_layer"],
+    "n_heads": ["num_attention_heads", "n_head"],
+    "layer_norm_eps": ["layer_norm_epsilon"],
+    "apply_residual_connection_post_layernorm": ["apply_residual_connection_post_layernorm"],
+    "hidden_dropout": ["hidden_dropout"],
+    "attention_dropout": ["attention_dropout"],
+    "init_std": ["initializer_range"],
+}
+SIZES = ("vocab_size", "hidden_size", "n_layers", "n_heads")  # without a default
+FREE = ("hidden_dropout", "attention_dropout", "init_std")  # may differ: they do not change what the weights mean
+
+
+class HFFolder:
+    """The weights of a folder as a `Source`, by our names.
+
+    With or without `transformer.` before the names, as the folder of a bare BloomModel has them. A stored head must be
+    the embedding, which each rank checks for the part it reads.
+
+    Attributes:
+        tensors: name -> dtype in the file and shape.
+        bytes_read: of tensors, by this object.
+    """
+
+    def __init__(self, path: str | Path, hf_keys: Mapping[str, str]) -> None:
+        """Raises:
+        ValueError: no such folder, no safetensors in it, a file or tensor is missing, there twice, or not BLOOM's.
+        """
+        self.path, self.bytes_read = Path(path), 0
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._slices: dict[str, Any] = {}
+        self._head: Any = None
+        files, weight_map = _files(self.path)
+        unknown: list[str] = []
+        table = {their: our for our, their in hf_keys.items()}
+        for file in files:
+            try:
+                opened = safe_open(self.path / file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.path / file} is no safetensors file: {error}") from None
+            there = set(opened.keys())
+            if lost := sorted(name for name, f in weight_map.items() if f == file and name not in there):
+                raise ValueError(f"{self.path / file} has no '{lost[0]}', which {INDEX} says it has")
+            for theirs in sorted(there):
+                if theirs == THEIR_HEAD:
+                    self._head = opened.get_slice(theirs)
+                elif ours := translate(theirs if theirs.startswith(BASE) else BASE + theirs, table):
+                    self._add(ours, opened.get_slice(theirs), theirs, file)
+                elif not BUFFERS.search(theirs):
+                    unknown.append(theirs)
+        if unknown:
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise ValueError(
+                f"{self.path} is of another model: it has {', '.join(unknown[:3])}{more}, unknown to BLOOM"
+            )
+        if self._head is not None and EMBED in self.tensors and tuple(self._head.get_shape()) != self.tensors[EMBED][1]:
+            raise ValueError(f"{self.path}: {THEIR_HEAD} is {self._head.get_shape()}, {self._not_tied()}")
+
+    def _add(self, name: str, part: Any, theirs: str, file: str) -> None:
+        if part.get_dtype() not in DTYPES:
+            raise ValueError(
+                f"{self.path / file}: '{theirs}' is of dtype {part.get_dtype()}, expected one of {', '.join(DTYPES)}"
+            )
+        if name in self._slices:
+            raise ValueError(f"{self.path}: '{theirs}' in {file} is there twice; expected one tensor for {name}")
+        self._slices[name] = part
+        self.tensors[name] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+
+    def _not_tied(self) -> str:
+        return "and not the embedding; expected equal ones, since BLOOM's head is tied to its embedding"
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        """That part (None: all) of a tensor, in the file's dtype.
+
+        Raises:
+            ValueError: that part of the embedding is not what the stored head has.
+        """
+        part = self._read(self._slices[name], index)
+        if name == EMBED and self._head is not None and not torch.equal(self._read(self._head, index).to(part), part):
+            raise ValueError(f"{self.path}: {THEIR_HEAD} is stored {self._not_tied()}")
+        return part
+
+    def _read(self, whole: Any, index: tuple[slice, ...] | None) -> Tensor:
+        part: Tensor = whole[... if index is None else index]
+        self.bytes_read += part.numel() * part.itemsize
+        return part
+
+
+def _files(path: Path) -> tuple[list[str], dict[str, str]]:
+    """The safetensors files that hold the model, and which tensor the index says is where (no index: empty)."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; expected one with config.json and model*.safetensors")
+    if (path / INDEX).is_file():
+        weight_map = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{path / INDEX}: expected a 'weight_map' of tensors to files")
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            # The file itself may be a link out of the folder: hub caches are made of those, and there is no code in it.
+            if os.path.basename(file) != file:
+                raise ValueError(f"{path / INDEX} names '{file}'; expected names of files beside it")
+            if not (path / file).is_file():
+                raise ValueError(f"{path} has no '{file}', which {INDEX} names")
+        return files, weight_map
+    files = sorted(file.name for file in path.glob("model*.safetensors"))
+    if not files:
+        pickled = sorted(file.name for file in path.glob("*.bin"))
+        raise ValueError(
+            f"{path} holds no model*.safetensors"
+            + (f", but {pickled[0]}: a pickle, which can run code; re-save it as safetensors" if pickled else "")
+        )
+    numbered = [match for file in files if (match := re.fullmatch(r".*-of-(\d+)\.safetensors", file))]
+    if numbered and len(numbered) != int(numbered[0][1]):
+        raise ValueError(f"{path} holds {len(numbered)} files of {int(numbered[0][1])}; the first is {numbered[0][0]}")
+    return files, {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return content
+
+
+@functools.cache
+def pattern(prefix: str) -> re.Pattern[str]:
+    """Matches the parameters of a row: the groups are the layer, if it has one, and weight or bias."""
+    return re.compile(re.escape(prefix).replace(r"\{\}", r"(\d+)") + r"(weight|bias)")
+
+
+def translate(name: str, table: Mapping[str, str]) -> str | None:
+    """The name by the row of the table (prefix -> prefix) that it has the prefix of; None if there is none."""
+    for prefix, other in table.items():
+        if match := pattern(prefix).fullmatch(name):
+            *layer, suffix = match.groups()
+            return other.format(*layer) + suffix
+    return None
+
+
+def model_section(path: str | Path) -> dict[str, Any]:
+    """The [model] section that a folder's config.json describes.
+
+    Raises:
+        ValueError: no config.json, not of BLOOM, or without a size.
+    """
+    file = Path(path) / "config.json"
+    theirs = _read_json(file)
+    if theirs.get("model_type") != "bloom":
+        raise ValueError(f"{file} has model_type={theirs.get('model_type')!r}, expected 'bloom' ([model] name)")
+    section: dict[str, Any] = {"name": "bloom"}
+    for key, names in CONFIG_KEYS.items():
+        found = [theirs[name] for name in names if theirs.get(name) is not None]
+        if found:
+            section[key] = found[0]
+        elif key in SIZES:
+            raise ValueError(f"{file} has no '{names[-1]}' ([model] {key})")
+    return section
+
+
+def check_config(path: str | Path, model: config.Model) -> None:
+    """Is the folder's model of the shape that [model] asks for?
+
+    Raises:
+        ValueError: names each key that differs, with both values.
+    """
+    section = model_section(path)
+    keys = [key for key in CONFIG_KEYS if key not in FREE]
+    theirs = {key: section.get(key, config.Model.model_fields[key].default) for key in keys} | {
+        "ffn_hidden_size": 4 * model.hidden_size
+    }
+    ours = {key: getattr(model, key) for key in keys} | {"ffn_hidden_size": model.ffn}
+    if wrong := [f"{key}={theirs[key]}, not {ours[key]} ([model] {key})" for key in ours if ours[key] != theirs[key]]:
+        raise ValueError(f"{path} is of a model with {'; '.join(wrong)}")
+
+
+@torch.no_grad()
+def load(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
+    """Fill parameters in place, each rank with the part it holds; of two of one name, both. Casts to their dtype.
+
+    Args:
+        parameters: name in the whole model -> DTensor, or a whole tensor.
+        vocab: `[model] vocab_size`. Rows of the embedding beyond it are padding, of which there may be more or fewer
+            here than in the source; those that the source does not have are filled with zeros.
+
+    Raises:
+        ValueError: a parameter that the source does not have, or has in another shape.
+    """
+    for name, parameter in parameters:
+        if name not in source.tensors:
+            raise ValueError(f"the weights to start with have no '{name}' ([model] n_layers, [model] init_from)")
+        there, here = source.tensors[name][1], tuple(parameter.shape)
+        if there != here and not (name == EMBED and len(there) == 2 and there[0] >= vocab and there[1] == here[1]):
+            raise ValueError(f"'{name}' is {list(there)} there, {list(here)} here ([model], [model] init_from)")
+        offsets, local = _held(parameter)
+        if local.numel():
+            rows = max(0, min(local.shape[0], there[0] - offsets[0]))
+            local[rows:] = 0
+            if rows:
+                box = zip(offsets, (rows, *local.shape[1:]), strict=True)
+                local[:rows].copy_(source.read(name, tuple(slice(o, o + n) for o, n in box)))
+
+
+def _held(parameter: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """What this rank holds of a parameter, and where in the whole it starts."""
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.ndim, parameter
+    local = parameter.to_local()
+    if local.numel() == 0:
+        return (0,) * local.ndim, local
+    (chunk,) = parameter.__create_chunk_list__()
+    return tuple(chunk.offsets), local

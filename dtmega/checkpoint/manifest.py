@@ -1,0 +1,236 @@
+"""What a checkpoint says about itself: `manifest.json`, written last, checked before anything else is believed.
+
+    {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
+
+Tensors are raw little-endian bytes in `data-00000.bin`, ...; each chunk of one carries a digest per BLOCK_BYTES, so
+that a rank that needs some rows reads and verifies little more than these. A digest finds damage; it is no signature.
+Everything that comes out of `parse` is typed, in bounds and of plausible size: readers allocate by it without fear.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from dtmega import job
+
+FORMAT = 1
+NAME = "manifest.json"
+BLOCK_BYTES = 4 * 2**20
+MAX_BYTES = 2**30  # of a manifest; BLOOM-176B's, with its digests, is 20 MB
+MAX_DIMS = 16
+MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
+DATA_FILE = re.compile(r"data-\d{5}\.bin")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written: names file, entry and reason. An older one may serve."""
+
+    exit_code = job.DAMAGED
+
+
+class OtherFormat(ValueError):
+    """Whole, and written by another version of dtmega."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and where its bytes are.
+
+    Attributes:
+        offsets, sizes: the box, one number per dim.
+        file, start: `sizes` elements, row by row, from byte `start` of that file.
+        digests: xxh3-128, in hex, of each BLOCK_BYTES from there (the last one shorter).
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One whole tensor; its chunks cover it, each element once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Attributes:
+    step: of the run.
+    state: JSON of whoever saved it.
+    files: name -> bytes.
+    tensors: by name in the whole model.
+    """
+
+    step: int
+    state: dict[str, Any]
+    files: dict[str, int]
+    tensors: dict[str, Entry]
+
+
+def digest(data: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def block_digests(data: memoryview) -> tuple[str, ...]:
+    """Of each BLOCK_BYTES of contiguous bytes."""
+    return tuple(digest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
+
+
+def dump(manifest: Manifest) -> bytes:
+    content = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "state": manifest.state,
+        "files": manifest.files,
+        "tensors": {
+            name: {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": entry.shape,
+                "chunks": [[c.offsets, c.sizes, c.file, c.start, c.digests] for c in entry.chunks],
+            }
+            for name, entry in manifest.tensors.items()
+        },
+    }
+    # Not NaN: JSON has none, and a strict reader elsewhere must be able to read this.
+    body = b'{"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return body + _tail(body)
+
+
+def _tail(body: bytes) -> bytes:
+    return b',"xxh3":"' + digest(body).encode() + b'"}\n'
+
+
+def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
+    """The manifest in these bytes, if it fits the data files that are there.
+
+    Args:
+        sizes: bytes of each file beside it.
+
+    Raises:
+        Damaged: not what `dump` wrote, or a file is missing, of another size, or claimed twice.
+        OtherFormat: written by another version of dtmega.
+    """
+    body = raw[: -len(_tail(b""))]
+    if raw != body + _tail(body):
+        raise Damaged(f"{NAME}: its digest does not match its content")
+    try:
+        content = json.loads(body[len(b'{"content":') :])
+        if content["format"] != FORMAT:
+            raise OtherFormat(f"a checkpoint of format {content['format']}; this dtmega reads {FORMAT}")
+        manifest = Manifest(
+            _count(content["step"]),
+            _typed(content["state"], dict),
+            {_file_name(name): _count(size) for name, size in _typed(content["files"], dict).items()},
+            {_typed(name, str): _entry(entry) for name, entry in _typed(content["tensors"], dict).items()},
+        )
+        _check_places(manifest)
+    except (OtherFormat, Damaged):
+        raise
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as error:
+        raise Damaged(f"{NAME}: {type(error).__name__}: {error}") from None
+    for name, size in manifest.files.items():
+        if name not in sizes:
+            raise Damaged(f"{name} is missing")
+        if sizes[name] != size:
+            raise Damaged(f"{name} has {sizes[name]} bytes, expected {size}")
+    return manifest
+
+
+def _entry(entry: dict[str, Any]) -> Entry:
+    shape = _counts(entry["shape"])
+    if math.prod(max(n, 1) for n in shape) >= MAX_COUNT:
+        raise TypeError(f"expected a shape, got {list(shape)}")
+    chunks = tuple(
+        Chunk(_counts(offsets), _counts(sizes), _file_name(file), _count(start), tuple(_typed(digests, list)))
+        for offsets, sizes, file, start, digests in entry["chunks"]
+    )
+    return Entry(DTYPES[entry["dtype"]], shape, chunks)
+
+
+def _check_places(manifest: Manifest) -> None:
+    """Each chunk inside its tensor and its file, all of a tensor there once, no byte used twice."""
+    used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
+    for name, entry in manifest.tensors.items():
+        elements = 0
+        for c in entry.chunks:
+            elements += math.prod(c.sizes)
+            n_bytes = math.prod(c.sizes) * entry.dtype.itemsize
+            fits = len(c.offsets) == len(c.sizes) == len(entry.shape) and all(
+                o + n <= whole for o, n, whole in zip(c.offsets, c.sizes, entry.shape, strict=True)
+            )
+            if not fits or c.file not in used or len(c.digests) != -(-n_bytes // BLOCK_BYTES):
+                raise Damaged(f"{NAME}: '{name}' has a chunk {c.offsets} + {c.sizes} that does not fit {entry.shape}")
+            used[c.file].append((c.start, c.start + n_bytes))
+        if elements != math.prod(entry.shape) or overlap(entry.chunks):
+            raise Damaged(f"{NAME}: the chunks of '{name}' do not make {list(entry.shape)}")
+    for file, ranges in used.items():
+        end = 0
+        for start, stop in sorted(ranges):
+            if start < end:
+                raise Damaged(f"{NAME}: two entries share bytes {start} to {end} of {file}")
+            end = stop
+        if end > manifest.files[file]:
+            raise Damaged(f"{NAME}: an entry ends at byte {end} of {file}, which has {manifest.files[file]}")
+
+
+def overlap(chunks: Iterable[Chunk]) -> bool:
+    """Do two boxes share an element? Sorted by their first row, so that only near ones are compared."""
+    active: list[Chunk] = []
+    for c in sorted(chunks, key=lambda c: c.offsets):
+        active = [a for a in active if not c.offsets or a.offsets[0] + a.sizes[0] > c.offsets[0]]
+        for a in active:
+            if all(
+                max(o, p) < min(o + n, p + m) for o, n, p, m in zip(a.offsets, a.sizes, c.offsets, c.sizes, strict=True)
+            ):
+                return True
+        active.append(c)
+    return False
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {str(value)[:40]!r}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not 0 <= _typed(value, int) < MAX_COUNT:
+        raise TypeError(f"expected a count, got {value}")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if len(_typed(values, list)) > MAX_DIMS:
+        raise TypeError(f"expected at most {MAX_DIMS} dims, got {len(values)}")
+    return tuple(_count(value) for value in values)
+
+
+def _file_name(value: Any) -> str:
+    if not DATA_FILE.fullmatch(_typed(value, str)):
+        raise TypeError(f"expected a name like data-00000.bin, got {value[:40]!r}")
+    return value

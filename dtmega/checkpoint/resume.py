@@ -1,0 +1,208 @@
+"""Where a run goes on: the newest intact checkpoint, a named one, or nowhere; and whether it may."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dtmega import __version__, config
+from dtmega.checkpoint import manifest
+from dtmega.checkpoint.dcp import Checkpoint
+from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.manifest import Damaged
+
+FINISHED = re.compile(r"step-\d{8}")
+# Keys of [model] that a checkpoint must agree with: the tensors' shapes and the function they are weights of.
+SAME = (
+    *("name", "vocab_size", "pad_vocab_to_multiple", "hidden_size", "n_layers", "n_heads", "ffn_hidden_size"),
+    *("layer_norm_eps", "apply_residual_connection_post_layernorm"),
+)
+Count = Annotated[int, Field(ge=0, lt=2**60)]
+
+
+class Progress(NamedTuple):
+    """Where a run is: counts of what it has consumed. Batches, learning rate and dropout are functions of these."""
+
+    step: Count = 0
+    samples: Count = 0
+    skipped: Count = 0
+
+
+START = Progress()
+
+
+class State(BaseModel):
+    """What a run saves beside its tensors.
+
+    Attributes:
+        progress: what is done, as counts.
+        updates: of the weights; what AdamW calls `step`.
+        recent: (loss, gradient norm) of the last steps, where [train] skip_spikes looks at them.
+        identity: what the numbers depend on beside weights: digests of data and tokenizer, the seed, ...; empty where
+            there are weights only.
+        config: of the run, resolved; by section.
+        layout, versions: where it was written, and by what; for people.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    progress: Progress
+    updates: Count
+    recent: list[tuple[float, ...]]
+    identity: dict[str, Any]
+    config: dict[str, dict[str, Any]]
+    layout: dict[str, int]
+    versions: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        config: dict[str, Any],
+        *,
+        progress: Progress = START,
+        updates: int = 0,
+        recent: Iterable[tuple[float, ...]] = (),
+        identity: Mapping[str, Any] | None = None,
+        layout: Mapping[str, int] | None = None,
+    ) -> State:
+        """Of this dtmega, torch and Python."""
+        versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        return cls(
+            progress=progress,
+            updates=updates,
+            recent=list(recent),
+            identity=dict(identity or {}),
+            config=config,
+            layout=dict(layout or {}),
+            versions=versions,
+        )
+
+
+def name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def finished(files: Disk | Remote) -> list[str]:
+    """Complete checkpoints, oldest first."""
+    found = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
+    return found if files.renames else [folder for folder in found if manifest.NAME in files.sizes(folder)]
+
+
+def root_of(cfg: config.Config) -> str:
+    return cfg.checkpoint.dir or str(Path(cfg.run.dir, "checkpoints"))
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
+
+    Raises:
+        ValueError: nothing like that there.
+        Damaged: nothing intact.
+    """
+    parent, _, folder = path.rstrip("/").rpartition("/")
+    files = open_root(parent or ("/" if path.startswith("/") else "."))
+    if folder in files.folders() and manifest.NAME in files.sizes(folder):
+        return Checkpoint(files, folder)
+    damage = []
+    for root in (f"{path}/checkpoints", path):
+        files = open_root(root)
+        for folder in finished(files)[::-1]:
+            try:
+                return Checkpoint(files, folder)
+            except Damaged as error:
+                damage.append(f"{files.path(folder)}: {error}")
+    if damage:
+        raise Damaged("\n".join(damage))
+    raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
+
+
+def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints that `[checkpoint] resume` allows to go on from, the newest first; what is wrong with others.
+
+    Raises:
+        ValueError: no such folder, or of a run with another model, other data, tokenizer or seed.
+        Damaged: there are checkpoints, and no manifest of one can be read.
+    """
+    resume, restarted = cfg.checkpoint.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    own = open_root(root_of(cfg))
+    places = [(own, folder) for folder in finished(own)[::-1]] if resume == "auto" or restarted else []
+    if resume not in ("auto", "none"):
+        parent, _, folder = resume.rstrip("/").rpartition("/")
+        files = open_root(parent or ("/" if resume.startswith("/") else "."))
+        if folder not in files.folders():
+            raise ValueError(f"{resume} is not a checkpoint: no such folder ([checkpoint] resume)")
+        places.append((files, folder))
+    found, damage = [], []
+    for files, folder in places:
+        try:
+            checkpoint = Checkpoint(files, folder)
+            written_under = state_of(checkpoint).config.get("checkpoint", {}).get("resume")
+        except Damaged as error:
+            damage.append(f"damaged: {files.path(folder)}: {error}")
+            continue
+        # What torchrun starts again goes on with what the attempt before it has saved, whose [checkpoint] resume was
+        # the same; what else is there is what that attempt was to leave behind, and may not have set aside yet.
+        if resume == "auto" or files is not own or written_under == resume:
+            found.append(checkpoint)
+    if damage and not found:
+        raise Damaged("\n".join(damage))
+    if found:
+        check_same(found[0], cfg, identity)
+    return found, damage
+
+
+def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str, Any]) -> None:
+    """Raises:
+    ValueError: a run with this configuration cannot go on from there; names what differs.
+    """
+    state = state_of(checkpoint)
+    there = state.config.get("model", {})
+    for key in SAME:
+        here = getattr(cfg.model, key)
+        if there.get(key) != here:
+            raise ValueError(
+                f"{checkpoint.path} is of a model with {key}={there.get(key)}, not {here} ([model] {key}; another "
+                f"[run] dir or [checkpoint] resume = 'none' starts anew)"
+            )
+    if not state.identity:
+        raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
+    differing = [k for k in {**state.identity, **identity} if state.identity.get(k) != identity.get(k)]
+    if differing and not cfg.checkpoint.allow_changed_data:
+        lines = "; ".join(f"{k} was {state.identity.get(k)}, is {identity.get(k)}" for k in differing)
+        raise ValueError(
+            f"{checkpoint.path} is of a run on other data: {lines} (to go on all the same: [checkpoint] "
+            f"allow_changed_data = true; to start anew: another [run] dir or [checkpoint] resume = 'none')"
+        )
+
+
+def state_of(checkpoint: Checkpoint) -> State:
+    try:
+        return State.model_validate(checkpoint.manifest.state)
+    except ValidationError as error:
+        raise Damaged(f"{manifest.NAME}: {error}") from None
+
+
+def set_aside_newer(cfg: config.Config, step: int) -> None:
+    """Move checkpoints of later steps out of the way of a run that starts again from `step`; nothing is deleted.
+
+    What a killed save left behind is.
+    """
+    files = open_root(root_of(cfg))
+    for folder in files.folders():
+        if folder.startswith((".tmp-step-", ".old-step-")):
+            with contextlib.suppress(OSError):  # what cannot be deleted takes room, no more
+                files.remove(folder)
+    newer = [folder for folder in finished(files) if int(folder.partition("-")[2]) > step]
+    if newer:
+        there = files.folders()
+        n = next(n for n in itertools.count(1) if f"superseded-{n}" not in there)
+        for folder in newer:
+            files.move(folder, f"superseded-{n}")

@@ -1,0 +1,277 @@
+"""The checkpoints of one run as it goes: complete or not there, the newest few kept, read back on any layout.
+
+    checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
+
+Written to `.tmp-step-00000100`, published by one rename when everything in it is on the disk. Under a URL there is no
+such rename: there the manifest is written last, and a folder without one does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from dtmega import config
+from dtmega.checkpoint import dcp, manifest
+from dtmega.checkpoint.dcp import Checkpoint, Failed
+from dtmega.checkpoint.files import open_root
+from dtmega.checkpoint.manifest import Damaged, Manifest
+from dtmega.checkpoint.resume import State, finished, name, open_checkpoint, root_of, state_of
+
+
+class Outcome(NamedTuple):
+    """Of one save.
+
+    Attributes:
+        step: that was saved.
+        stall_s: how long training stood still for it.
+        error: why there is no new checkpoint; '' if there is one.
+    """
+
+    step: int
+    stall_s: float
+    error: str
+
+
+class Checkpoints:
+    """Saves of a run, one at a time. All ranks call every method at the same step.
+
+    Args:
+        cfg: with [checkpoint] mode "async" the tensors are copied, and written in a thread while training goes on; what
+            it wrote is published by `poll`, between two steps.
+        device: what the default process group communicates on.
+    """
+
+    def __init__(self, cfg: config.Config, device: torch.device) -> None:
+        self._files, self._device = open_root(root_of(cfg)), device
+        self._keep, self._named = cfg.checkpoint.keep, Path(cfg.checkpoint.resume).name
+        # Its own group: a save in a thread and the training loop must not mix their messages.
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._check_one_file_system()
+        self._stager: DefaultStager | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
+        if cfg.checkpoint.mode == "async":
+            cuda = device.type == "cuda"
+            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
+
+    def save(self, tensors: Mapping[str, Tensor], state: State) -> list[Outcome]:
+        """Save now, or start to. Returns what has ended meanwhile: this save or, of an asynchronous run, the last."""
+        ended, step = self.wait(), state.progress.step
+        started = time.perf_counter()  # what `wait` took is in the outcome of the last save
+        arguments = self._files, self._aside(step)
+        if self._stager is None:
+            done: Future[Manifest | None] = Future()
+            try:
+                done.set_result(dcp.save(*arguments, tensors, step, state.model_dump(), self._group))
+            except Failed as error:
+                done.set_exception(error)
+            self._in_flight = step, time.perf_counter() - started, done
+            return ended + self.wait()
+        staged = self._stager.stage(dict(tensors))
+        assert isinstance(staged, dict)
+        future = self._thread.submit(dcp.save, *arguments, staged, step, state.model_dump(), self._group)
+        self._in_flight = step, time.perf_counter() - started, future
+        return ended
+
+    def poll(self) -> list[Outcome]:
+        """Publish what a thread has finished writing, on all ranks or on none."""
+        if self._in_flight is None:
+            return []
+        done = torch.tensor(int(self._in_flight[2].done()), device=self._device)
+        dist.all_reduce(done, dist.ReduceOp.MIN)
+        return self.wait() if done.item() else []
+
+    def wait(self) -> list[Outcome]:
+        """`poll` that waits for the thread."""
+        if self._in_flight is None:
+            return []
+        started = time.perf_counter()
+        (step, stall_s, future), self._in_flight = self._in_flight, None
+        error = [""]
+        try:
+            written = future.result()
+            if written is not None:
+                self._publish(written)
+                self._purge(name(step))
+        except Failed as e:
+            error = [str(e)]
+            if dist.get_rank() == 0:
+                error[0] += self._free()
+                with contextlib.suppress(Exception):
+                    if self._aside(step) not in finished(self._files):
+                        self._files.remove(self._aside(step))
+        dist.broadcast_object_list(error, src=0, group=self._group)
+        return [Outcome(step, stall_s + time.perf_counter() - started, error[0])]
+
+    def load(
+        self,
+        candidates: Sequence[Checkpoint],
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        damage: list[str],
+    ) -> State | None:
+        """Fill parameters and optimizer from the first intact candidate; None if there are none.
+
+        Args:
+            parameters: of this rank; two of one name are both filled.
+            damage: what was found damaged so far, one line each; more are added.
+
+        Raises:
+            Damaged: none is intact.
+            ValueError: a tensor is missing or of another shape.
+            RuntimeError: the ranks do not see the same candidates.
+        """
+        candidates = self._agree(candidates)
+        parameters = list(parameters)
+        for checkpoint in candidates:
+            try:
+                state = state_of(checkpoint)
+                targets = _targets(checkpoint, parameters, optimizer, state.updates)
+                dcp.load(checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group)
+            except Damaged as error:
+                damage.append(f"damaged: {checkpoint.path}: {error}")
+                continue
+            for first, *others in targets.values():
+                for other in others:
+                    _local(other).copy_(_local(first))
+            return state
+        if candidates:
+            raise Damaged("\n".join(damage))
+        return None
+
+    def _check_one_file_system(self) -> None:
+        """Every rank writes its part of a checkpoint into one folder."""
+        probe = [f".tmp-step-probe-{uuid4().hex}"]  # a name that the next start cleans up if this one is killed
+        dist.broadcast_object_list(probe, src=0, group=self._group)
+        if dist.get_rank() == 0:
+            self._files.make(probe[0])
+            with self._files.create(probe[0], "probe") as file:
+                file.write(b"is this one file system?")
+        dist.barrier(self._group)
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, probe[0] in self._files.folders(), group=self._group)
+        if dist.get_rank() == 0:
+            self._files.remove(probe[0])
+        if not all(seen):
+            blind = [rank for rank, sees in enumerate(seen) if not sees]
+            raise RuntimeError(
+                f"ranks {blind} do not see the checkpoints of rank 0 in {self._files.path('')} ([run] dir)"
+            )
+
+    def _agree(self, candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        """Those of rank 0; nodes count restarts each for itself, and so may look for different ones."""
+        paths = [[checkpoint.path for checkpoint in candidates]]
+        dist.broadcast_object_list(paths, src=0, group=self._group)
+        if paths[0] != [checkpoint.path for checkpoint in candidates]:
+            with contextlib.suppress(ValueError):  # which the comparison finds
+                candidates = [open_checkpoint(path) for path in paths[0]]
+        mine = [(checkpoint.path, manifest.digest(manifest.dump(checkpoint.manifest))) for checkpoint in candidates]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        if any(theirs != everyone[0] for theirs in everyone):
+            raise RuntimeError(
+                f"the ranks do not see the same checkpoints: {everyone}; are they on one file system, and does another "
+                f"run write there? ([run] dir, [checkpoint] dir)"
+            )
+        return candidates
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        if self._stager is not None:
+            self._stager.close()
+
+    def _aside(self, step: int) -> str:
+        return f".tmp-{name(step)}" if self._files.renames else name(step)
+
+    def _publish(self, written: Manifest) -> None:
+        """Raises:
+        Failed: whatever the disk, or the library behind a URL, has against it; the other ranks are waiting for that.
+        """
+        files, aside = self._files, self._aside(written.step)
+        try:
+            with files.create(aside, manifest.NAME) as file:
+                file.write(manifest.dump(written))
+            if files.renames:
+                files.sync(aside)
+                files.rename(aside, name(written.step))
+                files.sync("")
+        except Exception as error:
+            raise Failed(f"{type(error).__name__}: {error}") from error
+
+    def _purge(self, newest: str) -> None:
+        """Only `keep` stay. What cannot be deleted takes room, no more."""
+        files = self._files
+        with contextlib.suppress(Exception):
+            olds = [folder for folder in finished(files) if folder != newest][: -self._keep + 1 or None]
+            for old in olds:
+                if old == self._named:
+                    continue  # the same command needs it again
+                with contextlib.suppress(Exception):
+                    if files.renames:
+                        files.rename(old, f".old-{old}")
+                        old = f".old-{old}"
+                    files.remove(old)
+
+    def _free(self) -> str:
+        free = self._files.free_bytes()
+        return "" if free is None else f" ({free:,} bytes free)"
+
+
+def tensors_of(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What is saved: `model/NAME`, and for each tensor of its optimizer state `optimizer/KEY/NAME`.
+
+    A count of updates, one number for all, is in `State`.
+    """
+    # A module that FSDP has left gathered would give parameters the optimizer never saw.
+    assert not optimizer.state or all(p in optimizer.state for p in parameters.values())
+    found: dict[str, Tensor] = {f"model/{n}": p.detach() for n, p in parameters.items()}
+    for n, p in parameters.items():
+        found |= {f"optimizer/{key}/{n}": t for key, t in optimizer.state.get(p, {}).items() if key != "step"}
+    return found
+
+
+def _targets(
+    checkpoint: Checkpoint,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    n_updates: int,
+) -> dict[str, list[Tensor]]:
+    """What to fill, by the names of `tensors_of`; makes the optimizer's state for that."""
+    there = checkpoint.manifest.tensors
+    kinds = sorted({n.split("/")[1] for n in there if n.startswith("optimizer/")})
+    targets: dict[str, list[Tensor]] = {}
+    optimizer.state.clear()
+    for n, p in parameters:
+        targets.setdefault(f"model/{n}", []).append(p.detach())
+        moments = {kind: torch.zeros_like(p) for kind in kinds}
+        for kind, moment in moments.items():
+            targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
+        if moments:
+            optimizer.state[p] = {"step": torch.tensor(float(n_updates), device=p.device), **moments}
+    for n, copies in targets.items():
+        if n not in there:
+            raise ValueError(f"{checkpoint.path} is of another model: it has no '{n}' ([model])")
+        if there[n].shape != tuple(copies[0].shape):
+            raise ValueError(
+                f"{checkpoint.path} is of another model: '{n}' is {list(there[n].shape)} there, "
+                f"{list(copies[0].shape)} here ([model])"
+            )
+    return targets
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

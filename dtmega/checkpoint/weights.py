@@ -1,0 +1,52 @@
+"""The weights of a model, whoever saved them: our checkpoint or a Hugging Face folder, as a `Source` of our names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dtmega import config
+from dtmega.checkpoint import Source
+from dtmega.checkpoint.dcp import Checkpoint
+from dtmega.checkpoint.hf import HFFolder, check_config
+from dtmega.checkpoint.resume import SAME, open_checkpoint, state_of
+
+
+class Weights:
+    """What a checkpoint holds under `model/`, as a `Source`."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        every = self.checkpoint.tensors
+        return {name.removeprefix("model/"): every[name] for name in every if name.startswith("model/")}
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        return self.checkpoint.read(f"model/{name}", index)
+
+
+def open_weights(model: config.Model, hf_keys: Mapping[str, str]) -> Source:
+    """What `[model] init_from` names, checked against the rest of [model].
+
+    Raises:
+        ValueError: nothing there, or of another model.
+        Damaged: a checkpoint, and not intact.
+    """
+    path = model.init_from
+    if any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists():
+        check_config(Path(path), model)
+        return HFFolder(Path(path), hf_keys)
+    checkpoint = open_checkpoint(path)
+    there = state_of(checkpoint).config.get("model", {})
+    for key in SAME:
+        if key != "pad_vocab_to_multiple" and there.get(key) != getattr(model, key):
+            raise ValueError(
+                f"{checkpoint.path} is of a model with {key}={there.get(key)}, not {getattr(model, key)} "
+                f"([model] init_from, [model] {key})"
+            )
+    return Weights(checkpoint)

@@ -1,0 +1,279 @@
+"""Ranks that die on purpose, and what they die in: for test_kill.py, test_damage.py and benchmarks/faults.py.
+
+Forks        groups of ranks from one warm process, in which one may be killed
+FileEvents   every change a process makes to files, numbered; SIGKILL at one of them
+Trained      a small BLOOM whose every number tells which step it is of
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dtmega import config, mesh
+from dtmega.checkpoint import dcp, manifest
+from dtmega.checkpoint.resume import Progress, State
+from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
+from dtmega.job import PR_SET_PDEATHSIG
+from dtmega.optim import build_optimizer
+from dtmega.parallelize import parallelize
+
+GRACE_S = 60.0
+BLOCK_BYTES = 256  # so that a small tensor takes several
+IDENTITY = {"data": "of these tests"}
+CPU = torch.device("cpu")
+
+
+class Ended(NamedTuple):
+    """Attributes:
+    code: of its exit; -9 if it was killed.
+    error: what it raised.
+    late: it was killed because it had not ended GRACE_S after another one.
+    """
+
+    code: int
+    error: str
+    late: bool
+
+
+class Forks:
+    """Groups of ranks forked from one warm process: tenths of a second for what takes `ranks.run` seconds."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._server = multiprocessing.get_context("forkserver").Process(target=_serve, args=(theirs,), daemon=True)
+        self._server.start()
+        theirs.close()
+
+    def run(self, n: int, fn: Callable[..., None], *args: Any) -> list[Ended]:
+        """fn(*args) on each of n ranks, which form a gloo group."""
+        self._pipe.send((n, fn, args))
+        return self._pipe.recv()
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pipe.close()
+        self._server.join()
+
+
+def _serve(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            n, fn, args = pipe.recv()
+            with tempfile.TemporaryDirectory() as folder:
+                pids = [_fork(rank, n, Path(folder), fn, args) for rank in range(n)]
+                pipe.send(_wait(pids, Path(folder)))
+                for late in Path(folder).glob("modules"):  # imported once here, they are there in every later rank
+                    for name in json.loads(late.read_text()):
+                        with contextlib.suppress(ImportError):
+                            importlib.import_module(name)
+
+
+def _fork(rank: int, n: int, folder: Path, fn: Callable[..., None], args: tuple[Any, ...]) -> int:
+    before, pid = set(sys.modules), os.fork()
+    if pid:
+        return pid
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), n), rank=rank, world_size=n)
+        fn(*args)
+        if rank == 0:
+            (folder / "modules").write_text(json.dumps(sorted(set(sys.modules) - before)))
+        os._exit(0)
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(1)
+
+
+def _wait(pids: list[int], folder: Path) -> list[Ended]:
+    codes: dict[int, int] = {}
+    late: set[int] = set()
+    deadline = time.monotonic() + 5 * GRACE_S
+    while len(codes) < len(pids):
+        for rank, pid in enumerate(pids):
+            if rank not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(status[1])
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            elif rank not in codes and rank not in late and time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                late.add(rank)
+        time.sleep(0.002)
+    errors = [path.read_text() if (path := folder / f"{rank}.error").exists() else "" for rank in range(len(pids))]
+    return [Ended(codes[rank], errors[rank], rank in late) for rank in range(len(pids))]
+
+
+class FileEvents:
+    """From now on, each change this process makes to files is numbered before it is made; at number `die_at`, SIGKILL.
+
+    A write counts twice: before it, and when half of it is written.
+
+    Attributes:
+        names: of the events so far, such as "write data-00000.bin".
+        kernel: what the kernel saw of it (inotify), which is all but syncs; a rename is two lines. Only of this rank.
+    """
+
+    def __init__(self, root: Path, rank: int, die_at: int) -> None:
+        self.names: list[str] = []
+        self.kernel: list[str] = []
+        self._root, self._rank, self._die_at = root, rank, die_at
+        self._libc = ctypes.CDLL(None)
+        self._inotify = self._libc.inotify_init1(os.O_NONBLOCK)
+        self._wrap("mkdir", "mkdir {0}")
+        self._wrap("rename", "rename {0} to {1}")
+        self._wrap("unlink", "unlink {0}")
+        self._wrap("rmdir", "rmdir {0}")
+        self._wrap("fsync", "fsync {0}")
+        self._wrap("open", "create {0}", only_if=lambda path, flags, *_: flags & os.O_CREAT)
+        fdopen = os.fdopen
+        os.fdopen = lambda fd, mode, *args, **keywords: (
+            _File(fdopen(fd, mode, *args, **keywords), _base(fd), self) if "w" in mode else fdopen(fd, mode)
+        )
+
+    def happens(self, name: str, half: Callable[[], object] = lambda: None) -> None:
+        self.watch()
+        if len(self.names) == self._die_at:
+            half()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.names.append(name)
+
+    def watch(self) -> None:
+        """What the kernel has seen since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            seen, at = os.read(self._inotify, 2**16), 0
+            while at < len(seen):
+                _, mask, _, length = struct.unpack_from("iIII", seen, at)
+                name = seen[at + 16 : at + 16 + length].rstrip(b"\0").decode()
+                at += 16 + length
+                words = [f"{word} {name}" for bits, word in INOTIFY.items() if mask & bits == bits][:1]
+                self.kernel += [word for word in words if self._rank == (int(name[5:10]) if OWN.match(word) else 0)]
+        for folder in (self._root, *(path for path in self._root.iterdir() if path.is_dir())):
+            self._libc.inotify_add_watch(self._inotify, os.fsencode(folder), ctypes.c_uint32(sum(CHANGES)))
+
+    def _wrap(self, function: str, name: str, only_if: Callable[..., object] = lambda *_: True) -> None:
+        real = getattr(os, function)
+
+        def counted(*args: Any, **keywords: Any) -> Any:
+            if only_if(*args):
+                self.happens(name.format(*map(_base, args[: name.count("{")])))
+            return real(*args, **keywords)
+
+        setattr(os, function, counted)
+
+
+CHANGES = CREATE, MODIFY, CLOSE_WRITE, MOVED_FROM, MOVED_TO, DELETE = 0x100, 0x2, 0x8, 0x40, 0x80, 0x200
+IS_FOLDER = 0x40000000
+INOTIFY = {
+    CREATE | IS_FOLDER: "mkdir",
+    DELETE | IS_FOLDER: "rmdir",
+    CREATE: "create",
+    DELETE: "unlink",
+    MODIFY: "write",
+    CLOSE_WRITE: "close",
+    MOVED_FROM: "rename",
+    MOVED_TO: "to",
+}
+OWN = re.compile(r"(create|write|close) data-")  # what each rank does to its file; all else is rank 0's
+
+
+class _File:
+    """A raw file that is being written."""
+
+    def __init__(self, file: Any, name: str, events: FileEvents) -> None:
+        self._file, self._name, self._events = file, name, events
+
+    def write(self, data: memoryview) -> int:
+        self._events.happens(f"write {self._name}")
+        self._events.happens(f"half of a write {self._name}", lambda: self._file.write(data[: len(data) // 2]))
+        return self._file.write(data)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._events.happens(f"close {self._name}")
+        self._file.close()
+
+
+def _base(path: Any) -> str:
+    return os.path.basename(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path))
+
+
+class Trained:
+    """A model and its optimizer, whose every number tells which step it is of."""
+
+    def __init__(self, root: Path, mode: str = "sync", keep: int = 1) -> None:
+        self.cfg = config.validate(
+            {
+                "model": {"vocab_size": 7, "hidden_size": 8, "n_layers": 1, "n_heads": 2},
+                "train": {"steps": 9},
+                "checkpoint": {"dir": str(root), "keep": keep, "mode": mode},
+            },
+            "tests/faults.py",
+        )
+        sizes = mesh.resolve(self.cfg.mesh, dist.get_world_size() if dist.is_initialized() else 1)
+        model = parallelize(self.cfg, mesh.start(CPU, sizes))
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = build_optimizer(self.parameters.values(), self.cfg.optim)
+        for p in self.parameters.values():
+            self.optimizer.state[p] = {"step": torch.zeros(()), **{k: torch.zeros_like(p) for k in MOMENTS}}
+        self.checkpoints = Checkpoints(self.cfg, CPU)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return tensors_of(self.parameters, self.optimizer)
+
+    def fill(self, step: int) -> None:
+        for name, tensor in self.tensors().items():
+            truth = value(name, tensor.shape, step)
+            if isinstance(tensor, DTensor):
+                truth = distribute_tensor(truth, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+                tensor = tensor.to_local()
+            tensor.copy_(truth)
+
+    def save(self, step: int) -> list[Outcome]:
+        state = State.of(self.cfg.model_dump(), progress=Progress(step), updates=step, identity=IDENTITY)
+        return self.checkpoints.save(self.tensors(), state)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """This process can read what `Trained` wrote, and be the only rank of a group."""
+    before = manifest.BLOCK_BYTES
+    manifest.BLOCK_BYTES = dcp.BLOCK_BYTES = BLOCK_BYTES
+    try:
+        yield
+    finally:
+        manifest.BLOCK_BYTES = dcp.BLOCK_BYTES = before
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def value(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    """What the whole tensor of that name is at that step."""
+    return torch.from_numpy(np.random.default_rng([step, *name.encode()]).standard_normal(shape, np.float32))

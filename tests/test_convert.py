@@ -1,0 +1,148 @@
+"""`convert`, `inspect` and `[model] init_from` as a user runs them, on one trained run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as plain_dcp
+from transformers import AutoTokenizer, BloomForCausalLM
+
+from dtmega import job, models
+from dtmega.__main__ import main as command
+from dtmega.__main__ import run_config
+from dtmega.checkpoint.resume import open_checkpoint
+from dtmega.checkpoint.weights import Weights
+from tests.test_train import corpus, metrics, run  # noqa: F401 - a fixture
+
+PADDED = {"model__pad_vocab_to_multiple": 8, "model__layer_norm_eps": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus) -> Path:  # noqa: F811
+    """A run directory with a finished run of 10 steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert run(folder / "run", corpus, **PADDED) == job.DONE
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(trained) -> Path:
+    assert command(["convert", "--from", "dtmega", str(trained), "--to", "hf", str(trained.parent / "hf")]) == job.DONE
+    return trained.parent / "hf"
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    found = Weights(open_checkpoint(str(path)))
+    return {name: found.read(name) for name in found.tensors}
+
+
+def test_transformers_loads_the_export_and_gives_the_same_logits(trained, exported):
+    cfg = run_config(trained)
+    ours = models.build(cfg.model).eval()
+    ours.init_buffers(cfg.run.seed)
+    ours.load_state_dict(weights(trained), strict=False)
+    theirs = BloomForCausalLM.from_pretrained(exported).eval()
+    tokens = torch.arange(200, 232)[None]
+    with torch.no_grad():
+        assert theirs(tokens).logits == pytest.approx(ours(tokens)[..., : cfg.model.vocab_size], abs=1e-6)
+
+
+def test_the_exported_tokenizer_gives_the_runs_ids(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer("Bloom\x00é").input_ids == list("Bloom\x00é".encode())
+    assert tokenizer.eos_token_id == BloomForCausalLM.from_pretrained(exported).config.eos_token_id == 256
+
+
+def test_there_and_back_again_is_equal_to_the_bit_but_for_the_padding(trained, exported, capsys):
+    back = exported.parent / "back"
+    assert command(["convert", "--from", "hf", str(exported), "--to", "dtmega", str(back)]) == job.DONE
+    before, after = weights(trained), weights(back)
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name][: len(tensor)]), name
+    assert "written: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["hf", "checkpoint", "run"])
+def test_a_run_that_starts_from_weights_starts_with_their_loss(tmp_path, trained, exported, corpus, source):  # noqa: F811
+    path = {"hf": exported, "checkpoint": trained / "checkpoints" / "step-00000010", "run": trained}[source]
+    assert run(tmp_path, corpus, **PADDED, model__init_from=path, train__steps=1) == job.DONE
+    (last,) = [line["val_loss"] for line in metrics(trained) if "val_loss" in line and line["step"] == 10]
+    assert metrics(tmp_path)[0]["val_loss"] == pytest.approx(last, rel=1e-6)
+    assert metrics(tmp_path)[1]["step"] == 1
+
+
+def test_weights_of_another_model_are_refused_with_both_values(tmp_path, exported, corpus, capsys):  # noqa: F811
+    assert run(tmp_path, corpus, **PADDED | {"model__n_heads": 8}, model__init_from=exported) == job.REFUSED
+    assert "n_heads" in capsys.readouterr().err
+    assert run(tmp_path, corpus, model__init_from=tmp_path / "nothing") == job.REFUSED
+
+
+def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path, exported, corpus, capsys):  # noqa: F811
+    assert command(["convert", "--from", "hf", str(exported), "--to", "dtmega", str(tmp_path / "w")]) == job.DONE
+    keys = {"model__layer_norm_eps": 1e-4, "checkpoint__resume": tmp_path / "w"}
+    assert run(tmp_path / "run", corpus, **keys) == job.REFUSED
+    assert "init_from" in capsys.readouterr().err
+
+
+def test_a_folder_of_plain_dcp_becomes_a_checkpoint(tmp_path, trained, capsys):
+    plain = {f"model.{name}": tensor for name, tensor in weights(trained).items()} | {"step": 3}
+    plain |= {"model.head.weight": plain["model.embed.weight"], "optim.embed.weight.exp_avg": torch.ones(3)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain_dcp.save(plain, checkpoint_id=str(tmp_path / "plain"))
+    finally:
+        dist.destroy_process_group()
+    arguments = ["--from", "dcp", str(tmp_path / "plain"), "--to", "dtmega", str(tmp_path / "ours")]
+    config = ["--config", str(trained / "config.toml")]
+    assert command(["convert", *arguments, *config]) == job.REFUSED
+    assert "--prefix" in capsys.readouterr().err
+    assert command(["convert", *arguments, *config, "--prefix", "model."]) == job.DONE
+    assert "left out, as the model has no such parameter: head.weight" in capsys.readouterr().out
+    to_hf = ["convert", *arguments[:3], "--to", "hf", str(tmp_path / "hf"), *config, "--prefix", "model."]
+    assert command(to_hf) == job.DONE
+    assert BloomForCausalLM.from_pretrained(tmp_path / "hf").config.n_layer == 2
+    ours, before = weights(tmp_path / "ours"), weights(trained)
+    assert ours.keys() == before.keys()
+    assert all(torch.equal(ours[name], before[name]) for name in ours)
+
+
+def test_inspect_says_what_there_is_and_that_it_is_intact(trained, capsys):
+    assert command(["inspect", str(trained)]) == job.DONE
+    output = capsys.readouterr().out
+    parameters = sum(t.numel() for t in weights(trained).values())
+    assert f"{parameters:,} parameters" in output
+    assert "step        10: 80 samples, 2,560 tokens" in output
+    assert "pp=1, dp_replicate=1, dp_shard=1" in output
+    assert "every digest matches" in output
+
+
+def test_inspect_names_what_is_damaged(tmp_path, trained, capsys):
+    shutil.copytree(trained / "checkpoints" / "step-00000010", tmp_path / "step-00000010")
+    path = tmp_path / "step-00000010" / "data-00000.bin"
+    raw = bytearray(path.read_bytes())
+    raw[1000] ^= 1
+    path.write_bytes(raw)
+    assert command(["inspect", str(tmp_path / "step-00000010")]) == job.DAMAGED
+    assert "data-00000.bin: the bytes of 'model/embed.weight'" in capsys.readouterr().err
+
+
+def test_inspect_shows_how_two_differ(tmp_path, trained, corpus, capsys):  # noqa: F811
+    assert command(["inspect", str(trained), str(trained)]) == job.DONE
+    assert "no differences" in capsys.readouterr().out
+    run(tmp_path, corpus, **PADDED, train__steps=11)
+    capsys.readouterr()
+    assert command(["inspect", str(trained), str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert "config.train.steps: 10 | 11" in output
+    assert "model/embed.weight: " in output
+    assert "elements differ, by at most" in output
+
+
+def test_convert_names_the_formats_it_knows(capsys):
+    assert command(["convert", "--from", "zip", "a", "--to", "hf", "b"]) == job.REFUSED
+    assert "hf, dtmega, dcp" in capsys.readouterr().err

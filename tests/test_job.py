@@ -1,0 +1,412 @@
+"""Claims about job.py and about how mesh.py starts: with real launchers, signals and deaths, in small workers."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from dtmega import job
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+START = """
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist
+from dtmega import config, job, mesh
+
+def start(**keywords):
+    return mesh.start(torch.device("cpu"), mesh.resolve(config.Mesh(), mesh.world_size()), **keywords)
+"""
+PATIENCE_S = 120.0
+
+
+@contextmanager
+def started(*argv: object, cwd: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process, and at the end its death and that of all it started. stderr goes to stdout."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER", "RANK", "WORLD"))}
+    mark = f"DTMEGA_TEST={uuid4().hex}"
+    process = subprocess.Popen(
+        [str(word) for word in argv],
+        cwd=cwd,
+        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment | dict([mark.split("=")]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()  # first, for an agent starts its workers again
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # gone, or not ours
+                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
+        process.communicate()
+
+
+def script(folder: Path, text: str) -> Path:
+    (folder / "worker.py").write_text(text)
+    return folder / "worker.py"
+
+
+def wait_for(what: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Running; a zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def watches() -> Iterator[list[job.Watch]]:
+    """Of four ranks, in this process."""
+    with ExitStack() as stack:
+        made = []
+        for rank in range(4):
+            made.append(job.Watch(grace_s=60, timeout_s=0, rank=rank))
+            stack.callback(made[-1].close)
+        yield made
+
+
+def test_the_ranks_that_did_not_come_as_far_as_the_others_are_named_with_step_and_phase(watches):
+    store = HashStore()
+    for watch in watches[:3]:
+        watch.share(store, 4)
+        watch.beat(6, "checkpoint")
+        watch.beat(7, "data")
+    for watch in watches[:2]:
+        watch.beat(7, "step")
+    behind = watches[0].who_is_behind()
+    assert behind == watches[2].who_is_behind()
+    assert re.sub(r", for \d+ s", "", behind).splitlines() == [
+        "rank 3 behind: nothing heard since the start",
+        "rank 2 behind: step 7 in data",
+        "ranks 0, 1 in front: step 7 in step",
+    ]
+
+
+def test_a_phase_that_comes_twice_in_a_step_is_further_the_second_time(watches):
+    store = HashStore()
+    for watch, beats in zip(watches, (1, 2, 2, 2), strict=True):
+        watch.share(store, 4)
+        for _ in range(beats):
+            watch.beat(1, "evaluation")
+    assert watches[0].who_is_behind().startswith("rank 0 behind: step 1 in evaluation")
+    watches[0].beat(1, "evaluation")
+    assert watches[0].who_is_behind().startswith("ranks 0, 1, 2, 3 together: step 1 in evaluation")
+
+
+def test_of_very_many_ranks_sixteen_are_named(watches):
+    watches[0].share(HashStore(), 1000)
+    assert watches[0].who_is_behind().startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 983")
+
+
+def test_without_others_it_says_where_this_rank_is(watches):
+    watches[0].beat(3, "data")
+    assert watches[0].who_is_behind() == "rank 0: step 3 in data, for 0 s"
+
+
+def test_a_collective_that_timed_out_ends_the_run_with_who_is_behind(capsys):
+    gloo = "Timed out waiting 2000ms for recv operation to complete"
+    watch = job.Watch(grace_s=60, timeout_s=0, rank=0)
+    watch.share(HashStore(), 2)
+    with pytest.raises(RuntimeError, match=gloo), watch:
+        raise RuntimeError(gloo)
+    assert capsys.readouterr().err.startswith("rank 1 behind: nothing heard since the start\nrank 0 in front")
+
+
+def test_a_store_that_is_gone_ends_no_run_and_is_said_once(watches, capsys):
+    class Gone(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe")
+
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    watches[0].share(Gone(), 4)
+    watches[0].beat(1, "step")
+    assert capsys.readouterr().err == "rank 0: beats are no longer shared: Broken pipe\n"
+    assert watches[0].who_is_behind() == "the store does not say who is behind: Broken pipe"
+
+
+def test_signals_are_collected_and_afterwards_do_what_they_did():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    watch = job.Watch(grace_s=60, timeout_s=0, rank=0)
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    assert watch.signals == [signal.SIGTERM, signal.SIGINT]
+    watch.close()
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+STUCK = """
+watch = job.Watch(grace_s=1, timeout_s=0, rank=mesh.rank())
+world = start()
+watch.share(mesh.store(), world.size)
+watch.beat(3, "step" if world.rank == 0 else "checkpoint")
+Path(f"pid-{world.rank}.tmp").write_text(str(os.getpid()))
+os.rename(f"pid-{world.rank}.tmp", f"pid-{world.rank}")
+if world.rank == 0:
+    dist.recv(torch.zeros(1), src=1)  # nobody sends
+while not watch.signals:
+    time.sleep(0.05)
+time.sleep(3)
+Path("saved").touch()
+watch.beat(3, "leaving")
+watch.close()
+job.leave(job.PREEMPTED)
+"""
+
+
+def test_a_signal_ends_a_process_that_sits_in_a_collective_and_leaves_one_that_saves_in_peace(tmp_path):
+    with started(
+        *TORCHRUN, "--standalone", "--nproc-per-node", 2, script(tmp_path, START + STUCK), cwd=tmp_path
+    ) as agent:
+        wait_for(lambda: len([*tmp_path.glob("pid-?")]) == 2, agent)
+        os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGTERM)  # rank 1 gets it from the agent
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert "rank 0: a signal came, and no step boundary in 1 s: leaving without a save, at step 3 in step" in output
+    assert re.search(r"exitcode\s*: 76 ", output)
+    assert (tmp_path / "saved").exists()
+    assert "rank 1: a signal" not in output
+    assert "Unable to shutdown" not in output  # what torchrun says before it sends SIGKILL
+
+
+HANG = """
+def wait_for_data_that_never_comes():
+    while True:
+        time.sleep(1)
+
+world = start()
+impatient = dist.new_group(timeout=timedelta(seconds=2))
+dist.barrier()
+watch = job.Watch(grace_s=20, timeout_s=5, rank=world.rank)
+watch.share(mesh.store(), world.size)
+watch.beat(7, "data")
+if world.rank == 1:
+    wait_for_data_that_never_comes()
+watch.beat(7, "step")
+try:
+    dist.all_reduce(torch.ones(1), group=impatient)
+except RuntimeError as error:
+    print(f"caught {error}: " + watch.who_is_behind().replace(chr(10), "; "), file=sys.stderr)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_hang_ends_the_job_and_names_rank_step_and_phase_with_stacks_and_so_does_a_timeout(tmp_path):
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--redirects", 3, "--log-dir", tmp_path / "logs"]
+    with started(*command, script(tmp_path, START + HANG), cwd=tmp_path) as agent:
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert re.search(r"exitcode\s*: 77 ", output)
+    waiting, hanging = ((next(tmp_path.glob(f"logs/*/attempt_0/{rank}")) / "stderr.log").read_text() for rank in (0, 1))
+    assert re.search(r"caught .*imed out.*: rank 1 behind: step 7 in data, for \d+ s; rank 0 in front", waiting)
+    assert re.search(r"rank 0: nothing for \d+ s, at step 7 in step \(exit code 77\)", waiting)
+    assert re.search(r"rank 1: nothing for \d+ s, at step 7 in data \(exit code 77\)", hanging)
+    assert "in wait_for_data_that_never_comes" in hanging
+    assert len(re.findall(r"^rank 1 behind: step 7 in data, for \d+ s$", waiting + hanging, re.MULTILINE)) == 1
+
+
+def test_a_process_that_was_stopped_did_not_hang(tmp_path):
+    worker = """
+import sys
+from dtmega import job
+watch = job.Watch(grace_s=20, timeout_s=4, rank=0)
+print("ready", flush=True)
+sys.stdin.readline()
+watch.close()
+"""
+    with started(sys.executable, script(tmp_path, worker), cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)  # in which a watch that looked at the clock alone would report
+        output, _ = process.communicate("\n", timeout=PATIENCE_S)
+    assert (process.returncode, output) == (0, "")
+
+
+RESTART = r"""
+world = start()
+ones = torch.ones(1)
+dist.all_reduce(ones)
+attempt = len(Path("attempts").read_text()) if Path("attempts").exists() else 0
+count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+sys.stdout.write(f"rank {world.rank} attempt {attempt}: {ones.item():g} ranks, restart count {count}\n")
+sys.stdout.flush()
+dist.barrier()
+if attempt < int(sys.argv[1]):
+    if world.rank == 1:
+        Path("attempts").write_text("x" * (attempt + 1))
+        os._exit(1)
+    time.sleep(600)  # not in a collective: this rank does not fail by itself
+dist.barrier()
+job.leave(job.DONE)
+"""
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "standalone"])
+def test_a_job_that_dies_on_each_attempt_starts_again_each_time(tmp_path, rendezvous):
+    how = ["--standalone"] if rendezvous == "standalone" else ["--master-port", free_port()]
+    command = [*TORCHRUN, *how, "--nproc-per-node", 2, "--max-restarts", 2, script(tmp_path, START + RESTART), 2]
+    with started(*command, cwd=tmp_path) as agent:
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert agent.returncode == 0, output
+    assert sorted(re.findall(r"rank . attempt .: . ranks", output)) == [
+        f"rank {rank} attempt {attempt}: 2 ranks" for rank in range(2) for attempt in range(3)
+    ]
+
+
+def test_nodes_that_count_different_restarts_find_each_other(tmp_path):
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"]
+    command = [*TORCHRUN, *rendezvous, "--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 1]
+    command += [script(tmp_path, START + RESTART), 1]
+    with started(*command, cwd=tmp_path) as one, started(*command, cwd=tmp_path) as other:
+        outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in (one, other)]
+    assert [one.returncode, other.returncode] == [0, 0], "\n".join(outputs)
+    assert sorted(re.findall(r"rank \d attempt 1: 2 ranks, restart count \d", "\n".join(outputs))) == [
+        "rank 0 attempt 1: 2 ranks, restart count 0",
+        "rank 1 attempt 1: 2 ranks, restart count 1",
+    ]
+
+
+def test_ranks_started_by_hand_find_each_other_and_finish_with_0(tmp_path):
+    hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, script(tmp_path, START + RESTART), 0]
+    with (
+        started(*command, cwd=tmp_path, RANK="1", **hand) as one,
+        started(*command, cwd=tmp_path, RANK="0", **hand) as zero,
+    ):
+        outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in (zero, one)]
+    assert outputs == [f"rank {rank} attempt 0: 2 ranks, restart count None\n" for rank in range(2)]
+    assert [zero.returncode, one.returncode] == [0, 0]
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    hand = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    worker = START + "start(timeout_s=float(os.environ['TIMEOUT']))\n"
+    with started(sys.executable, script(tmp_path, worker), cwd=tmp_path, RANK="0", TIMEOUT="2", **hand) as process:
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    assert "RuntimeError: ranks [1, 2] of 3 did not come in 2 s" in output
+
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from dtmega import job
+job.die_with_parent()
+if os.environ.get("RANK", "0") == "0":
+    claim = job.Claim(Path("."))
+Path(f"pid-{os.environ.get('RANK', '0')}.tmp").write_text(str(os.getpid()))
+os.rename(f"pid-{os.environ.get('RANK', '0')}.tmp", f"pid-{os.environ.get('RANK', '0')}")
+time.sleep(600)
+"""
+
+
+def test_no_worker_outlives_an_agent_that_was_killed_and_the_run_directory_is_free_again(tmp_path):
+    with started(*TORCHRUN, "--standalone", "--nproc-per-node", 2, script(tmp_path, OWNER), cwd=tmp_path) as agent:
+        wait_for(lambda: len([*tmp_path.glob("pid-?")]) == 2, agent)
+        pids = [int(path.read_text()) for path in tmp_path.glob("pid-?")]
+        assert all(map(alive, pids))
+        os.kill(agent.pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(alive, pids)))
+        job.Claim(tmp_path).close()
+
+
+def test_a_worker_whose_agent_dies_before_it_can_ask_for_the_signal_kills_itself(monkeypatch):
+    parents, killed = iter([4711, 1]), []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setattr(job.ctypes, "CDLL", lambda _: type("Libc", (), {"prctl": staticmethod(lambda *_: 0)}))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
+    job.die_with_parent()
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_a_second_writer_is_refused_with_the_first_one_s_name_until_that_is_killed(tmp_path):
+    with started(sys.executable, script(tmp_path, OWNER), cwd=tmp_path) as first:
+        wait_for((tmp_path / "pid-0").exists, first)
+        who = re.escape(f"{tmp_path} is being written by process {first.pid} on {socket.gethostname()} since 20")
+        with pytest.raises(ValueError, match=who + r"[-0-9: +]+ \(\[run\] dir\)$"):
+            job.Claim(tmp_path, patience_s=0.1)
+        first.kill()
+        job.Claim(tmp_path).close()
+
+
+def test_a_claim_waits_for_an_orphan_to_die(tmp_path):
+    orphan = job.Claim(tmp_path)
+    threading.Timer(0.5, orphan.close).start()
+    job.Claim(tmp_path, patience_s=PATIENCE_S).close()
+
+
+def test_what_a_writer_starts_does_not_inherit_its_claim(tmp_path):
+    claim = job.Claim(tmp_path)
+    with subprocess.Popen(["sleep", "600"], close_fds=False) as child:
+        claim.close()
+        try:
+            job.Claim(tmp_path, patience_s=0).close()
+        finally:
+            child.kill()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write .*: Not a directory \(\[run\] dir\)"):
+        job.Claim(tmp_path / "file" / "run")
+
+
+def test_a_file_system_without_locks_is_used_and_said(tmp_path, monkeypatch, capsys):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    job.Claim(tmp_path).close()
+    assert "cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def test_leaving_keeps_the_code_when_nobody_reads_the_output_any_more(tmp_path):
+    worker = "import sys\nfrom dtmega import job\nsys.stdin.readline()\nprint('x')\njob.leave(job.PREEMPTED)\n"
+    with started(sys.executable, script(tmp_path, worker), cwd=tmp_path, PYTHONUNBUFFERED="") as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(PATIENCE_S) == job.PREEMPTED
+        process.stdout = None
