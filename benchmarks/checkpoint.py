@@ -2,8 +2,9 @@
 
     python benchmarks/checkpoint.py [--gigabytes 1] [--repeats 5]
 
-One process, fp32 tensors of 64 MB. Every way ends with the data on the disk (fsync), and the median is printed. Reading
-comes from the page cache: it measures the work, not the disk. Only dtmega verifies what it reads.
+One process, fp32 tensors of 64 MB. Every way ends with the data on the disk (fsync). Reading comes from the page cache:
+it measures the work, not the disk. dtmega alone verifies what it reads, and keeps the old checkpoint until the new one
+is complete; the others write over it or delete it first.
 """
 
 from __future__ import annotations
@@ -30,14 +31,11 @@ from dtmega.checkpoint.run import Checkpoints, tensors_of
 MEGABYTES = 64
 
 
-def median(repeats: int, action: Callable[[int], None]) -> float:
-    """Seconds; one run first that does not count."""
-    seconds = []
-    for i in range(repeats + 1):
-        started = time.perf_counter()
-        action(i)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+def timed(action: Callable[[], object]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
 
 
 def sync(path: Path) -> None:
@@ -69,31 +67,29 @@ def main() -> None:
             config.load(["--config", "bloom.toml"]).model_dump(), progress=Progress(next(steps)), identity={"": 1}
         )
 
-    def torch_save(i: int) -> None:
+    def torch_save() -> None:
         torch.save(tensors, root / "torch.pt")
         sync(root / "torch.pt")
 
-    def dcp_save(i: int) -> None:
+    def dcp_save() -> None:
         shutil.rmtree(root / "dcp", ignore_errors=True)
         plain_dcp.save(tensors, checkpoint_id=str(root / "dcp"))  # pyright: ignore[reportPrivateImportUsage]
 
-    def dcp_load(i: int) -> None:
+    def dcp_load() -> None:
         plain_dcp.load(tensors, checkpoint_id=str(root / "dcp"))  # pyright: ignore[reportPrivateImportUsage]
 
-    def ours(i: int) -> None:
+    def ours() -> None:
         assert not any(outcome.error for outcome in synchronous.save(tensors_of(parameters, optimizer), state()))
 
-    def ours_load(i: int) -> None:
+    def ours_load() -> None:
         found, _ = find(config.load(["--config", "bloom.toml", "--checkpoint.dir", str(root / "sync")]), {"": 1})
         assert synchronous.load(found, parameters.items(), optimizer, []) is not None
 
     def step() -> float:
         """What training would do meanwhile."""
-        started = time.perf_counter()
-        torch.mm(matrix, matrix)
-        return time.perf_counter() - started
+        return timed(lambda: torch.mm(matrix, matrix))
 
-    def ours_async(i: int) -> None:
+    def ours_async() -> None:
         asynchronous.save(tensors_of(parameters, optimizer), state())
         while not (ended := asynchronous.poll()):
             during.append(step())
@@ -104,25 +100,29 @@ def main() -> None:
     stalls, during = [], []
     try:
         synchronous, asynchronous = dtmega("sync"), dtmega("async")
-        rows = {
-            "torch.save / torch.load": (
-                median(args.repeats, torch_save),
-                median(args.repeats, lambda i: torch.load(root / "torch.pt", weights_only=True)),
-            ),
-            "dcp.save / dcp.load": (median(args.repeats, dcp_save), median(args.repeats, dcp_load)),
-            "dtmega, verified": (median(args.repeats, ours), median(args.repeats, ours_load)),
+        actions = {
+            "torch.save / torch.load": (torch_save, lambda: torch.load(root / "torch.pt", weights_only=True)),
+            "dcp.save / dcp.load": (dcp_save, dcp_load),
+            "dtmega, verified": (ours, ours_load),
         }
+        # In turns: what the machine does meanwhile hits all of them. The first round does not count.
+        rounds = [
+            {name: (timed(save), timed(load)) for name, (save, load) in actions.items()}
+            for _ in range(args.repeats + 1)
+        ][1:]
         alone = statistics.median(step() for _ in range(100))
-        total_s = median(args.repeats, ours_async)
+        total_s = statistics.median([timed(ours_async) for _ in range(args.repeats + 1)][1:])
     finally:
         shutil.rmtree(root)
-    print(f"{gigabytes:.2f} GB, torch {torch.__version__}, median of {args.repeats}")
+    print(f"{gigabytes:.2f} GB, torch {torch.__version__}, median (fastest) of {args.repeats}\n")
     print("| | save s | load s |\n| --- | --- | --- |")
-    for name, (save_s, load_s) in rows.items():
-        print(f"| {name} | {save_s:.2f} | {load_s:.2f} |")
+    for name in actions:
+        saves, loads = zip(*(seconds[name] for seconds in rounds), strict=True)
+        cells = [f"{statistics.median(each):.2f} ({min(each):.2f})" for each in (saves, loads)]
+        print(f"| {name} | {' | '.join(cells)} |")
     print(
-        f"asynchronous: training stands still for {statistics.median(stalls[1:]):.2f} s of the {total_s:.2f} s that a "
-        f"save takes; a step meanwhile takes {statistics.median(during) / alone:.2f} x its time"
+        f"\nasynchronous: training stands still for {statistics.median(stalls[1:]):.2f} s of the {total_s:.2f} s "
+        f"that a save takes; a step meanwhile takes {statistics.median(during) / alone:.2f} x its time"
     )
 
 

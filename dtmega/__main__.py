@@ -115,6 +115,8 @@ def _convert(args: argparse.Namespace) -> int:
         mesh.start(torch.device("cpu"), mesh.resolve(config.Mesh(), mesh.world_size()))
         world = convert.World(mesh.rank(), mesh.world_size(), lambda: dist.barrier() and None)
     convert.main(args, HF_KEYS, shapes, lambda spec: (to_json(spec), load_tokenizer(spec).eod_id), world)
+    if world.size > 1:
+        mesh.stop()
     return job.DONE
 
 

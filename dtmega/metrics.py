@@ -11,6 +11,7 @@ hold (NaN, infinity) is null there, and `reason` says what it was.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -62,7 +63,10 @@ class Metrics:
         self._tensorboard = None
         if config.log.tensorboard:
             purge_step = start_step + 1 if start_step else 0
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step, flush_secs=10)
+            # A queue without end: its writer dies of a full disk, and a full queue would then stop the run.
+            self._tensorboard = SummaryWriter(
+                str(run_dir / "tensorboard"), purge_step=purge_step, max_queue=0, flush_secs=10
+            )
         self._bar = None
         if sys.stderr.isatty():
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
@@ -154,16 +158,21 @@ class Metrics:
             return
         if self._bar:
             self._bar.close()
+        with contextlib.suppress(OSError):  # as above
+            self._file.close()
         if self._tensorboard:
-            self._tensorboard.close()
-        self._file.close()
+            with contextlib.suppress(OSError):
+                self._tensorboard.close()
 
     def _record(self, step: int, **values: Any) -> str:
         """To metrics.jsonl and TensorBoard; returns what JSON could not hold, in words."""
         odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
         record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:  # a full disk; what could not be written is tried again with the next line
+            self._line(step, f"WARNING: metrics.jsonl cannot be written: {error}")
         if self._tensorboard:
             for name, value in values.items():
                 if name not in odd and type(value) in (int, float):

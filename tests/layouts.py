@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -114,7 +115,12 @@ class Run:
         self.params_norm = np.array([line["params_norm"] for line in steps])
         self.val_loss = np.array([line["val_loss"] for line in lines if "val_loss" in line])
         self.initial = tensors(folder / "initial", 0)
-        self.final = tensors(folder / "run" / "checkpoints", STEPS)
+        self._folder = folder
+
+    @functools.cached_property
+    def final(self) -> dict[str, torch.Tensor]:
+        """The weights at the end, if this run came there."""
+        return tensors(self._folder / "run" / "checkpoints", STEPS)
 
 
 def tensors(root: Path, step: int) -> dict[str, torch.Tensor]:

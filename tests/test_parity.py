@@ -114,7 +114,7 @@ def one_bit_of_a_replica() -> None:
         steps.append(None)
         if len(steps) == 3 and dist.get_rank() == 1:
             weight = dict(self.named_parameters())["layers.1.attn_norm.weight"].to_local()
-            weight.detach().view(torch.int32)[5] ^= 1
+            weight.detach().view(torch.int32)[5] ^= 1 << 12  # the last bit may be lost in the update's rounding
         return honest(self, microbatches, n_tokens)
 
     parallelize.ShardedModel.forward_backward = forward_backward

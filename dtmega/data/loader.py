@@ -13,6 +13,7 @@ r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -219,11 +220,17 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _hear_only_the_trainer(worker: int) -> None:
-    """SIGTERM ends a worker only if it comes from its trainer: multiprocessing sends it at exit, and waits."""
+    """SIGTERM ends a worker only if it comes from its trainer: multiprocessing sends it at exit, and waits.
+
+    So does the trainer's death, even before the worker came here: torch's own watchdog would take init for its parent.
+    """
+    trainer = multiprocessing.parent_process()
 
     def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
+        while trainer is not None and os.getppid() == trainer.pid:
+            heard = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+            if heard is not None and heard.si_pid == trainer.pid:
+                break
         os._exit(0)
 
     if CAN_TELL_SENDER:

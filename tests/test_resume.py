@@ -1,0 +1,91 @@
+"""A run that is resumed goes on as if it had never been stopped: a ring through all layouts. V is 131, see resumed.py.
+
+All 49 pairs are in `benchmarks/resume.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.layouts import DEBUG, STEPS, write_text
+from tests.resumed import CUT, KEYS, LAYOUTS, Record, deviation, rest, train_all, whole
+
+
+class Pair(NamedTuple):
+    """Attributes:
+    keys: of both runs.
+    reader_keys: of the one that goes on.
+    """
+
+    writer: str
+    reader: str
+    keys: dict[str, Any]
+    reader_keys: dict[str, Any]
+
+
+PADDED = {"model.pad_vocab_to_multiple": 48}
+SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2, ZBV", "pp 2 x tp 2")}
+OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*LAYOUTS, next(iter(LAYOUTS))])} | {
+    "V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", PADDED, {}),
+    "V padded to 144, pp 2, ZBV -> dp 2": Pair("pp 2, ZBV", "dp 2", PADDED, {}),
+    "HSDP 2 x 2 -> 1 with microbatches of 4": Pair("HSDP 2 x 2", "1", {}, {"batch.micro_batch_size": 4}),
+}
+PAIRS = SAME | OTHER
+
+
+class Resumed(NamedTuple):
+    """One pair.
+
+    Attributes:
+        samples: by rank and step, from CUT + 1 on.
+    """
+
+    record: Record
+    truth: Record
+    samples: list[list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> dict[str, Resumed]:
+    """Each writer once, then each reader, all in one group of four processes."""
+    folder = tmp_path_factory.mktemp("resume")
+    text = write_text(folder)
+    writers = {
+        (p.writer, str(p.keys)): whole(p.writer, folder / f"{p.writer} {p.keys}", KEYS | text | p.keys)
+        for p in PAIRS.values()
+    }
+    readers = {
+        name: rest(p.reader, writers[p.writer, str(p.keys)].folder, folder / name, KEYS | text | p.keys | p.reader_keys)
+        for name, p in PAIRS.items()
+    }
+    samples = dict(zip([*writers, *readers], train_all([*writers.values(), *readers.values()]), strict=True))
+    truths = {key: Record(training.folder) for key, training in writers.items()}
+    return {
+        name: Resumed(Record(readers[name].folder), truths[p.writer, str(p.keys)], samples[name])
+        for name, p in PAIRS.items()
+    }
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_on_the_same_layout_every_later_number_and_every_weight_is_equal_to_the_bit(resumed, name):
+    assert deviation(resumed[name].record, resumed[name].truth).same_bits
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_on_another_layout_the_first_loss_is_the_same_and_the_rest_follows_within_the_rounding_of_fp32(resumed, name):
+    found = deviation(resumed[name].record, resumed[name].truth)
+    assert found.within_bounds(), found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_next_sample_is_the_next_one_in_the_middle_of_the_ramp_and_none_comes_twice(resumed, name):
+    sizes = [4 if step <= 15 else 8 for step in range(1, STEPS + 1)]  # 15 steps of 4 are the 60 samples of the ramp
+    done = sum(sizes[:CUT])
+    for i, size in enumerate(sizes[CUT:]):
+        given = {sample for rank in resumed[name].samples for sample in rank[i]}
+        assert given == set(range(done, done + size))
+        done += size
+        assert resumed[name].record.steps[CUT + i + 1]["tokens"] == done * DEBUG["data.seq_len"]

@@ -1,0 +1,157 @@
+"""What happens to a job under torchrun, with train.py as it is: signals, a hang, the death of the agent."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, NamedTuple
+
+import pytest
+
+import train
+from dtmega import job
+from tests.layouts import ROOT, write_text
+from tests.resumed import KEYS, LAYOUTS, Record, Training, flags, train_all, whole
+from tests.test_job import TORCHRUN, alive, started, wait_for
+
+LAYOUT = "dp 2"
+PATIENCE_S = 300.0
+# Both ranks say when they are about to read the batch of sample 24, the seventh, and wait there.
+WORKER = """
+import os, runpy, sys, time
+from pathlib import Path
+from dtmega import job
+from dtmega.data.loader import TrainBatches
+
+RANK, here, watches = os.environ["RANK"], Path.cwd(), []
+watch, batch = job.Watch.__init__, TrainBatches.__next__
+
+def remembered(self, *arguments):
+    watch(self, *arguments)
+    watches.append(self)
+
+def stopping(self):
+    if self._consumed == 24 and not (here / f"pid-{RANK}").exists():
+        (here / f"tmp-{RANK}").write_text(str(os.getpid()))
+        (here / f"tmp-{RANK}").rename(here / f"pid-{RANK}")
+        fault(watches[0])
+    return batch(self)
+
+job.Watch.__init__, TrainBatches.__next__ = remembered, stopping
+"""
+AND_TRAIN = f"""
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+WAIT_FOR_A_SIGNAL = """
+def fault(watch):
+    while not watch.signals:
+        time.sleep(0.02)
+"""
+RANK_1_STOPS_FOR_EVER = """
+def fault(watch):
+    while RANK == "1":
+        time.sleep(0.02)
+"""
+RANK_1_HANGS = """
+def fault(watch):
+    watch.timeout_s /= 20
+    while RANK == "1":
+        time.sleep(0.02)
+"""
+
+
+class Base(NamedTuple):
+    """Attributes:
+    keys: of every run here.
+    truth: what a run that nothing happens to gives.
+    """
+
+    keys: dict[str, Any]
+    truth: Record
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Base:
+    folder = tmp_path_factory.mktemp("torchrun")
+    short = {"train.steps": 12, "checkpoint.interval": 4, "run.timeout_s": 60}
+    keys = KEYS | write_text(folder) | LAYOUTS[LAYOUT][1] | short
+    train_all([whole(LAYOUT, folder / "truth", keys)])
+    return Base(keys, Record(folder / "truth"))
+
+
+def torchrun(folder: Path, fault: str, keys: dict[str, Any], *options: object) -> AbstractContextManager[Popen[str]]:
+    """Two workers that train in folder/run and stop before the seventh step, once."""
+    (folder / "worker.py").write_text(WORKER + fault + AND_TRAIN)
+    argv = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, *options, folder / "worker.py"]
+    return started(*argv, *flags(keys, folder / "run"), cwd=folder)
+
+
+def workers(folder: Path, agent: Popen[str]) -> list[int]:
+    """Their pids, as soon as both have stopped."""
+    wait_for(lambda: len([*folder.glob("pid-?")]) == 2, agent)
+    return [int(path.read_text()) for path in folder.glob("pid-?")]
+
+
+def go_on(folder: Path, base: Base) -> Record:
+    """The same command again, to the end."""
+    train_all([Training(2, base.keys, folder / "run")])
+    return Record(folder / "run")
+
+
+def same_bits(run: Record, truth: Record) -> bool:
+    weights = all(run.final[name].equal(weight) for name, weight in truth.final.items())
+    return weights and all(run.series(key) == truth.series(key) for key in ("loss", "grad_norm"))
+
+
+def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_goes_on_to_the_bit(tmp_path, base):
+    with torchrun(tmp_path, WAIT_FOR_A_SIGNAL, base.keys) as agent:
+        pids = workers(tmp_path, agent)
+        agent.terminate()
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert not any(map(alive, pids))
+    assert "stopped after step 7 of 12: a signal asked for it" in output, output
+    assert "Unable to shutdown" not in output  # what torchrun says before it sends SIGKILL
+    assert (tmp_path / "run" / "checkpoints" / "step-00000007").exists()
+    assert same_bits(go_on(tmp_path, base), base.truth)
+
+
+def test_sigterm_while_a_rank_waits_in_a_collective_ends_the_job_within_its_grace_time(tmp_path, base):
+    with torchrun(tmp_path, RANK_1_STOPS_FOR_EVER, base.keys | {"run.grace_s": 2}) as agent:
+        pids = workers(tmp_path, agent)
+        agent.terminate()
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert not any(map(alive, pids))
+    assert re.search(r"rank 0: a signal came, and no step boundary in 2 s.* at step 7 in step", output)
+    assert re.search(r"rank 1: a signal came, and no step boundary in 2 s.* at step 7 in data", output)
+    assert "Unable to shutdown" not in output
+    assert same_bits(go_on(tmp_path, base), base.truth)
+
+
+def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again_and_finishes(tmp_path, base):
+    with torchrun(tmp_path, RANK_1_HANGS, base.keys, "--max-restarts", 3) as agent:
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert agent.returncode == 0, output
+    assert re.search(r"^rank 1 behind: step 7 in data, for \d+ s$", output, re.MULTILINE)
+    assert re.search(r"^rank 0 in front: step 7 in step, for \d+ s$", output, re.MULTILINE)
+    assert "resumed at step 4" in output
+    assert same_bits(Record(tmp_path / "run"), base.truth)
+
+
+def test_a_second_writer_is_refused_and_a_killed_agent_leaves_no_orphan_and_a_run_that_goes_on(
+    tmp_path, base, capsys, monkeypatch
+):
+    with torchrun(tmp_path, WAIT_FOR_A_SIGNAL, base.keys) as agent:
+        pids = workers(tmp_path, agent)
+        monkeypatch.setattr(train, "Claim", partial(job.Claim, patience_s=0))
+        alone = base.keys | {"mesh.dp_shard": 1}
+        assert train.main(flags(alone, tmp_path / "run")) == job.REFUSED
+        assert re.search(r"is being written by process \d+ on .* since", capsys.readouterr().err)
+        assert all(map(alive, pids))
+        os.kill(agent.pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(alive, pids)))
+    assert same_bits(go_on(tmp_path, base), base.truth)
