@@ -1,4 +1,4 @@
-"""`python -m dtmega {tokenize, generate, convert, inspect}`: what is done before and after training."""
+"""`python -m dtmega {tokenize, generate, convert, inspect, verify-plan}`: what is done before and after training."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
         "generate": ("sample from a run's last checkpoint", _generate_arguments, _generate),
         "convert": ("weights to and from Hugging Face's format", _convert_arguments, _convert),
         "inspect": ("what a checkpoint holds, whether it is intact, how two differ", _inspect_arguments, _inspect),
+        "verify-plan": ("is the sharding plan of a Hugging Face model right?", _verify_arguments, _verify),
     }
     for name, (line, add_arguments, _) in table.items():
         add_arguments(commands.add_parser(name, help=line, description=line))
@@ -117,6 +118,21 @@ def _convert(args: argparse.Namespace) -> int:
     if world.size > 1:
         mesh.stop()
     return job.DONE
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="a model directory with config.json; weights are not needed")
+    parser.add_argument("--tp", type=int, default=2, help="ranks; started here unless torchrun did (default 2)")
+    parser.add_argument("--no-sequence-parallel", action="store_true", help="plain tensor parallelism")
+    parser.add_argument("--generic", action="store_true", help="a model without a plan computes on DTensors")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from dtmega.plans.hf import command
+
+    return command.verify_directory(
+        args.directory, args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
+    )
 
 
 def run_config(run_dir: Path) -> config.Config:

@@ -1,13 +1,16 @@
-"""The four moves of tensor parallelism, each with its gradient (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
+"""The moves of tensor parallelism, each with its gradient (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
 
     forward                                          backward
     copy     [B, S, D] -> [B, S, D]                  all-reduce
     add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing: each rank has the whole gradient
     gather   [B, S/tp, D] -> [B, S, D]               reduce-scatter
     scatter  [B, S, D] {U_tp} -> [B, S/tp, D]        all-gather
+    part     [B, S, D] -> [B, S/tp, D]               all-gather
+    whole    [B, S/tp, D] -> [B, S, D]               nothing: this rank's part of the whole gradient
 
 `copy` and `add_up` open and close a region where each rank computes its part from the same input; with sequence
-parallelism `gather` and `scatter` do, and between regions each rank keeps its part of the sequence.
+parallelism `gather` and `scatter` do, and between regions each rank keeps its part of the sequence. `part` and `whole`
+go between what every rank has and what each has a part of, where both sides compute the same as one process.
 """
 
 from __future__ import annotations
@@ -39,6 +42,16 @@ def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return cast(Tensor, _Scatter.apply(x, group))
 
 
+def part(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """What `x.chunk` gives this rank; any size of x along `dim`, as long as no rank is left without."""
+    return cast(Tensor, _Part.apply(x, group, dim))
+
+
+def whole(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
+    """The inverse of `part`: x has `size` along `dim` once it is whole."""
+    return cast(Tensor, _Whole.apply(x, group, dim, size))
+
+
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -56,6 +69,19 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = torch.empty_like(parts[0])
     _reduce_scatter(mine, parts.flatten(0, 1), group=group)
     return mine
+
+
+def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    most = -(-size // group.size())  # all but the last rank have so many
+    padded = rows if len(rows) == most else torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    parts = rows.new_empty(group.size() * most, *rows.shape[1:])
+    _all_gather(parts, padded, group=group)
+    return parts[:size].movedim(0, dim).contiguous()
 
 
 class _Copy(torch.autograd.Function):
@@ -99,3 +125,25 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return _gathered(grad_outputs[0], ctx.group), None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.size = group, dim, x.shape[dim]
+        return _mine(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _joined(grad_outputs[0], ctx.group, ctx.dim, ctx.size), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _joined(x, group, dim, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        return _mine(grad_outputs[0], ctx.group, ctx.dim), None, None, None

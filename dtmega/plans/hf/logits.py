@@ -1,0 +1,157 @@
+"""Logits that nobody has computed yet: `transformers` hands them to `F.cross_entropy`, which needs no whole ones.
+
+A model's own loss code casts them, flattens them and calls the cross-entropy. These follow, and then the fused kernel
+of `dtmega.loss` runs, which never holds [N, V]. Anything else that is done to them computes the whole logits first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
+
+from dtmega.loss import IGNORED, linear_cross_entropy
+from dtmega.plans import mappings
+from dtmega.plans.loss import vocab_parallel_cross_entropy
+
+_T: Any = torch.Tensor
+# What answers from shape, dtype and device alone.
+_ASKS = {
+    *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn")),
+    *(getattr(_T, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_leaf", "is_sparse", "is_quantized")),
+    *(getattr(_T, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")),
+}
+_KEEPS = {_T.contiguous, _T.view, _T.reshape, _T.float, _T.to}
+
+
+class Parts(NamedTuple):
+    """What logits are made of.
+
+    Args:
+        h: [..., D], the same on all ranks; its gradient is this rank's part {U_tp}.
+        weight, bias: this rank's rows, [V_local, D] and [V_local].
+        size, start: V, and the global number of this rank's first row.
+        unchanged: has the weight still the values of the forward?
+    """
+
+    h: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    size: int
+    start: int
+    group: ProcessGroup
+    unchanged: Callable[[], bool]
+
+
+class VocabLogits(torch.Tensor):
+    """h times weight transposed, plus bias: logits [..., V] over the ranks of a group, when somebody wants them.
+
+    Raises:
+        RuntimeError: used after the weight was changed or freed; take what you need before the optimizer's step.
+    """
+
+    _parts: Parts
+
+    @staticmethod
+    def __new__(cls, parts: Parts, dtype: torch.dtype | None = None) -> VocabLogits:
+        shape = torch.Size((*parts.h.shape[:-1], parts.size))
+        new = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or parts.h.dtype, device=parts.h.device)  # pyright: ignore[reportAttributeAccessIssue]
+        new._parts = parts
+        return new
+
+    def whole(self) -> Tensor:
+        """[..., V], a plain tensor, the same on all ranks, which must all call this."""
+        p = self._checked()
+        return mappings.whole(F.linear(p.h, p.weight, p.bias), p.group, -1, p.size).to(self.dtype)
+
+    def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
+        """Of logits [N, V] and target [N]; -100 takes no part."""
+        p = self._checked()
+        terms: dict[str, Any] = {"label_smoothing": label_smoothing, "n_valid": p.size, "vocab_start": p.start}
+        if p.bias is None:
+            total = linear_cross_entropy(p.h, p.weight, target, group=p.group, **terms)
+        else:
+            logits = F.linear(p.h, p.weight, p.bias)
+            total = vocab_parallel_cross_entropy(logits, target, p.group, reduction="sum", **terms)
+        return (total if reduction == "sum" else total / (target != IGNORED).sum()).to(self.dtype)
+
+    def _checked(self) -> Parts:
+        if self._parts.weight.untyped_storage().size() == 0 or not self._parts.unchanged():
+            raise RuntimeError(
+                "the logits of a forward with labels are computed when they are first used, and the head's weight has "
+                "changed since: use them before the optimizer's step (before backward under FSDP), or "
+                "parallelize_hf(..., loss_parallel=False)"
+            )
+        return self._parts
+
+    def _with(self, h: Tensor, dtype: torch.dtype) -> VocabLogits:
+        return VocabLogits(self._parts._replace(h=h), dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"VocabLogits({list(self.shape)}, {self.dtype}, not computed)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _KEEPS and isinstance(args[0], VocabLogits):
+            kept = _kept(func, *args, **kwargs)
+            if kept is not None:
+                return kept
+        if func is F.cross_entropy:
+            loss = _loss(*args, **kwargs)
+            if loss is not None:
+                return loss
+        args, kwargs = tree_map_only(VocabLogits, lambda x: x.whole(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What comes past `__torch_function__`, from C++."""
+        args, kwargs = tree_map_only(VocabLogits, lambda x: x.whole(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _kept(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
+    """The same logits cast or flattened; None for what only the whole ones can do."""
+    h = logits._parts.h
+    if func is _T.contiguous:
+        return logits
+    if func is _T.float:
+        return logits._with(h, torch.float32)
+    if func is _T.to:
+        (target,) = args if len(args) == 1 and not kwargs else (None,)
+        if isinstance(target, torch.dtype):
+            return logits._with(h, target)
+        return logits if target is not None and target == logits.device else None
+    shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+    if isinstance(shape, torch.dtype) or kwargs or shape[-1] != logits.shape[-1]:
+        return None
+    return logits._with(h.reshape(*shape[:-1], h.shape[-1]), logits.dtype)
+
+
+def _loss(
+    logits: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = IGNORED,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """The loss from this rank's columns; None where the kernel has no such loss."""
+    usual = weight is None and size_average is None and reduce is None and ignore_index == IGNORED
+    if not (isinstance(logits, VocabLogits) and usual and logits.ndim == 2 and reduction in ("mean", "sum")):
+        return None
+    if target.is_floating_point() or target.shape != logits.shape[:1]:
+        return None
+    return logits.cross_entropy(target, reduction, label_smoothing)

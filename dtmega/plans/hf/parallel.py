@@ -1,0 +1,165 @@
+"""Cut a model of `transformers`: refuse, plan, cut over tp, then FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+from dtmega import drift
+from dtmega.plans.apply import apply_plan
+from dtmega.plans.hf import families, plan
+from dtmega.plans.hf.generic import COST, generic_plan
+from dtmega.plans.hf.native import native_plan
+from dtmega.plans.hf.plan import HFPlan, family_plan
+from dtmega.plans.hf.verify import verify
+from dtmega.plans.hf.vocab import VocabHead
+
+
+def plan_for(
+    model: Any, tp: int = 2, sequence_parallel: bool = True, loss_parallel: bool = True, *, generic: bool = False
+) -> HFPlan:
+    """What `parallelize_hf` would do to a model, to be printed; nothing is done.
+
+    Args:
+        model: of `transformers`, real or on meta.
+        generic: plan any model, to compute on DTensors where nobody knows better.
+
+    Raises:
+        ValueError: a model that has no plan, or sizes that tp cannot share.
+    """
+    plan.check(model, "meta")
+    family = model.config.model_type
+    if family in families.FAMILIES:
+        made = family_plan(model, tp, sequence_parallel, loss_parallel)
+    elif getattr(model.config, "base_model_tp_plan", None):
+        made = native_plan(model, tp, loss_parallel)
+    elif generic:
+        made = generic_plan(model, tp, loss_parallel)
+    else:
+        raise ValueError(
+            f"no plan for model_type '{family}': it is none of {', '.join(families.FAMILIES)}, and its config has no "
+            f"base_model_tp_plan; parallelize_hf(..., generic=True) computes any model on DTensors, slowly"
+        )
+    made.parameters = plan.parameters(made, model)
+    if drops := plan.dropouts(model):
+        made.notes.append(f"dropout ({', '.join(drops)}): its masks are not those of one process")
+    return made
+
+
+def parallelize_hf(
+    model: Any,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+    *,
+    generic: bool = False,
+    verify_native: bool = True,
+) -> Any:
+    """Cut an unmodified model of `transformers` over tp, and with FSDP2 over what else the mesh has. In place.
+
+    Every parameter becomes a DTensor, tied ones stay one parameter. The model is called as before: `model(input_ids,
+    attention_mask=..., labels=...)` has the loss, `generate` works with its cache. Gradients are those of one process
+    after each backward (under FSDP2: of the mean of the data ranks' losses).
+
+    Args:
+        model: real (then the same on every rank, which is checked) or on meta.
+        mesh: 1-D, or with dims named "tp" and before it "dp_shard", or "dp_replicate" and "dp_shard" (HSDP).
+        sequence_parallel: between attention and feed-forward a rank has S/tp of the tokens, in every forward whose S tp
+            divides; others, forwards with output_hidden_states, and models with a plan of transformers' own are plain
+            tensor parallel.
+        loss_parallel: with labels, the loss is made of each rank's part of the logits; `out.logits` are then computed
+            when they are first used, by all ranks of tp together.
+        generic: a model without any plan computes on DTensors, with a warning.
+        verify_native: prove a plan that transformers brings on a small clone first, as `verify_plan` does (a second).
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a model that has no plan, sizes that tp cannot share, weights that differ between ranks, a mesh with
+            other dims, a plan of transformers' own that is wrong. Nothing is changed then.
+    """
+    tp, _ = meshes(mesh)
+    plan.check(model, mesh.device_type)
+    made = plan_for(model, tp.size(), sequence_parallel, loss_parallel, generic=generic)
+    for pattern, style in made.table.items():
+        for _, module in plan.matching(model, pattern):
+            style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
+    check_copies(model, mesh)
+    if made.native and verify_native:
+        proof = verify(model, mesh, parallelize_unverified)
+        if not proof.ok:
+            raise ValueError(f"the plan that transformers brings for '{made.family}' is wrong:\n{proof}")
+    if generic and COST.format(family=made.family) in made.notes:
+        warnings.warn(COST.format(family=made.family), stacklevel=2)
+    return cut(model, mesh, made)
+
+
+def parallelize_unverified(model: Any, mesh: DeviceMesh) -> Any:
+    """For the clone on which a plan is proven."""
+    return parallelize_hf(model, mesh, verify_native=False)
+
+
+def cut(model: Any, mesh: DeviceMesh, made: HFPlan) -> Any:
+    """Do what the plan says."""
+    tp, data = meshes(mesh)
+    apply_plan(model, tp, made.table)
+    if made.head is not None:
+        watch_labels(model, made.head)
+        made.head.gathered_by_fsdp = data is not None
+    if data is not None:
+        shard_over_data(model, made.blocks, data)
+    return model
+
+
+def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """(tp, the mesh of FSDP2 or None)"""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1 and names in ((), ("tp",)):
+        return mesh, None
+    if names not in (("dp_shard", "tp"), ("dp_replicate", "dp_shard", "tp")):
+        raise ValueError(
+            f"expected a mesh ('tp'), ('dp_shard', 'tp') or ('dp_replicate', 'dp_shard', 'tp'), got {names} of sizes "
+            f"{tuple(mesh.shape)}"
+        )
+    data = mesh[names[:-1]] if len(names) == 3 else mesh["dp_shard"]
+    return mesh["tp"], data if data.size() > 1 else None
+
+
+def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+    """A rank's part is taken from what that rank has, so all must have the same.
+
+    Raises:
+        ValueError: names a parameter that differs, and the ranks.
+    """
+    real = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    for dim in range(mesh.ndim):
+        try:
+            drift.check_equal(real, mesh.get_group(dim), "the model before it is cut")
+        except RuntimeError as error:
+            raise ValueError(f"{error}: load the same weights on every rank, or seed all alike") from None
+
+
+def watch_labels(model: nn.Module, head: VocabHead) -> None:
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        head.labelled = kwargs.get("labels") is not None
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
+    """FSDP2 (or HSDP) of each block, then of the rest, so that tied weights are in one group."""
+
+    def dim(parameter: nn.Parameter) -> Shard | None:
+        # A dim that is cut in parts already cannot be put together after a second cut.
+        (placement,) = parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
+        in_parts = not placement.is_shard() and placement != Replicate()
+        return Shard(1) if in_parts and placement.dim == 0 else None
+
+    for module in (*(model.get_submodule(name) for name in blocks), model):
+        fully_shard(module, mesh=mesh, shard_placement_fn=dim)

@@ -1,0 +1,241 @@
+"""From a model of `transformers` to its table: refuse first, then a style for every module that has parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from dtmega.plans.hf import families, styles
+from dtmega.plans.hf.families import Attention, Family
+from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow
+from dtmega.plans.hf.regions import Ends, Enter, Guard
+from dtmega.plans.hf.styles import Stack, Whole
+from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
+
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+
+
+@dataclass
+class HFPlan:
+    """What `parallelize_hf` does to a model: print it.
+
+    Attributes:
+        family: `config.model_type`.
+        table: module pattern -> style; what `plans.apply_plan` takes.
+        blocks: names of the modules that FSDP2 wraps one by one.
+        head: the style of the head to the vocabulary, if there is one.
+        parameters: module pattern -> names of the parameters that it has.
+        native: it is the plan that transformers brings.
+        notes: what else there is to know.
+    """
+
+    family: str
+    tp: int
+    sequence_parallel: bool
+    table: dict[str, ParallelStyle]
+    blocks: list[str]
+    head: VocabHead | None = None
+    parameters: dict[str, list[str]] = field(default_factory=dict)
+    native: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [("module", "placement over tp", "collectives of a forward, and of its backward")]
+        for pattern, style in self.table.items():
+            placements = {
+                name: getattr(style, "placements", {}).get(name, Replicate()) for name in self.parameters[pattern]
+            }
+            where = ", ".join(f"{name} {_said(placement)}" for name, placement in placements.items())
+            cost = getattr(style, "cost", ("", ""))[self.sequence_parallel]
+            if where or cost:
+                lines.append((pattern or "(the model)", where, cost))
+        widths = [max(len(line[i]) for line in lines) for i in range(2)]
+        cut = ", sequence parallel" if self.sequence_parallel else ""
+        head = f"{self.family}, tp={self.tp}{cut}"
+        rows = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in lines]
+        return "\n".join([head, *rows, *self.notes])
+
+
+def _said(placement: Placement) -> str:
+    if isinstance(placement, Shard) or placement == Replicate():
+        return repr(placement).replace("dim=", "")
+    return f"Shard({placement.dim}) of each of {placement.split_factor} parts"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> HFPlan:
+    """The plan of a model whose family is in `families.FAMILIES`; nothing of the model is changed.
+
+    Raises:
+        ValueError: what `check` refuses; a module of a block that the family has no word for.
+    """
+    family, config = families.FAMILIES[model.config.model_type], model.config
+    check_sizes(config, family, tp)
+    prefix, base = base_model(model)
+    plan = HFPlan(config.model_type, tp, sequence_parallel, {}, [])
+    stacks: dict[str, Stack] = {}
+    for owner, blocks in family.stacks.items():
+        if not (has(base, owner) and has(base, joined(owner, blocks))):
+            continue
+        stack = stacks[joined(owner, blocks)] = Stack(sequence_parallel and tp > 1)
+        add_guard(plan, model, stack, joined(prefix, owner))
+        names = [
+            joined(prefix, owner, blocks, name)
+            for name, _ in base.get_submodule(joined(owner, blocks)).named_children()
+        ]
+        plan.blocks += names
+        for name in dict.fromkeys((names[0], names[-1])):
+            plan.table[name] = Ends(stack, name == names[0], name == names[-1])
+    for pattern, word in family.rows.items():
+        if any(True for _ in matching(base, pattern)):
+            stack = next((s for path, s in stacks.items() if pattern.startswith(f"{path}.")), None)
+            plan.table[joined(prefix, pattern)] = _style(word, stack, family, config, tp)
+    add_head(plan, model, loss_parallel)
+    add_rest(plan, model)
+    return plan
+
+
+def _style(word: str | Attention, stack: Stack | None, family: Family, config: Any, tp: int) -> ParallelStyle:
+    heads = getattr(config, family.heads)
+    kv_heads = (getattr(config, family.kv_heads) or heads) if family.kv_heads else heads
+    if isinstance(word, Attention):
+        assert stack is not None
+        groups = {word.groups: heads // tp // max(1, kv_heads // tp)} if word.groups else {}
+        return Enter(stack, also=word.also, alibi=word.alibi, divide=word.divide, set=groups)
+    if word == families.FEED_FORWARD:
+        assert stack is not None
+        return Enter(stack)
+    if word == families.KV_COLUMN:
+        return styles.SharedColumn(kv_heads, stack) if kv_heads % tp else styles.Column(stack)
+    return {
+        families.VOCAB: VocabEmbedding,
+        families.COLUMN: lambda: styles.Column(stack),
+        families.ENTERING_COLUMN: lambda: styles.Column(stack, enters=True),
+        families.ROW: lambda: styles.Row(stack),
+        families.CONV_COLUMN: lambda: ConvColumn(stack),
+        families.CONV_ROW: lambda: ConvRow(stack),
+        families.CONV_PACKED: lambda: ConvPacked(stack),
+        families.HEAD_COLUMNS: lambda: styles.HeadColumns(stack),
+        families.NORM: lambda: Whole(stack),
+        families.HEAD_NORM: lambda: Whole(stack, of_heads=True),
+    }[word]()
+
+
+def add_guard(plan: HFPlan, model: Any, stack: Stack, owner: str) -> None:
+    plan.table[owner] = Guard(stack, bool(dropouts(model)))
+
+
+def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[VocabHead] = VocabHead) -> None:
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        plan.head = style(loss_parallel)
+        plan.table[next(name for name, module in model.named_modules() if module is head)] = plan.head
+
+
+def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
+    """Every other module with parameters: whole, if it stands outside of the blocks, or `in_blocks` too.
+
+    A parameter tied to one that has a style (BERT's second name for the head's bias) follows that one.
+    """
+    hooks = (Guard, Ends, Enter)
+    named = {n for pattern, s in plan.table.items() if not isinstance(s, hooks) for n, _ in matching(model, pattern)}
+    styled = {id(p) for name in named for p in model.get_submodule(name).parameters(recurse=False)}
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if name in named or not own or all(id(p) in styled for p in own):
+            continue
+        if not in_blocks and any(name.startswith(f"{block}.") for block in plan.blocks):
+            raise ValueError(
+                f"the plan of '{plan.family}' has no word for the parameters of {name} ({type(module).__name__}): this "
+                f"version of transformers, or an option of the config, is not one it knows"
+            )
+        if name in plan.table:
+            raise ValueError(f"{name or type(model).__name__} has parameters of its own, which the plan does not know")
+        plan.table[name] = Whole()
+
+
+def check(model: Any, device_type: str) -> None:
+    """Refuse, before anything is done, what is not a model of `transformers` or cannot compute under tp.
+
+    Raises:
+        ValueError: code from elsewhere, an attention implementation that cannot work.
+    """
+    config = getattr(model, "config", None)
+    module, auto_map = type(model).__module__, getattr(config, "auto_map", None)
+    if config is None or not module.startswith("transformers.") or auto_map:
+        raise ValueError(
+            f"expected a model class of transformers, got {module}.{type(model).__name__}"
+            + (f" with auto_map={auto_map}" if auto_map else "")
+            + ": the plans are for the library's own code, custom (remote) code can do anything"
+        )
+    attention = getattr(config, "_attn_implementation", None) or "eager"
+    if attention not in ATTENTION:
+        raise ValueError(
+            f"attn_implementation='{attention}' is not known to work under tp; expected one of {ATTENTION}"
+        )
+    if device_type == "cpu" and attention.startswith("fl"):
+        why = "has no backward" if attention == "flex_attention" else "does not run"
+        raise ValueError(f"attn_implementation='{attention}' {why} on a CPU; use 'sdpa' or 'eager'")
+
+
+def check_sizes(config: Any, family: Family, tp: int) -> None:
+    heads = getattr(config, family.heads)
+    if heads % tp:
+        raise ValueError(f"tp={tp} does not divide {family.heads}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
+    kv_heads = getattr(config, family.kv_heads) if family.kv_heads else None
+    if kv_heads and kv_heads % tp and tp % kv_heads:
+        raise ValueError(
+            f"tp={tp} and {family.kv_heads}={kv_heads}: neither divides the other, so heads of keys can neither be cut "
+            f"nor copied evenly ([mesh] tp)"
+        )
+    for key in family.sizes:
+        size = getattr(config, key, None)
+        if size and size % tp:
+            raise ValueError(f"tp={tp} does not divide {key}={size}: {size} % {tp} = {size % tp} ([mesh] tp)")
+    for key, why in family.refused.items():
+        if getattr(config, key, None):
+            raise ValueError(f"{key}={getattr(config, key)} of a {config.model_type} config: {why}")
+
+
+def dropouts(model: Any) -> list[str]:
+    """Attributes of the model's modules that drop something in training, as `name=p`."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        values = {"dropout": module.p} if isinstance(module, nn.Dropout) else vars(module)
+        for name, value in values.items():
+            if "drop" in name and isinstance(value, float) and value > 0:
+                found[f"{name}={value}"] = None
+    return list(found)
+
+
+def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
+    """Names of the parameters of the modules of each pattern."""
+    return {
+        pattern: list({n: None for _, m in matching(model, pattern) for n, _ in m.named_parameters(recurse=False)})
+        for pattern in plan.table
+    }
+
+
+def base_model(model: Any) -> tuple[str, nn.Module]:
+    """(name, module) of the model without its head; ("", itself) if it has none."""
+    prefix = model.base_model_prefix
+    return (prefix, getattr(model, prefix)) if prefix and hasattr(model, prefix) else ("", model)
+
+
+def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return ((name, module) for name, module in model.named_modules() if expression.fullmatch(name))
+
+
+def has(module: nn.Module, path: str) -> bool:
+    return not path or any(name == path for name, _ in module.named_modules())
+
+
+def joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

@@ -1,0 +1,111 @@
+"""A small model with all the peculiarities of a large one, and a batch for it: what a plan is proven on."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB, HEAD_DIM, POSITIONS, WINDOW = 131, 16, 64, 6
+LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
+HEADS = ("num_attention_heads", "num_heads", "n_head")
+HIDDEN = ("hidden_size", "d_model", "n_embd")
+FEED_FORWARD = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+SIZES = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "n_positions": POSITIONS, "sliding_window": WINDOW}
+TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def tiny_config(config: Any, tp: int) -> Any:
+    """The configuration with two layers (or one of each kind), few and small heads, and no dropout.
+
+    What decides how tp cuts stays: whether keys have fewer heads than queries and than there are ranks, whether heads
+    make up the hidden size, ties, biases, norms, the kind of attention. Two heads a rank show a wrong order of them.
+    """
+    new = copy.deepcopy(config)
+
+    def first(keys: tuple[str, ...]) -> Any:
+        return next((getattr(config, key) for key in keys if getattr(config, key, None)), None)
+
+    def put(keys: tuple[str, ...], value: Any) -> None:
+        for key in keys:
+            if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
+                setattr(new, key, value)
+
+    heads, hidden = first(HEADS), first(HIDDEN)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    few_kv = 2 * tp if kv_heads == heads else tp if kv_heads % tp == 0 else kv_heads
+    few = few_kv if kv_heads == heads else max(2 * few_kv, 2 * tp)
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
+    small = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    put(LAYERS, max(2, len(kinds)))
+    if kinds:
+        new.layer_types = kinds if len(kinds) > 1 else kinds * 2
+    put(HEADS, few)
+    put(("num_key_value_heads",), few_kv)
+    put(("head_dim", "d_kv"), HEAD_DIM)
+    put(HIDDEN, small)
+    put(FEED_FORWARD, 2 * small)
+    if getattr(config, "word_embed_proj_dim", None):
+        new.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small // 2
+    for key, value in SIZES.items():
+        put((key,), value)
+    for key, value in TOKENS.items():
+        if getattr(config, key, None) is not None:
+            setattr(new, key, value)
+    if getattr(config, "is_encoder_decoder", False):
+        new.decoder_start_token_id = TOKENS["decoder_start_token_id"]
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(new, key, 0.0)
+    new.dtype = torch.float32
+    return new
+
+
+def build(model_class: type[Any], config: Any, attention: str) -> Any:
+    """A model in fp32 with the same values on every rank, biases and norms not left at 0 and 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class._from_config(copy.deepcopy(config), attn_implementation=attention)
+    return perturbed(model).train()
+
+
+@torch.no_grad()
+def perturbed(model: nn.Module) -> Any:
+    """Every parameter moved by noise from its name, so that a missing or doubled term shows."""
+    for name, p in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.ndim < 2 else 0.05))
+    return model
+
+
+def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -> dict[str, Tensor]:
+    """Tokens [rows, length], where the model takes them labels, some of them -100; `padded` hides ends and starts."""
+    generator = torch.Generator().manual_seed(seed)
+    size = model.config.vocab_size
+    found = {"input_ids": torch.randint(3, size, (rows, length), generator=generator)}
+    if padded:
+        mask = torch.ones(rows, length, dtype=torch.int64)
+        mask[0, length - 3 :] = 0
+        mask[-1, :2] = 0
+        found["attention_mask"] = mask
+    if model.get_output_embeddings() is not None:
+        labels = torch.randint(3, size, (rows, length), generator=generator)
+        labels[:, ::5] = -100
+        found["labels"] = labels
+    elif model.config.is_encoder_decoder:
+        found["decoder_input_ids"] = found["input_ids"].roll(1, dims=1)
+    return found
+
+
+def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(loss, logits or hidden states) of a forward; without a loss of the model's, a number that depends on all."""
+    out = model(**inputs)
+    result = out.logits if "labels" in inputs else out[0]
+    if "labels" in inputs:
+        return out.loss, result.detach()
+    weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(5))
+    return (result * weights.to(result.device)).sum(), result.detach()

@@ -1,0 +1,40 @@
+"""Train a local Hugging Face model over tensor parallelism: load, shard, three steps, save.
+
+torchrun --nproc-per-node 2 examples/hf_tp.py DIR OUT     # DIR has config.json and weights, OUT will have
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+from dtmega.plans import parallelize_hf, plan_for
+
+source, target = sys.argv[1:]
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group()
+mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).to(device).train()
+if dist.get_rank() == 0:
+    print(plan_for(model, mesh.size()))
+parallelize_hf(model, mesh)
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(0)  # the same batches, and dropout, on all ranks of tp
+tokens = torch.randint(model.config.vocab_size, (4, 64), device=device)
+for step in range(3):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.full_tensor().item():.3f}")
+
+weights = {name: parameter.full_tensor().cpu() for name, parameter in model.state_dict().items()}  # by all ranks
+if dist.get_rank() == 0:
+    model.save_pretrained(target, state_dict=weights)
+dist.barrier()
+dist.destroy_process_group()

@@ -1,0 +1,188 @@
+"""Small random models of transformers, with batches and what one process computes from them: the truth of HF tests."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout")
+NO_DROPOUT += ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "residual_dropout")
+_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GQA = {**_SIZES, "num_key_value_heads": 2}
+_BIASED = {"attention_bias": True, "mlp_bias": True}
+_OPT = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+# name -> (model class, config class, keys); the first part of a name is the family
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GQA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GQA, "sliding_window": 6}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GQA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_GQA, "head_dim": 24}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES),
+    "opt": ("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 64}),
+    "bert": ("BertForMaskedLM", "BertConfig", _SIZES),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+}
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bloom post-layernorm": (
+        *MODELS["bloom"][:2],
+        {**MODELS["bloom"][2], "apply_residual_connection_post_layernorm": True},
+    ),
+    "bloom base": ("BloomModel", "BloomConfig", MODELS["bloom"][2]),
+    "gpt2 upcast": (*MODELS["gpt2"][:2], {**_GPT2, "reorder_and_upcast_attn": True, "attn_implementation": "eager"}),
+    "llama eager, biased": (*MODELS["llama"][:2], {**_GQA, **_BIASED, "attn_implementation": "eager"}),
+    "llama classifier": ("LlamaForSequenceClassification", "LlamaConfig", {**_GQA, "pad_token_id": 1}),
+    "llama padding_idx": (*MODELS["llama"][:2], {**_GQA, "pad_token_id": 70}),
+    "gpt_neox sequential": (*MODELS["gpt_neox"][:2], {**_SIZES, "use_parallel_residual": False}),
+    "opt projected, post-layernorm": (
+        *MODELS["opt"][:2],
+        {**_OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    ),
+    "bert base": ("BertModel", "BertConfig", _SIZES),
+    "bert decoder": ("BertLMHeadModel", "BertConfig", {**_SIZES, "is_decoder": True}),
+    "t5 gated": (*MODELS["t5"][:2], {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "t5 encoder": ("T5EncoderModel", "T5Config", _T5),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GQA),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GQA, "pad_token_id": 0}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch: vocabulary of `vocab` tokens, sequences of `length`, with padding or not."""
+
+    name: str
+    vocab: int = 131
+    tied: bool = True
+    length: int = 12
+    padded: bool = True
+    kv_heads: int | None = None
+
+    @property
+    def family(self) -> str:
+        return self.name.split()[0]
+
+
+def plain(case: Case) -> Any:
+    """The model as transformers makes it, without dropout."""
+    model_class, config_class, keys = (MODELS | VARIANTS)[case.name]
+    keys = dict(keys)
+    attention = keys.pop("attn_implementation", None)
+    if case.kv_heads:
+        keys["num_key_value_heads"] = case.kv_heads
+    config = getattr(transformers, config_class)(vocab_size=case.vocab, tie_word_embeddings=case.tied, **keys)
+    for key in NO_DROPOUT:
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    options = {"attn_implementation": attention} if attention else {}
+    return getattr(transformers, model_class)._from_config(config, **options)
+
+
+def build(case: Case) -> Any:
+    """The same values in every process, biases and norms not left at 0 and 1."""
+    torch.manual_seed(0)
+    model = plain(case)
+    # OPT's attention is nearly even with small weights, and gradients of its queries what is left of large numbers.
+    noise = 0.1 if case.family == "opt" else 0.05
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.ndim < 2 else noise))
+    return model.train()
+
+
+def batch(case: Case) -> dict[str, Tensor]:
+    """Two rows; with padding one ends early and one begins late. Some labels do not count, in each row as many."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(3, case.vocab, (2, 2, case.length), generator=generator)
+    labels[:, ::4] = -100
+    found = {"input_ids": tokens, "labels": labels}
+    if case.padded:
+        found["attention_mask"] = torch.ones_like(tokens)
+        found["attention_mask"][0, -3:] = 0
+        found["attention_mask"][1, :2] = 0
+    if case.name.endswith("classifier"):
+        found["labels"] = torch.tensor([0, 1])
+    elif case.name.split()[-1] in ("base", "encoder"):
+        del found["labels"]
+    return found
+
+
+def forward(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(loss, logits or hidden state) with transformers' own loss where it has one."""
+    out = model(**inputs)
+    if "labels" in inputs:
+        return out.loss, out.logits.detach()
+    weights = torch.randn(out[0].shape, generator=torch.Generator().manual_seed(2))
+    return (out[0] * weights).square().mean(), out[0].detach()
+
+
+def steps(model: Any, inputs: dict[str, Tensor], losses: int = 1) -> None:
+    """Three of AdamW with clipping; eps is large enough that a gradient which is 0 but for rounding stays none."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(2)] if losses == 2 else [inputs]
+        for row in rows:
+            (forward(model, row)[0] / losses).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+@torch.no_grad()
+def generated(model: Any, case: Case) -> Tensor:
+    """Eight greedy tokens behind a prompt that tp does not divide, of which one row is padded on the left."""
+    inputs = batch(Case(case.name, vocab=case.vocab, length=9))
+    del inputs["labels"]
+    inputs["attention_mask"][0] = 1
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    return model.eval().generate(**inputs, **options)
+
+
+def truth(case: Case, rows_apart: bool) -> dict[str, Any]:
+    """What one process finds. `rows_apart`: the loss is the mean of the rows' losses, as data ranks have it."""
+    inputs, found = batch(case), {}
+    model = build(case)
+    rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(2)] if rows_apart else [inputs]
+    results = [forward(model, row) for row in rows]
+    for loss, _ in results:
+        (loss / len(rows)).backward()
+    found["losses"] = [loss.detach() for loss, _ in results]
+    found["logits"] = [logits for _, logits in results]
+    found["gradients"] = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
+    model = build(case)
+    steps(model, inputs, losses=len(rows))
+    found["stepped"] = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    return found
+
+
+def saved(cases: list[Case]) -> dict[Case, str]:
+    """Directories as `save_pretrained` makes them, the weights in several files."""
+    found = {}
+    for case in cases:
+        found[case] = str(Path(_folder().name, f"{zlib.crc32(repr(case).encode())}"))
+        build(case).save_pretrained(found[case], max_shard_size="100KB")
+    return found
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def truths(cases: list[Case], rows_apart: bool) -> str:
+    """A file of {case: truth}, so that each is computed once and not on every rank."""
+    path = Path(_folder().name, f"{zlib.crc32(repr((cases, rows_apart)).encode())}.pt")
+    torch.save({case: truth(case, rows_apart) for case in cases}, path)
+    return str(path)
