@@ -15,6 +15,8 @@ test: .venv/installed-test
 	.venv/bin/pytest
 
 test-full: test
+	.venv/bin/pytest -m full
+	.venv/bin/python tests/hf_sweep.py
 	.venv/bin/python benchmarks/faults.py
 	.venv/bin/python benchmarks/resume.py
 	.venv/bin/python benchmarks/kills.py

@@ -34,7 +34,12 @@ def run(tmp_path_factory, text):
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# Larger versions of layouts that stay, and one whose time goes into compiling.
+FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "microbatches of 8", "compile, tp 2", "bf16, dp_shard 2"}
+EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_layout_gives_the_numbers_of_one_process(run, name):
     n, keys = LAYOUTS[name]
     truth = run(1, truth_keys(keys))
