@@ -20,23 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config, drift, job, mesh, optim
+from dtmega import config, drift, job, mesh, models, optim
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.hf import load as load_weights
-from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
-from dtmega.checkpoint.weights import open_weights
 from dtmega.config import Config
 from dtmega.data.loader import IGNORED, StepBatch, TrainBatches, eval_batches
 from dtmega.data.text import Text, open_text
 from dtmega.job import Claim, Watch
 from dtmega.mesh import World
 from dtmega.metrics import Metrics, describe
-from dtmega.models.bloom import HF_KEYS
 from dtmega.models.generate import generate
 from dtmega.optim import Spikes
-from dtmega.parallelize import ShardedModel, check, parallelize
+from dtmega.parallelize import ShardedModel, check, parallelize, starting_weights
 from dtmega.pipelining.draw import draw_schedule
 
 SIGNALLED = "a signal asked for it"
@@ -62,12 +59,12 @@ def main(argv: list[str]) -> int:
     job.die_with_parent()
     closing = ExitStack()
     try:
-        cfg = config.load(argv)
+        cfg = models.resolved(config.load(argv))
         device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, mesh.world_size())
         check(cfg, sizes, device)
         text = open_text(cfg)
         candidates, damage = resume.find(cfg, text.identity)
-        init = open_weights(cfg.model, HF_KEYS) if cfg.model.init_from and not candidates else None
+        init = None if candidates else starting_weights(cfg)
         batches = TrainBatches(
             text.samples("train"),
             cfg.data,
@@ -91,16 +88,16 @@ def main(argv: list[str]) -> int:
         watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
         closing.callback(watch.close)
         watch.share(mesh.store(), world.size)
-        model = parallelize(cfg, world)
-        optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
-        checkpoints = Checkpoints(cfg, device)
-        closing.callback(checkpoints.close)
         try:
+            model = parallelize(cfg, world)
+            optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+            checkpoints = Checkpoints(cfg, device)
+            closing.callback(checkpoints.close)
             loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, damage)
-        except Damaged as error:
+            if init is not None:
+                load_weights(init, model.named_parameters(), cfg.model.vocab_size)
+        except ValueError as error:
             return refuse(error)
-        if init is not None:
-            load_weights(init, model.named_parameters(), cfg.model.vocab_size)
         at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
         batches.load_state_dict({"samples": at.samples})
         if world.rank == 0:
@@ -108,9 +105,8 @@ def main(argv: list[str]) -> int:
             Path(cfg.run.dir, "config.toml").write_text(cfg.to_toml(), encoding="utf-8")
         metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
-        metrics.message(
-            "\n".join([describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *damage])
-        )
+        lines = [describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *models.notes(cfg.model)]
+        metrics.message("\n".join([*lines, *damage]))
         spikes = Spikes(cfg.train.skip_spikes, recent)
         return train(Run(cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at)
 

@@ -44,7 +44,8 @@ class Run(Section):
 
 
 class Model(Section):
-    name: Literal["bloom"] = key("bloom", "which file of dtmega/models")
+    name: Literal["bloom", "hf"] = key("bloom", "which file of dtmega/models; hf = the model of transformers in `path`")
+    path: str = key("", "hf: a directory with config.json, weights and tokenizer.json; sizes below are its own")
     init_from: str = key("", "weights to start with: a Hugging Face folder or a checkpoint's; empty = random")
     vocab_size: int = key(8192, "V; at least the tokenizer's vocabulary", ge=1)
     pad_vocab_to_multiple: int = key(1, "rows of the embedding; rows beyond V never enter the softmax", ge=1)
@@ -59,10 +60,12 @@ class Model(Section):
     label_smoothing: float = key(0.0, "of the training loss", ge=0, lt=1)
     z_loss: float = key(0.0, "weight of log(Z)^2 in the training loss (PaLM: 1e-4)", ge=0)
     apply_residual_connection_post_layernorm: bool = key(False, "the residual is the LayerNorm's output (BERT's order)")
+    elements: list[int] = key([], "hf: parameters of a layer and of the model; the trainer counts them")
+    digest: str = key("", "hf: of what config.json says; the trainer sets it, and refuses another one on resume")
 
     @model_validator(mode="after")
     def _check(self) -> Model:
-        if self.hidden_size % self.n_heads:
+        if self.name == "bloom" and self.hidden_size % self.n_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
                 f"([model] n_heads, [model] hidden_size)"

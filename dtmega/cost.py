@@ -32,7 +32,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def block_parameters(model: Model) -> int:
-    """Elements of one layer: two LayerNorms 4D, QKV 3D^2 + 3D, output D^2 + D, MLP 2DF + F + D."""
+    """Elements of one layer: two LayerNorms 4D, QKV 3D^2 + 3D, output D^2 + D, MLP 2DF + F + D; hf: as counted."""
+    if model.elements:
+        return model.elements[0]
     d, f = model.hidden_size, model.ffn
     return 4 * d + (3 * d * d + 3 * d) + (d * d + d) + (2 * d * f + f + d)
 
@@ -40,8 +42,10 @@ def block_parameters(model: Model) -> int:
 def parameters(model: Model) -> int:
     """Elements of all weights of a BLOOM; the tied head counts once.
 
-    Embedding VD and its LayerNorm 2D; the layers; last LayerNorm 2D.
+    Embedding VD and its LayerNorm 2D; the layers; last LayerNorm 2D. hf: as counted.
     """
+    if model.elements:
+        return model.elements[1]
     d = model.hidden_size
     return model.vocab_size * d + 2 * d + model.n_layers * block_parameters(model) + 2 * d
 
@@ -52,10 +56,11 @@ def block_flops_per_token(model: Model, seq_len: int) -> int:
     A weight of a matrix product costs 2 FLOPs forward and 4 backward per token (Kaplan et al. 2020, section 2.1): the
     layer's 4 D^2 + 2 DF. QK^T and PV cost 4 S D forward over S keys, three times that with backward (Narayanan et
     al. 2021, appendix), and half of it counts, because a causal query sees half of the keys on average: 6 S D.
-    Biases, norms, activations and softmax are left out, as everywhere.
+    Biases, norms, activations and softmax are left out, as everywhere; of hf, biases and norms are among the weights.
     """
     d = model.hidden_size
-    return 6 * (4 * d * d + 2 * d * model.ffn) + 6 * seq_len * d
+    weights = model.elements[0] if model.elements else 4 * d * d + 2 * d * model.ffn
+    return 6 * weights + 6 * seq_len * d
 
 
 def head_flops_per_token(model: Model) -> int:

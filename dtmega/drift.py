@@ -10,15 +10,15 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from dtmega.shards import local
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
     """[n] int64: for each tensor's local part, the sum of its elements' bits, each weighted by its place."""
     sums = []
     for tensor in tensors.values():
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
-        bits = local.flatten().view(torch.uint8).to(torch.int64)
+        bits = local(tensor).detach().contiguous().flatten().view(torch.uint8).to(torch.int64)
         sums.append((bits * (torch.arange(bits.numel(), device=bits.device) % 8191 + 1)).sum())
     return torch.stack(sums)
 

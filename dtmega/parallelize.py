@@ -17,16 +17,23 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config, drift, keyed, models, optim
+from dtmega.checkpoint import Source
+from dtmega.checkpoint.weights import open_weights
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
-from dtmega.models.bloom import Bloom, init_std
+from dtmega.models import hf
+from dtmega.models.bloom import HF_KEYS
+from dtmega.models.hf import HF
+from dtmega.models.stage import Stage
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
-from dtmega.pipelining.split import cut as keep_stage
-from dtmega.pipelining.tied import TiedWeight, full_name
+from dtmega.pipelining.tied import TiedWeight
 from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
 from dtmega.plans.bloom import plan
+from dtmega.plans.hf.load import Folder
+from dtmega.plans.hf.parallel import cut_stage, plan_for
+from dtmega.shards import boxes, local
 
 # What selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
@@ -49,7 +56,7 @@ class ShardedModel:
     """
 
     def __init__(
-        self, world: World, stages: Mapping[int, Bloom], partial: Mapping[int, Sequence[str]], reshard: bool
+        self, world: World, stages: Mapping[int, Stage], partial: Mapping[int, Sequence[str]], reshard: bool
     ) -> None:
         self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
         self.pipeline: Pipeline | None = None
@@ -96,16 +103,16 @@ class ShardedModel:
         """By name in the whole model; a tied weight on two stages comes twice where one rank holds both."""
         for model in self.stages.values():
             for name, parameter in model.named_parameters():
-                yield full_name(name), parameter
+                yield model.full_name(name), parameter
 
     def weights(self) -> list[Tensor]:
         """Local parts of parameters such that over the `shards` group each element comes once."""
-        return [_local(p.detach()) for p in self._counted()]
+        return [local(p.detach()) for p in self._counted()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
         """Local parts of gradients, by the same rule; `every` one that this rank holds, for clipping."""
         parameters = [p for _, p in self.named_parameters()] if every else self._counted()
-        return [_local(p.grad) for p in parameters if p.grad is not None]
+        return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
         """Of the last gradient and the parameters, over the whole model: those that are asked for."""
@@ -151,26 +158,29 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard)
     if n_stages > 1:
-        model.tied = TiedWeight(stages, n_stages, world.groups.get("embedding"))
+        if whole.tied is not None:
+            model.tied = TiedWeight(stages, n_stages, whole.tied, world.groups.get("embedding"))
         model.pipeline = Pipeline(cfg.pipeline, stages, n_stages, world.groups["pp"], _hidden(cfg, world), world.device)
     return model
 
 
-def _split(cut: Stages, whole: Bloom, numbers: Sequence[int]) -> dict[int, Bloom]:
+def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage]:
     """Copies of the meta model, each without what its stage does not hold."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
-        keep_stage(stage, cut.layers[number], is_first=number == 0, is_last=number == len(cut.layers) - 1)
+        stage.keep(cut.layers[number], is_first=number == 0, is_last=number == len(cut.layers) - 1)
     return stages
 
 
-def _shard(cfg: config.Config, world: World, stage: Bloom, reshard: bool) -> list[str]:
+def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> list[str]:
     """Plan, recompute, compile, fsdp, memory and values for one meta stage; returns `ShardedModel.partial` of it."""
     partial: list[str] = []
-    table = plan(cfg.model, cfg.mesh.sequence_parallel) if world.tp.size() > 1 else {}
-    if table:
+    table = plan(cfg.model, cfg.mesh.sequence_parallel) if world.tp.size() > 1 and not isinstance(stage, HF) else {}
+    if isinstance(stage, HF):
+        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
+    elif table:
         partial = apply_plan(stage, world.tp, table)
-    blocks: list[nn.Module] = list(stage.layers.values())
+    blocks = stage.blocks()
     if cfg.recompute.mode != "none":
         recompute(blocks, selective=cfg.recompute.mode == "selective")
     if compiling(cfg, world.device):
@@ -181,7 +191,9 @@ def _shard(cfg: config.Config, world: World, stage: Bloom, reshard: bool) -> lis
     # `to_empty` gives each owner of a tied parameter memory of its own.
     stage.to_empty(device="cpu" if cfg.fsdp.cpu_offload else world.device)
     stage.tie()
-    init_weights(stage, cfg.run.seed)
+    if not isinstance(stage, HF) or not hf.has_weights(cfg.model.path):
+        init_weights(stage, cfg.run.seed)
+    stage.init_buffers(cfg.run.seed)
     if table:
         shard_buffers(stage, world.tp, table)
     return partial
@@ -201,46 +213,45 @@ def recompute(blocks: Sequence[nn.Module], selective: bool) -> None:
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
     # One function for all blocks: with one for each, torch.compile would compile each anew.
-    def forward(block: nn.Module, *args: Any) -> Any:
-        return checkpoint(lambda *inputs: type(block).forward(block, *inputs), *args, **keywords)
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
 
     for block in blocks:
         block.forward = types.MethodType(forward, block)
 
 
 @torch.no_grad()
-def init_weights(model: Bloom, seed: int) -> None:
+def init_weights(model: Stage, seed: int) -> None:
     """Initial values as a function of (seed, parameter name, global index): the same bits on every layout."""
     for name, parameter in model.named_parameters():
-        name = full_name(name)
-        std = init_std(model.cfg, name)
-        local, offsets = _local_shard(parameter)
-        if std is None:
-            local.fill_(1.0 if name.endswith("weight") else 0.0)
-            continue
-        columns = torch.arange(local.shape[1], device=local.device) + offsets[1]
-        # Some rows at a time: the fp64 temporaries of `normal` take ten times the memory of its result.
-        step = max(1, 2**20 // local.shape[1])
-        for start in range(0, local.shape[0], step):
-            piece = local[start : start + step]
-            rows = torch.arange(piece.shape[0], device=local.device) + (offsets[0] + start)
-            piece.copy_(keyed.normal(seed, name, rows[:, None] * parameter.shape[1] + columns) * std)
-    model.init_buffers(seed)
+        name = model.full_name(name)
+        std = model.init_std(name)
+        for offsets, part in boxes(parameter):
+            if std is None:
+                part.fill_(1.0 if name.endswith("weight") else 0.0)
+                continue
+            columns = torch.arange(part.shape[1], device=part.device) + offsets[1]
+            # Some rows at a time: the fp64 temporaries of `normal` take ten times the memory of its result.
+            step = max(1, 2**20 // part.shape[1])
+            for start in range(0, part.shape[0], step):
+                piece = part[start : start + step]
+                rows = torch.arange(piece.shape[0], device=part.device) + (offsets[0] + start)
+                piece.copy_(keyed.normal(seed, name, rows[:, None] * parameter.shape[1] + columns) * std)
 
 
-def _local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of a parameter, and where in the whole it starts."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.ndim
-    local = parameter.to_local()
-    if local.numel() == 0:
-        return local, (0,) * local.ndim
-    (chunk,) = parameter.__create_chunk_list__()
-    return local, tuple(chunk.offsets)
+def starting_weights(cfg: config.Config) -> Source | None:
+    """What a new run starts with, by the names of its parameters; None: values drawn from the seed.
 
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    Raises:
+        ValueError: [model] init_from or path names nothing usable, or weights of another model.
+        Damaged: a checkpoint that is not intact.
+    """
+    if cfg.model.name == "hf":
+        path = cfg.model.init_from or (cfg.model.path if hf.has_weights(cfg.model.path) else "")
+        if path and hf.has_weights(path):
+            with torch.device("meta"):
+                return Folder(path, HF(cfg.model).hf)
+    return open_weights(cfg.model, HF_KEYS) if cfg.model.init_from else None
 
 
 def _replicated_over_tp(parameter: Tensor) -> bool:
@@ -252,7 +263,8 @@ def _replicated_over_tp(parameter: Tensor) -> bool:
 
 def _hidden(cfg: config.Config, world: World) -> Tensor:
     """What one stage hands to the next, on meta."""
-    parts = world.sizes["tp"] if cfg.mesh.sequence_parallel else 1
+    # A model of transformers has the whole sequence between its stacks of blocks.
+    parts = world.sizes["tp"] if cfg.mesh.sequence_parallel and cfg.model.name != "hf" else 1
     shape = (cfg.batch.micro_batch_size, cfg.data.seq_len // parts, cfg.model.hidden_size)
     return torch.empty(shape, dtype=getattr(torch, cfg.precision.params), device="meta")
 
@@ -269,10 +281,12 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """
     pp, tp = sizes["pp"], sizes["tp"]
     model, seq_len = cfg.model, cfg.data.seq_len
+    if model.name == "hf":
+        _check_hf(model, sizes)
     divided = {"n_heads": model.n_heads, "ffn_hidden_size": model.ffn} | (
         {"seq_len": seq_len} if cfg.mesh.sequence_parallel else {}
     )
-    for key, size in divided.items():
+    for key, size in divided.items() if model.name != "hf" else ():
         if size % tp:
             section = "data" if key == "seq_len" else "model"
             raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [{section}] {key})")
@@ -289,3 +303,15 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         )
     if pp > 1:
         schedule.check(cfg, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
+
+
+def _check_hf(model: config.Model, sizes: Mapping[str, int]) -> None:
+    with torch.device("meta"):
+        whole = HF(model)
+    family = whole.hf.config.model_type
+    if sizes["tp"] > 1:
+        plan_for(whole.hf, sizes["tp"])
+    if sizes["pp"] > 1 and family not in hf.ENDS:
+        raise ValueError(
+            f"a pipeline needs to know the ends of a model, and '{family}' is none of {', '.join(hf.ENDS)} ([mesh] pp)"
+        )

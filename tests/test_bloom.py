@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import config, models
-from dtmega.models.bloom import HF_KEYS, Bloom, init_std
+from dtmega.models.bloom import HF_KEYS, Bloom
 from dtmega.parallelize import init_weights
 
 V, S = 131, 77
@@ -159,7 +159,7 @@ def test_initial_values_have_the_std_of_the_rule_and_norms_and_biases_are_neutra
         else:
             scaled = "attn.out" in name or "mlp.down" in name
             assert p.std().item() == pytest.approx(0.02 / 2 if scaled else 0.02, rel=0.03), name
-            assert init_std(cfg, name) == pytest.approx(0.02 / 2 if scaled else 0.02)
+            assert model.init_std(name) == pytest.approx(0.02 / 2 if scaled else 0.02)
 
 
 def test_block_compiled_gives_the_same_loss_and_gradients():

@@ -96,6 +96,11 @@ def test_norm_is_over_all_tensors(alone):
     assert total_norm(gradients(), CPU, alone) == pytest.approx(math.sqrt(20 * 1**2 + 4 * 2**2 + 4 * 3**2 + 5 * 4**2))
 
 
+def test_the_norm_of_a_large_gradient_on_a_cpu_is_that_of_fp64(alone):
+    gradient = 0.01 * torch.randn(8200, 65, generator=torch.Generator().manual_seed(0))
+    assert total_norm([gradient], CPU, alone) == pytest.approx(gradient.double().norm().item(), rel=1e-7)
+
+
 def test_clipping_scales_by_megatrons_factor():
     clipped = gradients()
     clip_gradients(clipped, 12.5, 2.0)

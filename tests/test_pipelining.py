@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, keyed, models
-from dtmega.models.bloom import Bloom, init_std
+from dtmega.models.bloom import Bloom
 from dtmega.pipelining.draw import draw
 from dtmega.pipelining.schedule import Pipeline, check
-from dtmega.pipelining.split import Cost, balanced, cut, layers_of_stages, plan_stages, stages_of_ranks
+from dtmega.pipelining.split import Cost, balanced, layers_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
-from dtmega.pipelining.tied import TiedWeight, full_name
+from dtmega.pipelining.tied import TiedWeight
 from tests import ranks
 
 MODEL = config.Model(
@@ -123,8 +123,8 @@ def test_stages_hold_each_parameter_once_under_its_own_name_but_the_tied_one_twi
     names: Counter[str] = Counter()
     for number, held in enumerate(layers):
         stage = copy.deepcopy(whole())
-        cut(stage, held, is_first=number == 0, is_last=number == 3)
-        names.update(full_name(name) for name, _ in stage.named_parameters())
+        stage.keep(held, is_first=number == 0, is_last=number == 3)
+        names.update(stage.full_name(name) for name, _ in stage.named_parameters())
     assert names == Counter(name for name, _ in whole().named_parameters()) + Counter(["embed.weight"])
 
 
@@ -333,13 +333,10 @@ def fill(model: Bloom) -> None:
     model.to_empty(device="cpu")
     model.tie()
     for name, parameter in model.named_parameters():
-        std = init_std(MODEL, full_name(name))
+        name = model.full_name(name)
+        std = model.init_std(name)
         places = torch.arange(parameter.numel()).view(parameter.shape)
-        value = (
-            keyed.normal(1, full_name(name), places) * std
-            if std
-            else torch.full(parameter.shape, float("norm.w" in name))
-        )
+        value = keyed.normal(1, name, places) * std if std else torch.full(parameter.shape, float("norm.w" in name))
         parameter.copy_(distribute(value.float(), parameter))
     model.init_buffers(1)
 
@@ -401,7 +398,7 @@ def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -
         stages: dict[int, Bloom] = {}
         for number in held[pp_rank]:
             stage = copy.deepcopy(whole())
-            cut(stage, layers[number], number == 0, number == len(layers) - 1)
+            stage.keep(layers[number], number == 0, number == len(layers) - 1)
             if dp > 1:
                 for module in (*stage.layers.values(), stage):
                     fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
@@ -409,10 +406,10 @@ def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -
                     module.set_force_sum_reduction_for_comms(True)
             fill(stage)
             stages[number] = stage
-        tied = TiedWeight(stages, len(layers), ends)
+        tied = TiedWeight(stages, len(layers), Bloom.tied, ends)
         hidden = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta")
         runner = Pipeline(wanted, stages, len(layers), mesh.get_group("pp"), hidden, torch.device("cpu"))
-        named = [(full_name(name), p) for stage in stages.values() for name, p in stage.named_parameters()]
+        named = [(stage.full_name(name), p) for stage in stages.values() for name, p in stage.named_parameters()]
         optimizer = adamw([p for _, p in named])
 
         def mine(count: int, step: int) -> list[dict[str, Tensor]]:
@@ -542,11 +539,11 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step(trained: Any,
 
 def test_a_v_needs_no_group_for_its_tied_weight():
     stages = {0: copy.deepcopy(whole()), 3: copy.deepcopy(whole())}
-    cut(stages[0], [0], is_first=True, is_last=False)
-    cut(stages[3], [7], is_first=False, is_last=True)
+    stages[0].keep([0], is_first=True, is_last=False)
+    stages[3].keep([7], is_first=False, is_last=True)
     for stage in stages.values():
         fill(stage)
-    tied = TiedWeight(stages, 4, group=None)
+    tied = TiedWeight(stages, 4, Bloom.tied, group=None)
     embed, head = tied.copies
     embed.grad, head.grad = torch.ones_like(embed), 2 * torch.ones_like(head)
     tied.sum_gradients()

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dtmega import config
 from dtmega.checkpoint import Source
+from dtmega.shards import Box, boxes
 
 EMBED, THEIR_HEAD, BASE = "embed.weight", "lm_head.weight", "transformer."
 INDEX = "model.safetensors.index.json"
@@ -225,21 +225,8 @@ def load(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -
         there, here = source.tensors[name][1], tuple(parameter.shape)
         if there != here and not (name == EMBED and len(there) == 2 and there[0] >= vocab and there[1] == here[1]):
             raise ValueError(f"'{name}' is {list(there)} there, {list(here)} here ([model], [model] init_from)")
-        offsets, local = _held(parameter)
-        if local.numel():
-            rows = max(0, min(local.shape[0], there[0] - offsets[0]))
-            local[rows:] = 0
+        for offsets, part in boxes(parameter):
+            rows = max(0, min(part.shape[0], there[0] - offsets[0]))
+            part[rows:] = 0
             if rows:
-                box = zip(offsets, (rows, *local.shape[1:]), strict=True)
-                local[:rows].copy_(source.read(name, tuple(slice(o, o + n) for o, n in box)))
-
-
-def _held(parameter: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """What this rank holds of a parameter, and where in the whole it starts."""
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.ndim, parameter
-    local = parameter.to_local()
-    if local.numel() == 0:
-        return (0,) * local.ndim, local
-    (chunk,) = parameter.__create_chunk_list__()
-    return tuple(chunk.offsets), local
+                part[:rows].copy_(source.read(name, Box(offsets, part[:rows]).where))

@@ -24,7 +24,7 @@ FINISHED = re.compile(r"step-\d{8}")
 # Keys of [model] that a checkpoint must agree with: the tensors' shapes and the function they are weights of.
 SAME = (
     *("name", "vocab_size", "pad_vocab_to_multiple", "hidden_size", "n_layers", "n_heads", "ffn_hidden_size"),
-    *("layer_norm_eps", "apply_residual_connection_post_layernorm"),
+    *("layer_norm_eps", "apply_residual_connection_post_layernorm", "digest"),
 )
 Count = Annotated[int, Field(ge=0, lt=2**60)]
 
@@ -167,7 +167,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     there = state.config.get("model", {})
     for key in SAME:
         here = getattr(cfg.model, key)
-        if there.get(key) != here:
+        if there.get(key, "") != here:
             raise ValueError(
                 f"{checkpoint.path} is of a model with {key}={there.get(key)}, not {here} ([model] {key}; another "
                 f"[run] dir or [checkpoint] resume = 'none' starts anew)"

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
 from dtmega import config
 from dtmega.checkpoint import dcp, manifest
@@ -28,6 +27,7 @@ from dtmega.checkpoint.dcp import Checkpoint, Failed
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.resume import State, finished, name, open_checkpoint, root_of, state_of
+from dtmega.shards import local
 
 
 class Outcome(NamedTuple):
@@ -147,7 +147,7 @@ class Checkpoints:
                 continue
             for first, *others in targets.values():
                 for other in others:
-                    _local(other).copy_(_local(first))
+                    local(other).copy_(local(first))
             return state
         if candidates:
             raise Damaged("\n".join(damage))
@@ -271,7 +271,3 @@ def _targets(
                 f"{list(copies[0].shape)} here ([model])"
             )
     return targets
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -44,7 +44,7 @@ def open_weights(model: config.Model, hf_keys: Mapping[str, str]) -> Source:
     checkpoint = open_checkpoint(path)
     there = state_of(checkpoint).config.get("model", {})
     for key in SAME:
-        if key != "pad_vocab_to_multiple" and there.get(key) != getattr(model, key):
+        if key != "pad_vocab_to_multiple" and there.get(key, "") != getattr(model, key):
             raise ValueError(
                 f"{checkpoint.path} is of a model with {key}={there.get(key)}, not {getattr(model, key)} "
                 f"([model] init_from, [model] {key})"

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dtmega import config
+from dtmega.shards import dim_to_cut
 
 
 def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
@@ -46,6 +47,7 @@ def apply_fsdp(
             reshard_after_forward=reshard and module not in (model, *blocks[-1:]),
             mp_policy=precision,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            shard_placement_fn=dim_to_cut,
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

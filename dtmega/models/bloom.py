@@ -7,6 +7,7 @@ pipeline; head counts come from tensors, so that a sharded weight just works.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from dtmega import config, keyed
 from dtmega.attention import Bias, Dropout, alibi_slopes, attention, causal_alibi
 from dtmega.models.layers import KeyedDropout, LMHead
+from dtmega.models.stage import Stage
 
 
 class Attention(nn.Module):
@@ -68,7 +70,7 @@ class Block(nn.Module):
         return (x if self.residual_is_normed else h) + self.mlp_dropout(self.mlp(x), sample_ids)
 
 
-class Bloom(nn.Module):
+class Bloom(Stage):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
@@ -76,6 +78,7 @@ class Bloom(nn.Module):
         sequence_shards: how many parts the hidden state's sequence is cut into; a plan that cuts it sets this.
     """
 
+    tied = "embed.weight", "head.weight"
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32
 
@@ -93,8 +96,18 @@ class Bloom(nn.Module):
         self.register_buffer("slopes", torch.empty(cfg.n_heads), persistent=False)
         self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
 
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers.values())
+
+    def keep(self, layers: Sequence[int], is_first: bool, is_last: bool) -> None:
+        if not is_first:
+            self.embed = self.embed_norm = self.embed_dropout = None
+        if not is_last:
+            self.norm = self.head = None
+        for name in [name for name in self.layers if int(name) not in layers]:
+            del self.layers[name]
+
     def tie(self) -> None:
-        """One parameter, two owners. Called again after anything that replaces parameters."""
         if self.embed is not None and self.head is not None:
             assert isinstance(self.embed.weight, nn.Parameter)
             self.head.weight = self.embed.weight
@@ -137,24 +150,19 @@ class Bloom(nn.Module):
         return h
 
     def init_buffers(self, seed: int) -> None:
-        """Values of everything that is not a parameter; needed after `to_empty`."""
         self.slopes.copy_(alibi_slopes(self.cfg.n_heads))
         self.head_ids.copy_(torch.arange(self.cfg.n_heads))
         for name, module in self.named_modules():
             if isinstance(module, KeyedDropout):
                 module.key.fill_(keyed.key(seed, name))
 
-
-def init_std(cfg: config.Model, name: str) -> float | None:
-    """std of N(0, std) for the parameter of that name; None for biases (0) and LayerNorm weights (1).
-
-    The two layers that write to the residual are scaled down by sqrt(2 L) (Megatron `scaled_init_method_normal`).
-    """
-    if name.endswith("bias") or "norm" in name:
-        return None
-    if name.endswith(("attn.out.weight", "mlp.down.weight")):
-        return cfg.init_std / math.sqrt(2 * cfg.n_layers)
-    return cfg.init_std
+    def init_std(self, name: str) -> float | None:
+        """What writes to the residual is scaled down by sqrt(2 L) (Megatron `scaled_init_method_normal`)."""
+        if name.endswith("bias") or "norm" in name:
+            return None
+        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+            return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
+        return self.cfg.init_std
 
 
 # Our name -> transformers' BloomForCausalLM name; fused QKV rows have the same order in both, so nothing is permuted.

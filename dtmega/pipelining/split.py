@@ -1,4 +1,4 @@
-"""Which layers each stage holds, which stages each rank holds, and the cut itself."""
+"""Which layers each stage holds, and which stages each rank holds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
 
-from torch import nn
-
 from dtmega import config, cost
 from dtmega.pipelining.table import SCHEDULES, csv_table, stages_in, stages_per_rank
-
-# What only the first and only the last stage of a model hold, beside their layers. Every model names them so.
-FIRST = ("embed", "embed_norm", "embed_dropout")
-LAST = ("norm", "head")
 
 Value = TypeVar("Value", int, float)
 
@@ -147,17 +141,3 @@ def stages_of_ranks(shape: Literal["loop", "v"], pp: int, per_rank: int) -> list
         assert per_rank == 2
         return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
     return [[rank + i * pp for i in range(per_rank)] for rank in range(pp)]
-
-
-def cut(model: nn.Module, layers: Sequence[int], is_first: bool, is_last: bool) -> None:
-    """Delete from a (copied, meta) whole model what a stage does not hold. Names of what stays are the full model's."""
-    if not is_first:
-        for name in FIRST:
-            setattr(model, name, None)
-    if not is_last:
-        for name in LAST:
-            setattr(model, name, None)
-    held = model.layers
-    assert isinstance(held, nn.ModuleDict)
-    for name in [name for name in held if int(name) not in layers]:
-        del held[name]

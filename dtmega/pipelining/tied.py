@@ -1,6 +1,6 @@
 """One weight on two stages: the embedding on the first, the head on the last. One name, the same bits, one gradient.
 
-Both copies start with the same bits, because initial values are keyed by `full_name`. After backward their gradients
+Both copies start with the same bits, because initial values are keyed by one name. After backward their gradients
 are summed and both get the sum; the optimizer, elementwise and in the same state on both, then does the same to both.
 Megatron does this for its `shared` weights; here it holds under V shapes too, where one rank has both copies.
 """
@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-EMBED, HEAD = "embed.weight", "head.weight"
-
-
-def full_name(name: str) -> str:
-    """The name in the whole model of a stage's parameter: the head's weight is the embedding's."""
-    return EMBED if name == HEAD else name
+from dtmega.shards import local
 
 
 class TiedWeight:
@@ -28,6 +23,7 @@ class TiedWeight:
     Args:
         stages: this rank's modules by stage number.
         n_stages: of the whole pipeline.
+        names: of the embedding's weight and of the head's, in their modules.
         group: the ranks of this pipeline with the first and with the last stage; None on all others.
 
     Attributes:
@@ -35,16 +31,22 @@ class TiedWeight:
         duplicate: the head's copy, which norms, counts of zeros and checkpoints leave out; None if it is not here.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], n_stages: int, group: dist.ProcessGroup | None) -> None:
-        embed = stages[0].get_parameter(EMBED) if 0 in stages else None
-        self.duplicate = stages[n_stages - 1].get_parameter(HEAD) if n_stages - 1 in stages else None
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        n_stages: int,
+        names: tuple[str, str],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        embed = stages[0].get_parameter(names[0]) if 0 in stages else None
+        self.duplicate = stages[n_stages - 1].get_parameter(names[1]) if n_stages - 1 in stages else None
         self.copies = [copy for copy in (embed, self.duplicate) if copy is not None]
         assert len(self.copies) != 1 or group is not None
         self._group = group
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients. After backward, before the norm; every rank calls it once."""
-        gradients = [_local(copy.grad) for copy in self.copies if copy.grad is not None]
+        gradients = [local(copy.grad) for copy in self.copies if copy.grad is not None]
         assert len(gradients) == len(self.copies)
         if len(gradients) == 2:
             gradients[0] += gradients[1]
@@ -58,16 +60,12 @@ class TiedWeight:
     @torch.no_grad()
     def equal(self) -> bool:
         """Are both copies equal to the bit? Every rank calls it; True where there is none."""
-        bits = [_local(copy).contiguous().view(torch.uint8) for copy in self.copies]
+        bits = [local(copy).contiguous().view(torch.uint8) for copy in self.copies]
         if len(bits) == 1:
             mine = bits[0].to(_device(self.copies[0]))
             bits = [torch.empty_like(mine) for _ in range(2)]
             dist.all_gather(bits, mine, group=self._group)
         return not bits or torch.equal(bits[0], bits[1])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _device(parameter: Tensor) -> torch.device:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtmega.plans.styles import Plan, ShardBuffer, Style, distribute
+from dtmega.shards import local
 
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
@@ -93,7 +94,7 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
         names: what `apply_plan` returned; parameters without a gradient are left out.
         mesh: the 1-D tp mesh.
     """
-    grads = [_local(model.get_parameter(name).grad) for name in names if model.get_parameter(name).grad is not None]
+    grads = [local(grad) for grad in (model.get_parameter(name).grad for name in names) if grad is not None]
     if not grads or mesh.size() == 1:
         return
     # FSDP2's CPU offload leaves gradients in host memory, where the group of the mesh cannot reduce.
@@ -101,10 +102,6 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
     dist.all_reduce(flat, group=mesh.get_group())
     for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
         grad.copy_(total.view_as(grad))
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:

@@ -81,7 +81,8 @@ def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     padded = rows if len(rows) == most else torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     parts = rows.new_empty(group.size() * most, *rows.shape[1:])
     _all_gather(parts, padded, group=group)
-    return parts[:size].movedim(0, dim).contiguous()
+    # Never a view, which FSDP2 warns of at the end of a block.
+    return parts[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 class _Copy(torch.autograd.Function):

@@ -8,16 +8,16 @@ print(load_hf(model, directory, "cuda"))     # Read(bytes=..., of=...)
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from dtmega.shards import boxes
 
 
 class Read(NamedTuple):
@@ -27,12 +27,46 @@ class Read(NamedTuple):
     of: int
 
 
-class Range(NamedTuple):
-    """Elements [start, start + size) of a dim of the whole tensor are at [at, at + size) of this rank's part."""
+class Folder:
+    """The weights of a directory as a `checkpoint.Source`, by the names a model has for them. Nothing is read before.
 
-    start: int
-    at: int
-    size: int
+    Attributes:
+        tensors: name -> dtype in the file and shape; of tied parameters the first name.
+        bytes_read: of tensors, by this object.
+    """
+
+    def __init__(self, directory: Path | str, model: Any) -> None:
+        """Args:
+            model: of `transformers`, before FSDP2 has replaced its class; may be on meta, or cut.
+
+        Raises:
+            ValueError: no such files, a parameter that is in none of them, one of another shape.
+        """
+        from safetensors import safe_open
+
+        self.bytes_read, files = 0, tensor_files(Path(directory))
+        keys = model_names(model, files)
+        opened = {file: safe_open(file, framework="pt") for file in dict.fromkeys(files.values())}
+        self._slices: dict[str, Any] = {}
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for parameter, known_as in aliases(model):
+            found = (keys[n] for name in known_as for n in spellings(name, model.base_model_prefix) if n in keys)
+            key = next(found, None)
+            if key is None:
+                raise ValueError(f"{directory} has no '{known_as[0]}' in its safetensors files")
+            source = opened[files[key]].get_slice(key)
+            if source.get_shape() != list(parameter.shape):
+                raise ValueError(
+                    f"'{key}' of {files[key]} is {source.get_shape()}, but by config.json {list(parameter.shape)}"
+                )
+            self._slices[known_as[0]] = source
+            self.tensors[known_as[0]] = source[:0].dtype, tuple(source.get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        """That part (None: all) of a tensor, in the file's dtype."""
+        part: Tensor = self._slices[name][... if index is None else index]
+        self.bytes_read += part.nbytes
+        return part
 
 
 @torch.no_grad()
@@ -44,32 +78,15 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         device: where its parts shall be.
 
     Raises:
-        ValueError: no such files, a parameter that is in none of them, one of another shape.
+        ValueError: as `Folder`.
     """
-    from safetensors import safe_open
-
     materialize(model, device)
-    files = tensor_files(Path(directory))
-    keys = model_names(model, files)
-    read = total = 0
-    for parameter, known_as in aliases(model):
-        name = next((n for name in known_as for n in spellings(name, model.base_model_prefix) if n in keys), None)
-        if name is None:
-            raise ValueError(f"{directory} has no '{known_as[0]}' in its safetensors files")
-        key = keys[name]
-        with safe_open(files[key], framework="pt") as file:
-            source = file.get_slice(key)
-            if source.get_shape() != list(parameter.shape):
-                raise ValueError(
-                    f"'{key}' of {files[key]} is {source.get_shape()}, but by config.json {list(parameter.shape)}"
-                )
-            part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            for pieces in itertools.product(*ranges(parameter)):
-                piece: Tensor = source[tuple(slice(r.start, r.start + r.size) for r in pieces)]
-                part[tuple(slice(r.at, r.at + r.size) for r in pieces)].copy_(piece)
-                read += piece.nbytes
-            total += parameter.numel() * source[:0].itemsize
-    return Read(read, total)
+    folder = Folder(directory, model)
+    for parameter, (name, *_) in aliases(model):
+        for box in boxes(parameter):
+            box.part.copy_(folder.read(name, box.where))
+    of = sum(math.prod(shape) * dtype.itemsize for dtype, shape in folder.tensors.values())
+    return Read(folder.bytes_read, of)
 
 
 @torch.no_grad()
@@ -133,35 +150,4 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
         raise ValueError(f"{directory} has no *.safetensors files")
-    return found
-
-
-def ranges(parameter: Tensor) -> list[list[Range]]:
-    """For each dim, which elements of the whole this rank has, and where: of dims cut in parts, or twice, too."""
-    if not isinstance(parameter, DTensor):
-        return [[Range(0, 0, size)] for size in parameter.shape]
-    return [_runs(_indices(parameter, dim)) for dim in range(parameter.ndim)]
-
-
-def _indices(parameter: DTensor, dim: int) -> list[int]:
-    """Numbers along `dim` of the elements this rank has: a vector that is cut as the parameter is along that dim."""
-    cut: list[Placement] = []
-    for placement in parameter.placements:
-        if isinstance(placement, Shard) and placement.dim == dim:
-            cut.append(Shard(0))
-        elif isinstance(placement, _StridedShard) and placement.dim == dim:
-            cut.append(_StridedShard(0, split_factor=placement.split_factor))
-        else:
-            cut.append(Replicate())
-    numbers = torch.arange(parameter.shape[dim], device=parameter.device_mesh.device_type)
-    return distribute_tensor(numbers, parameter.device_mesh, cut, src_data_rank=None).to_local().tolist()
-
-
-def _runs(numbers: list[int]) -> list[Range]:
-    found: list[Range] = []
-    for at, number in enumerate(numbers):
-        if found and number == found[-1].start + found[-1].size:
-            found[-1] = found[-1]._replace(size=found[-1].size + 1)
-        else:
-            found.append(Range(number, at, 1))
     return found

@@ -36,6 +36,7 @@ class Parts(NamedTuple):
         h: [..., D], the same on all ranks; its gradient is this rank's part {U_tp}.
         weight, bias: this rank's rows, [V_local, D] and [V_local].
         size, start: V, and the global number of this rank's first row.
+        group: the ranks that have the others; None: all are here.
         unchanged: has the weight still the values of the forward?
     """
 
@@ -44,7 +45,7 @@ class Parts(NamedTuple):
     bias: Tensor | None
     size: int
     start: int
-    group: ProcessGroup
+    group: ProcessGroup | None
     unchanged: Callable[[], bool]
 
 
@@ -67,7 +68,8 @@ class VocabLogits(torch.Tensor):
     def whole(self) -> Tensor:
         """[..., V], a plain tensor, the same on all ranks, which must all call this."""
         p = self._checked()
-        return mappings.whole(F.linear(p.h, p.weight, p.bias), p.group, -1, p.size).to(self.dtype)
+        logits = F.linear(p.h, p.weight, p.bias)
+        return (logits if p.group is None else mappings.whole(logits, p.group, -1, p.size)).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
         """Of logits [N, V] and target [N]; -100 takes no part."""

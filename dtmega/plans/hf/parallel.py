@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
 
 from dtmega import drift
 from dtmega.plans.apply import apply_plan
@@ -18,6 +17,7 @@ from dtmega.plans.hf.native import native_plan
 from dtmega.plans.hf.plan import HFPlan, family_plan
 from dtmega.plans.hf.verify import verify
 from dtmega.plans.hf.vocab import VocabHead
+from dtmega.shards import dim_to_cut
 
 
 def plan_for(
@@ -87,14 +87,10 @@ def parallelize_hf(
     tp, _ = meshes(mesh)
     plan.check(model, mesh.device_type)
     made = plan_for(model, tp.size(), sequence_parallel, loss_parallel, generic=generic)
-    for pattern, style in made.table.items():
-        for _, module in plan.matching(model, pattern):
-            style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
+    check_modules(model, tp, made)
     check_copies(model, mesh)
     if made.native and verify_native:
-        proof = verify(model, mesh, parallelize_unverified)
-        if not proof.ok:
-            raise ValueError(f"the plan that transformers brings for '{made.family}' is wrong:\n{proof}")
+        prove(model, mesh, made)
     if generic and COST.format(family=made.family) in made.notes:
         warnings.warn(COST.format(family=made.family), stacklevel=2)
     return cut(model, mesh, made)
@@ -103,6 +99,44 @@ def parallelize_hf(
 def parallelize_unverified(model: Any, mesh: DeviceMesh) -> Any:
     """For the clone on which a plan is proven."""
     return parallelize_hf(model, mesh, verify_native=False)
+
+
+def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    """For the trainer: cut the model in `stage` over tp only, with a fused loss on one rank too.
+
+    Args:
+        stage: what is called with labels or without.
+        model: of `transformers`, on meta, whole or one stage of a pipeline.
+
+    Raises:
+        ValueError: as `parallelize_hf`.
+    """
+    if tp.size() > 1:
+        made = plan_for(model, tp.size(), sequence_parallel)
+        check_modules(model, tp, made)
+        if made.native:
+            prove(model, tp, made)
+        apply_plan(model, tp, made.table)
+        head = made.head
+    else:
+        module = model.get_output_embeddings()
+        head = VocabHead(fused=True) if isinstance(module, nn.Linear) else None
+        if head is not None:
+            head.fuse(module)
+    if head is not None:
+        watch_labels(stage, head)
+
+
+def check_modules(model: Any, tp: DeviceMesh, made: HFPlan) -> None:
+    for pattern, style in made.table.items():
+        for _, module in plan.matching(model, pattern):
+            style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def prove(model: Any, mesh: DeviceMesh, made: HFPlan) -> None:
+    proof = verify(model, mesh, parallelize_unverified)
+    if not proof.ok:
+        raise ValueError(f"the plan that transformers brings for '{made.family}' is wrong:\n{proof}")
 
 
 def cut(model: Any, mesh: DeviceMesh, made: HFPlan) -> Any:
@@ -154,12 +188,5 @@ def watch_labels(model: nn.Module, head: VocabHead) -> None:
 
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
     """FSDP2 (or HSDP) of each block, then of the rest, so that tied weights are in one group."""
-
-    def dim(parameter: nn.Parameter) -> Shard | None:
-        # A dim that is cut in parts already cannot be put together after a second cut.
-        (placement,) = parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
-        in_parts = not placement.is_shard() and placement != Replicate()
-        return Shard(1) if in_parts and placement.dim == 0 else None
-
     for module in (*(model.get_submodule(name) for name in blocks), model):
-        fully_shard(module, mesh=mesh, shard_placement_fn=dim)
+        fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)

@@ -90,7 +90,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
             for name, _ in base.get_submodule(joined(owner, blocks)).named_children()
         ]
         plan.blocks += names
-        for name in dict.fromkeys((names[0], names[-1])):
+        for name in dict.fromkeys((*names[:1], *names[-1:])):
             plan.table[name] = Ends(stack, name == names[0], name == names[-1])
     for pattern, word in family.rows.items():
         if any(True for _ in matching(base, pattern)):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.plans import mappings, styles
@@ -66,8 +67,15 @@ class VocabHead(styles._Vocabulary):
             raise ValueError(f"VocabHead is for nn.Linear, not for {type(module).__name__}")
         super().check(module, tp)
 
+    def fuse(self, module: Any) -> None:
+        """For one rank: the module keeps its parameters, only the loss is another one."""
+        self.check(module, 1)
+        module.forward = types.MethodType(self._method, module)
+
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        group, weight, size = group_of(module), local(module.weight), module.weight.shape[0]
+        cut, size = isinstance(module.weight, DTensor), module.weight.shape[0]
+        group = group_of(module) if cut else None
+        weight, bias = (local(p) if cut else p for p in (module.weight, module.bias))
         self.calls += 1
         parameter, version, call = module.weight, module.weight._version, self.calls
 
@@ -75,6 +83,7 @@ class VocabHead(styles._Vocabulary):
             # FSDP2 writes the next weights into the same memory, without a new version of it.
             return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
 
-        start, x = self.first_row(parameter), mappings.copy(x, group)
-        logits = VocabLogits(Parts(x, weight, local(module.bias), size, start, group, unchanged))
+        start = 0 if group is None else self.first_row(parameter)
+        x = x if group is None else mappings.copy(x, group)
+        logits = VocabLogits(Parts(x, weight, bias, size, start, group, unchanged))
         return logits if self.fused and self.labelled else logits.whole()

@@ -1,0 +1,51 @@
+"""What the rest of the house asks of a model: whole, or the part of it that one pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dtmega import config
+
+
+class Stage(nn.Module):
+    """A causal language model that can be cut into stages; a new model of the house is one of these.
+
+    Called as model(tokens [B, S], labels=[B, S], sample_ids=[B], ...) it returns the fp32 sum of token losses, without
+    labels the logits [B, S, V]. A stage that is not the first gets the hidden state for tokens, one that is not the
+    last returns it.
+
+    Attributes:
+        cfg: its [model] section.
+        tied: names of the embedding's and of the head's weight where these are one parameter.
+    """
+
+    cfg: config.Model
+    tied: tuple[str, str] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().__call__(*args, **kwargs)
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""
+        raise NotImplementedError
+
+    def keep(self, layers: Sequence[int], is_first: bool, is_last: bool) -> None:
+        """Delete from a (copied, meta) whole model what a stage does not hold. The names of what stays stay."""
+        raise NotImplementedError
+
+    def tie(self) -> None:
+        """One parameter, two owners. Called again after anything that replaces parameters."""
+
+    def init_std(self, name: str) -> float | None:
+        """std of N(0, std) for the parameter of that full name; None for biases (0) and weights of norms (1)."""
+        raise NotImplementedError
+
+    def init_buffers(self, seed: int) -> None:
+        """Values of everything that is not a parameter; needed after `to_empty`."""
+
+    def full_name(self, name: str) -> str:
+        """The name in checkpoints, that of the whole model, of a parameter here; tied ones have one name."""
+        return self.tied[0] if self.tied is not None and name == self.tied[1] else name
