@@ -235,19 +235,14 @@ def _config(path: str) -> Any:
             f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
         )
     theirs = transformers.AutoConfig.from_pretrained(path)
-    decoder = type(theirs) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not theirs.is_encoder_decoder
-    if not decoder or not _is_causal(theirs, transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
+    # BERT and its like have causal heads too, for a config.json that says so; GPT-NeoX has the key and is always causal.
+    decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
+    if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"model_type '{kind}' of {file} is not a causal language model, which is what the trainer trains; "
             f"dtmega.plans.parallelize_hf cuts it for a loop of your own ([model] path)"
         )
     return theirs
-
-
-def _is_causal(theirs: Any, classes: Any) -> bool:
-    """BERT and its like have causal heads too, for configurations that say so."""
-    encoder = "ForMaskedLM" in "".join(theirs.architectures or ()) or hasattr(theirs, "is_decoder")
-    return not encoder or bool(getattr(theirs, "is_decoder", False))
 
 
 def _build(theirs: Any) -> Any:

@@ -125,6 +125,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
             head.fuse(module)
     if head is not None:
         watch_labels(stage, head)
+    allow_views()
 
 
 def check_modules(model: Any, tp: DeviceMesh, made: HFPlan) -> None:
@@ -188,5 +189,11 @@ def watch_labels(model: nn.Module, head: VocabHead) -> None:
 
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
     """FSDP2 (or HSDP) of each block, then of the rest, so that tied weights are in one group."""
+    allow_views()
     for module in (*(model.get_submodule(name) for name in blocks), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)
+
+
+def allow_views() -> None:
+    """OPT's blocks return a view. FSDP2 warns, since an in-place operation on it would be wrong; no family does one."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
