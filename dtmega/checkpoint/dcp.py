@@ -229,6 +229,13 @@ class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # torch's own would give tensors on meta memory, of which there are none, and put None for what it does not know.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         whole = self.state_dict[index.fqn]
         return whole.parts[index.offset] if isinstance(whole, _Pieces) else super().lookup_tensor(index)
