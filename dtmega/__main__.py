@@ -57,7 +57,8 @@ def _generate(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     model = models.build(cfg.model).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
-    load(Weights(checkpoint), model.named_parameters(), cfg.model.padded_vocab_size)
+    parameters = ((model.full_name(name), p) for name, p in model.named_parameters())
+    load(Weights(checkpoint), parameters, cfg.model.padded_vocab_size)
     new = generate(
         model,
         tokenizer.encode(args.prompt),

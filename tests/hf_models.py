@@ -56,6 +56,12 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GQA),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GQA, "pad_token_id": 0}),
 }
+# For the trainer only. The kinds of layers differ, so that a stage must look them up by the number in the whole model.
+_SLIDING = {**_GQA, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2 sliding": (*MODELS["qwen2"][:2], _SLIDING),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Case:
 
 def plain(case: Case) -> Any:
     """The model as transformers makes it, without dropout."""
-    model_class, config_class, keys = (MODELS | VARIANTS)[case.name]
+    model_class, config_class, keys = (MODELS | VARIANTS | TRAINED)[case.name]
     keys = dict(keys)
     attention = keys.pop("attn_implementation", None)
     if case.kv_heads:
