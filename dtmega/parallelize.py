@@ -246,12 +246,13 @@ def starting_weights(cfg: config.Config) -> Source | None:
         ValueError: [model] init_from or path names nothing usable, or weights of another model.
         Damaged: a checkpoint that is not intact.
     """
-    if cfg.model.name == "hf":
-        path = cfg.model.init_from or (cfg.model.path if hf.has_weights(cfg.model.path) else "")
-        if path and hf.has_weights(path):
-            with torch.device("meta"):
-                return Folder(path, HF(cfg.model).hf)
-    return open_weights(cfg.model, HF_KEYS) if cfg.model.init_from else None
+    model = cfg.model
+    if model.name != "hf" or (model.init_from and not hf.is_directory(model.init_from)):
+        return open_weights(model, HF_KEYS) if model.init_from else None
+    if not model.init_from and not hf.has_weights(model.path):
+        return None
+    with torch.device("meta"):
+        return Folder(model.init_from or model.path, HF(model).hf)
 
 
 def _replicated_over_tp(parameter: Tensor) -> bool:

@@ -204,11 +204,16 @@ def has_weights(path: str) -> bool:
     return any(True for pattern in WEIGHTS for _ in Path(path).glob(pattern))
 
 
+def is_directory(path: str) -> bool:
+    """One of transformers, not a checkpoint of the trainer, whose files end in .bin too."""
+    return Path(path, "config.json").is_file() or any(Path(path).glob("*.safetensors"))
+
+
 def notes(model: config.Model) -> list[str]:
     """What the trainer does otherwise than config.json says, or the user might not know."""
     drops = [f"{key}={p}" for key, p in _drops(_config(model.path)).items() if p > 0]
     found = [f"{model.path}: without its dropout ({', '.join(drops)})"] if drops else []
-    if not has_weights(model.init_from or model.path):
+    if not model.init_from and not has_weights(model.path):
         found.append(f"{model.path} has no weights: initial values are drawn from [run] seed")
     return found
 
