@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -251,8 +252,11 @@ def starting_weights(cfg: config.Config) -> Source | None:
         return open_weights(model, HF_KEYS) if model.init_from else None
     if not model.init_from and not hf.has_weights(model.path):
         return None
-    with torch.device("meta"):
-        return Folder(model.init_from or model.path, HF(model).hf)
+    try:
+        with torch.device("meta"):
+            return Folder(model.init_from or model.path, HF(model).hf)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ValueError(f"{error} ([model] {'init_from' if model.init_from else 'path'})") from None
 
 
 def _replicated_over_tp(parameter: Tensor) -> bool:

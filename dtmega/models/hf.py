@@ -164,7 +164,13 @@ def resolve(cfg: config.Config) -> config.Config:
             contradicts, what a model of transformers does not have or the trainer cannot give it.
     """
     theirs = _config(cfg.model.path)
-    values = _sizes(theirs, cfg.model)
+    try:
+        values = _sizes(theirs, cfg.model)
+    except Exception as error:  # of a family's own code, or no plain decoder: one of pictures too, one without heads
+        raise ValueError(
+            f"{cfg.model.path}/config.json does not make a decoder of '{theirs.model_type}' that the trainer knows how to "
+            f"train: {type(error).__name__}: {error} ([model] path)"
+        ) from None
     defaults = config.Model()
     for key in FOREIGN:
         if getattr(cfg.model, key) != getattr(defaults, key):
@@ -233,13 +239,17 @@ def _config(path: str) -> Any:
         plain = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {file}: {error} ([model] path)") from None
-    kind = plain.get("model_type") if isinstance(plain, dict) else None
+    plain = plain if isinstance(plain, dict) else {}
+    kind = plain.get("model_type")
     if kind not in transformers.CONFIG_MAPPING or "auto_map" in plain:
-        why = "auto_map: code of its own, which is not run" if kind else f"model_type={kind!r}"
+        why = "auto_map: code of its own, which is not run" if "auto_map" in plain else f"model_type={kind!r}"
         raise ValueError(
             f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
         )
-    theirs = transformers.AutoConfig.from_pretrained(path)
+    try:
+        theirs = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # each family checks its keys in its own way
+        raise ValueError(f"{file}: {error} ([model] path)") from None
     # BERT and its like have causal heads too, for a config.json that says so; GPT-NeoX has the key and is always causal.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
     if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

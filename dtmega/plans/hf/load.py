@@ -149,5 +149,5 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         with safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
-        raise ValueError(f"{directory} has no *.safetensors files")
+        raise ValueError(f"{directory} has no *.safetensors files, which save_pretrained writes; no other is read")
     return found
