@@ -1,0 +1,275 @@
+"""Claims about what [model] path names: what is refused, with the key to change; initial values; what the run says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+
+import train
+from dtmega import config, mesh, models
+from dtmega.models.hf import HF
+from dtmega.parallelize import check, init_weights
+from tests import hf_models, layouts
+from tests.hf_models import Case
+
+LLAMA = Case("llama", tied=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A tiny LLaMA with weights in one file and a tokenizer, and a text in its words."""
+    home = tmp_path_factory.mktemp("llama")
+    hf_models.build(LLAMA).save_pretrained(home)
+    (home / "text").mkdir()
+    layouts.write_text(home / "text")
+    (home / "text" / "tokenizer.json").rename(home / "tokenizer.json")
+    return home
+
+
+@pytest.fixture
+def home(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(made, tmp_path / "llama"))
+
+
+def run(home: Path, run_dir: Path, **overrides: object) -> int:
+    """train.py in this process; returns the exit code. Keys are section__key."""
+    keys: dict[str, object] = {
+        "model__path": home,
+        "data__path": home / "text" / "text",
+        "data__seq_len": 16,
+        "data__split": "8,1,1",
+        "data__num_workers": 0,
+        "batch__global_batch_size": 2,
+        "optim__lr": 1e-2,
+        "optim__warmup": 0,
+        "train__steps": 1,
+        "eval__interval": 0,
+        "eval__steps": 1,
+        "eval__sample_tokens": 0,
+        "precision__params": "float32",
+        "log__tensorboard": "false",
+        "run__dir": run_dir,
+        "run__device": "cpu",
+    }
+    keys |= overrides
+    name = str(keys.pop("config", layouts.ROOT / "configs" / "hf.toml"))
+    flags = [word for k, v in keys.items() for word in ("--" + k.replace("__", "."), str(v))]
+    try:
+        return train.main(["--config", name, *flags])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def said(home: Path, **changes: object) -> None:
+    """Change config.json; None takes a key out."""
+    file = home / "config.json"
+    plain = {k: v for k, v in json.loads(file.read_text()).items() if k not in changes}
+    file.write_text(json.dumps(plain | {k: v for k, v in changes.items() if v is not None}))
+
+
+def instead(home: Path, name: str) -> None:
+    """The config.json of another family."""
+    hf_models.build(Case(name)).config.save_pretrained(home)
+
+
+def tensors(home: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = home / "model.safetensors"
+    found = load_file(file)
+    change(found)
+    save_file(found, file)
+
+
+def pickled(home: Path) -> None:
+    torch.save(load_file(home / "model.safetensors"), home / "pytorch_model.bin")
+    (home / "model.safetensors").unlink()
+
+
+NOTHING: Callable[[Path], object] = lambda home: None  # noqa: E731
+REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
+    "no path": (NOTHING, {"model__path": ""}, "needs a directory with config.json ([model] path)"),
+    "a path for bloom": (
+        NOTHING,
+        {"config": "bloom.toml", "batch__global_batch_size": 4},
+        "is for name = 'hf' ([model] path;",
+    ),
+    "no config.json": (lambda home: (home / "config.json").unlink(), {}, "config.json: [Errno 2]"),
+    "no json": (lambda home: (home / "config.json").write_text("{"), {}, "([model] path)"),
+    "code": (lambda home: said(home, auto_map={"AutoModel": "m.M"}), {}, "auto_map: code of its own, which is not run"),
+    "no such family": (lambda home: said(home, model_type="lama"), {}, "has model_type='lama'; expected a model of"),
+    "a list": (lambda home: (home / "config.json").write_text("[]"), {}, "has model_type=None; expected a model of"),
+    "a wrong value": (lambda home: said(home, hidden_size="wide"), {}, "hidden_size"),
+    "no decoder": (
+        lambda home: (home / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1}'),
+        {},
+        "that the trainer can train: AttributeError: 'MambaConfig' object has no attribute",
+    ),
+    "bert": (lambda home: instead(home, "bert"), {}, "model_type 'bert' of"),
+    "t5": (lambda home: instead(home, "t5"), {}, "is not a causal language model"),
+    "length": (
+        lambda home: said(home, max_position_embeddings=15),
+        {},
+        "seq_len=16 is more than the max_position_embeddings=15 of",
+    ),
+    "hidden_size": (NOTHING, {"model__hidden_size": 65}, "config.json it is 64; leave it out ([model] hidden_size)"),
+    "n_layers": (NOTHING, {"model__n_layers": 3}, "config.json it is 2; leave it out ([model] n_layers)"),
+    "vocab_size": (NOTHING, {"model__vocab_size": 128}, "config.json it is 131; leave it out ([model] vocab_size)"),
+    "z_loss": (NOTHING, {"model__z_loss": 1e-4}, "[model] z_loss=0.0001 is not for name = 'hf'"),
+    "dropout": (NOTHING, {"model__hidden_dropout": 0.1}, "[model] hidden_dropout=0.1 is not for name = 'hf'"),
+    "padding": (NOTHING, {"model__pad_vocab_to_multiple": 8}, "[model] pad_vocab_to_multiple=8 is not for"),
+    "positions": (NOTHING, {"data__reset_position_ids": "true"}, "[data] reset_position_ids is not for name = 'hf'"),
+    "masks": (NOTHING, {"data__reset_attention_mask": "true"}, "[data] reset_attention_mask is not for name = 'hf'"),
+    "no tokenizer": (lambda home: (home / "tokenizer.json").unlink(), {}, "has no tokenizer.json: AutoTokenizer"),
+    "more ids": (
+        NOTHING,
+        {"data__tokenizer": "bytes"},
+        "vocab_size=131 is smaller than the 257 ids of tokenizer 'bytes'",
+    ),
+    "pickles": (
+        pickled,
+        {},
+        "has no *.safetensors files, which save_pretrained writes; no other is read ([model] path)",
+    ),
+    "no tensor": (
+        lambda home: tensors(home, lambda found: found.pop("model.norm.weight")),
+        {},
+        "has no 'model.norm.weight' in its safetensors files ([model] path)",
+    ),
+    "another shape": (
+        lambda home: tensors(home, lambda found: found.update({"model.norm.weight": torch.ones(63)})),
+        {},
+        "model.safetensors is [63], but by config.json [64] ([model] path)",
+    ),
+    "half a file": (
+        lambda home: os.truncate(home / "model.safetensors", 4000),
+        {},
+        "([model] path)",
+    ),
+    "no such file": (
+        lambda home: (home / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "x"}}'),
+        {},
+        "x ([model] path)",
+    ),
+    "nothing to start with": (
+        lambda home: (home / "model.safetensors").unlink(),
+        {"model__init_from": "nowhere"},
+        "nowhere is neither a checkpoint nor a run directory with one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_directory_or_the_keys_do_not_allow_is_one_message_and_exit_code_2(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+):
+    spoil, overrides, message = REFUSED[name]
+    spoil(home)
+    capsys.readouterr()
+    assert run(home, tmp_path / "run", **overrides) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("dtmega: "))
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "keys", "message"),
+    [
+        ("llama", 3, {"tp": 3}, "tp=3 does not divide num_attention_heads=4"),
+        ("gptj", 2, {"tp": 2}, "no plan for model_type 'gptj'"),
+        ("gptj", 2, {"pp": 2}, "a pipeline needs to know the ends of a model, and 'gptj' is none of llama,"),
+        ("olmo2", 2, {"pp": 2}, r"'olmo2' is none of .* \(\[mesh\] pp\)"),
+        ("llama", 4, {"pp": 4}, "4 stages cannot be cut from n_layers=2"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_have_is_refused(
+    tmp_path: Path, name: str, world: int, keys: dict[str, int], message: str
+):
+    instead(tmp_path, name)
+    cfg = resolved(tmp_path, mesh=keys, batch={"micro_batch_size": 1, "global_batch_size": 8})
+    with pytest.raises(ValueError, match=message):
+        check(cfg, mesh.resolve(cfg.mesh, world), torch.device("cpu"))
+
+
+def resolved(home: Path, **sections: dict[str, Any]) -> config.Config:
+    there = {"model": {"name": "hf", "path": str(home)}, "data": {"seq_len": 16, "tokenizer": "bytes"}}
+    return models.resolved(config.validate({**there, "train": {"steps": 1}, **sections}, "test"))
+
+
+def test_a_run_whose_config_json_has_changed_is_not_gone_on_with(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(home, tmp_path / "run") == 0
+    said(home, transformers_version="4.0", dtype="bfloat16")  # which change no number
+    assert run(home, tmp_path / "run", train__steps=2) == 0
+    said(home, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    capsys.readouterr()
+    assert run(home, tmp_path / "run", train__steps=3) == 2
+    assert "([model] digest; another [run] dir" in capsys.readouterr().err
+
+
+def test_a_run_says_which_dropout_is_off_and_where_its_values_come_from(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    said(home, attention_dropout=0.1)
+    assert run(home, tmp_path / "a") == 0
+    out = capsys.readouterr().out
+    assert f"{home}: without its dropout (attention_dropout=0.1)" in out
+    assert "has no weights" not in out
+    moved = home.rename(tmp_path / "weights")
+    home.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(moved / name, home / name)
+    shutil.copytree(moved / "text", home / "text")
+    assert run(home, tmp_path / "b") == 0
+    assert f"{home} has no weights: initial values are drawn from [run] seed" in capsys.readouterr().out
+    assert run(home, tmp_path / "c", model__init_from=moved) == 0
+    assert "has no weights" not in capsys.readouterr().out
+    first = [json.loads((tmp_path / x / "metrics.jsonl").read_text().splitlines()[0])["loss"] for x in "abc"]
+    assert first[0] == first[2] != first[1]
+
+
+WIDE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+WIDE |= {"num_attention_heads": 4}
+
+
+def wide() -> Iterator[tuple[str, Any]]:
+    """Configurations of families, wide enough that a std says something, and with one that is not the usual."""
+    more: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_positions": 64, "initializer_range": 0.03},
+        "opt": {"ffn_dim": 512, "max_position_embeddings": 64, "init_std": 0.03, "word_embed_proj_dim": 256},
+        "gptj": {"n_positions": 64, "rotary_dim": 8},
+        "qwen3": {"head_dim": 64, "initializer_range": 0.03},
+    }
+    names = {"bloom": "Bloom", "gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
+    names |= {"qwen3": "Qwen3", "gpt_neox": "GPTNeoX", "opt": "OPT", "gptj": "GPTJ", "olmo2": "Olmo2"}
+    for name, prefix in names.items():
+        yield name, getattr(transformers, f"{prefix}Config")(**{**WIDE, **more.get(name, {})}, pad_token_id=None)
+
+
+@pytest.mark.parametrize(("name", "theirs"), list(wide()), ids=[name for name, _ in wide()])
+def test_initial_values_are_distributed_as_the_family_has_them(tmp_path: Path, name: str, theirs: Any):
+    theirs.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    expected = dict(transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).named_parameters())
+    stage = HF(resolved(tmp_path).model)
+    init_weights(stage, seed=0)
+    ours = {stage.full_name(n): p for n, p in stage.named_parameters()}
+    assert ours.keys() == expected.keys()
+    wrong = {}
+    for n, p in ours.items():
+        if p.ndim < 2 and not torch.equal(p, expected[n]):
+            wrong[n] = (p.flatten()[:3].tolist(), expected[n].flatten()[:3].tolist())
+        elif p.ndim >= 2 and not (abs(p.std() / expected[n].std() - 1) < 0.05 and abs(p.mean()) < 0.05 * p.std()):
+            wrong[n] = (p.std().item(), expected[n].std().item())
+    assert wrong == {}
