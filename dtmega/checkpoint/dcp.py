@@ -232,7 +232,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # torch's own would give tensors on meta memory, of which there are none, and put None for what it does not know.
+        # torch's own looks for tensors on meta, of which there are none, and puts None for what it does not know.
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 

@@ -166,10 +166,10 @@ def resolve(cfg: config.Config) -> config.Config:
     theirs = _config(cfg.model.path)
     try:
         values = _sizes(theirs, cfg.model)
-    except Exception as error:  # of a family's own code, or no plain decoder: one of pictures too, one without heads
+    except Exception as error:  # of a family's own code, or what is no plain decoder has not
         raise ValueError(
-            f"{cfg.model.path}/config.json does not make a decoder of '{theirs.model_type}' that the trainer knows how to "
-            f"train: {type(error).__name__}: {error} ([model] path)"
+            f"{cfg.model.path}/config.json does not make a decoder of '{theirs.model_type}' that the trainer can train: "
+            f"{type(error).__name__}: {error} ([model] path)"
         ) from None
     defaults = config.Model()
     for key in FOREIGN:
@@ -250,7 +250,7 @@ def _config(path: str) -> Any:
         theirs = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # each family checks its keys in its own way
         raise ValueError(f"{file}: {error} ([model] path)") from None
-    # BERT and its like have causal heads too, for a config.json that says so; GPT-NeoX has the key and is always causal.
+    # BERT and its like have causal heads too, for a config.json that says so; GPT-NeoX has the key, always causal.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
     if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
