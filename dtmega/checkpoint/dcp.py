@@ -196,10 +196,12 @@ class _Pieces:
     def __init__(self, tensor: DTensor) -> None:
         self.size = tensor.size
         self._dtype = tensor.dtype
-        self.parts: dict[torch.Size | None, Tensor] = {torch.Size(b.offsets): b.part.detach() for b in boxes(tensor)}
+        held = boxes(tensor)
+        self.parts: dict[torch.Size | None, Tensor] = {torch.Size(b.offsets): b.part.detach() for b in held}
+        self._chunks = [ChunkStorageMetadata(torch.Size(b.offsets), b.part.shape) for b in held]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.parts.items()]
+        return self._chunks
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         return [

@@ -168,7 +168,7 @@ def resolve(cfg: config.Config) -> config.Config:
         values = _sizes(theirs, cfg.model)
     except Exception as error:  # of a family's own code, or what is no plain decoder has not
         raise ValueError(
-            f"{cfg.model.path}/config.json does not make a decoder of '{theirs.model_type}' that the trainer can train: "
+            f"{cfg.model.path}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
             f"{type(error).__name__}: {error} ([model] path)"
         ) from None
     defaults = config.Model()
