@@ -315,7 +315,10 @@ def _check_hf(model: config.Model, sizes: Mapping[str, int]) -> None:
         whole = HF(model)
     family = whole.hf.config.model_type
     if sizes["tp"] > 1:
-        plan_for(whole.hf, sizes["tp"])
+        try:
+            plan_for(whole.hf, sizes["tp"])
+        except ValueError as error:
+            raise ValueError(f"{error} ([mesh] tp)") from None
     if sizes["pp"] > 1 and family not in hf.ENDS:
         raise ValueError(
             f"a pipeline needs to know the ends of a model, and '{family}' is none of {', '.join(hf.ENDS)} ([mesh] pp)"
