@@ -229,15 +229,22 @@ def init_weights(model: Stage, seed: int) -> None:
         std = model.init_std(name)
         for offsets, part in boxes(parameter):
             if std is None:
-                part.fill_(1.0 if name.endswith("weight") else 0.0)
+                part.fill_(model.init_constant(name))
                 continue
-            columns = torch.arange(part.shape[1], device=part.device) + offsets[1]
             # Some rows at a time: the fp64 temporaries of `normal` take ten times the memory of its result.
-            step = max(1, 2**20 // part.shape[1])
+            step = max(1, 2**20 // part[0].numel())
             for start in range(0, part.shape[0], step):
                 piece = part[start : start + step]
-                rows = torch.arange(piece.shape[0], device=part.device) + (offsets[0] + start)
-                piece.copy_(keyed.normal(seed, name, rows[:, None] * parameter.shape[1] + columns) * std)
+                where = _numbers(piece, (offsets[0] + start, *offsets[1:]), parameter.shape)
+                piece.copy_(keyed.normal(seed, name, where) * std)
+
+
+def _numbers(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """Of each element of the box at `offsets`, its number among those of the whole tensor, row by row."""
+    found = torch.zeros((), dtype=torch.int64, device=part.device)
+    for size, offset, length in zip(part.shape, offsets, whole, strict=True):
+        found = (found * length).unsqueeze(-1) + torch.arange(size, device=part.device) + offset
+    return found
 
 
 def starting_weights(cfg: config.Config) -> Source | None:
@@ -314,6 +321,8 @@ def _check_hf(model: config.Model, sizes: Mapping[str, int]) -> None:
     with torch.device("meta"):
         whole = HF(model)
     family = whole.hf.config.model_type
+    if not model.init_from and not hf.has_weights(model.path):
+        hf.initial_values(model.path)
     if sizes["tp"] > 1:
         try:
             plan_for(whole.hf, sizes["tp"])

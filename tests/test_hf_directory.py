@@ -250,9 +250,12 @@ def wide() -> Iterator[tuple[str, Any]]:
         "opt": {"ffn_dim": 512, "max_position_embeddings": 64, "init_std": 0.03, "word_embed_proj_dim": 256},
         "gptj": {"n_positions": 64, "rotary_dim": 8},
         "qwen3": {"head_dim": 64, "initializer_range": 0.03},
+        "gemma": {"head_dim": 64, "num_key_value_heads": 2},  # whose norms have weights that start with 0
+        "mixtral": {"num_local_experts": 4},  # whose weights have three dims
     }
     names = {"bloom": "Bloom", "gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
     names |= {"qwen3": "Qwen3", "gpt_neox": "GPTNeoX", "opt": "OPT", "gptj": "GPTJ", "olmo2": "Olmo2"}
+    names |= {"gemma": "Gemma", "mixtral": "Mixtral"}
     for name, prefix in names.items():
         yield name, getattr(transformers, f"{prefix}Config")(**{**WIDE, **more.get(name, {})}, pad_token_id=None)
 
@@ -273,3 +276,13 @@ def test_initial_values_are_distributed_as_the_family_has_them(tmp_path: Path, n
         elif p.ndim >= 2 and not (abs(p.std() / expected[n].std() - 1) < 0.05 and abs(p.mean()) < 0.05 * p.std()):
             wrong[n] = (p.std().item(), expected[n].std().item())
     assert wrong == {}
+
+
+def test_initial_values_that_the_family_draws_in_a_way_of_its_own_are_refused_before_anything_starts(tmp_path: Path):
+    sizes = {**WIDE, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
+    transformers.Qwen3NextConfig(**sizes).save_pretrained(tmp_path)
+    cfg = resolved(tmp_path)
+    with pytest.raises(ValueError, match=r"'model.layers.0.linear_attn.A_log' of .* \(\[model\] path, "):
+        check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
+    with_weights = cfg.model_copy(update={"model": cfg.model.model_copy(update={"init_from": "elsewhere"})})
+    check(with_weights, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))

@@ -7,9 +7,9 @@ family (what only its first and its last stage hold) stands in ENDS; all that tp
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
+from dtmega.models.hf_draws import draws_of
 from dtmega.models.stage import Stage
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -136,13 +137,14 @@ class HF(Stage):
                 self.hf._init_weights(module)
 
     def init_std(self, name: str) -> float | None:
-        """As the family's own `_init_weights`: GPT-2 scales what writes to the residual, OPT calls the key init_std."""
-        theirs = self.hf.config
-        if name.endswith("bias") or "norm" in name or ".ln_" in name:
-            return None
-        std = theirs.init_std if theirs.model_type == "opt" else theirs.initializer_range
-        scaled = theirs.model_type == "gpt2" and name.endswith("c_proj.weight")
-        return std / math.sqrt(2 * theirs.num_hidden_layers) if scaled else std
+        return self._drawn[name][1] or None
+
+    def init_constant(self, name: str) -> float:
+        return self._drawn[name][0]
+
+    @functools.cached_property
+    def _drawn(self) -> dict[str, tuple[float, float]]:
+        return initial_values(self.cfg.path)
 
     def full_name(self, name: str) -> str:
         return super().full_name(name).removeprefix("hf.")
@@ -154,6 +156,23 @@ def _blocks(hf: Any) -> nn.ModuleList:
         return hf.base_model.get_submodule(ends.owner).get_submodule(ends.layers)
     lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList) and len(module)]
     return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=nn.ModuleList())
+
+
+def initial_values(path: str) -> dict[str, tuple[float, float]]:
+    """(mean, std) of each parameter's normal distribution, as the family draws it.
+
+    Raises:
+        ValueError: it draws one in another way.
+    """
+    with torch.device("meta"):
+        found = draws_of(_build(_config(path)))
+    for name, drawn in found.items():
+        if drawn is None:
+            raise ValueError(
+                f"'{name}' of {path} has initial values that the trainer does not know how to draw: start with weights "
+                f"([model] path, [model] init_from)"
+            )
+    return {name: drawn for name, drawn in found.items() if drawn is not None}
 
 
 def resolve(cfg: config.Config) -> config.Config:

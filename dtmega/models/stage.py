@@ -40,8 +40,12 @@ class Stage(nn.Module):
         """One parameter, two owners. Called again after anything that replaces parameters."""
 
     def init_std(self, name: str) -> float | None:
-        """std of N(0, std) for the parameter of that full name; None for biases (0) and weights of norms (1)."""
+        """std of N(0, std) for the parameter of that full name; None for those that start with `init_constant`."""
         raise NotImplementedError
+
+    def init_constant(self, name: str) -> float:
+        """Of biases 0, of weights of norms 1."""
+        return 1.0 if name.endswith("weight") else 0.0
 
     def init_buffers(self, seed: int) -> None:
         """Values of everything that is not a parameter; needed after `to_empty`."""
