@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtmega import config, drift, keyed, models, optim
+from dtmega import config, drift, models, optim
 from dtmega.checkpoint import Source
 from dtmega.checkpoint.weights import open_weights
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
@@ -24,6 +24,7 @@ from dtmega.mesh import World
 from dtmega.models import hf
 from dtmega.models.bloom import HF_KEYS
 from dtmega.models.hf import HF
+from dtmega.models.initial import init_weights
 from dtmega.models.stage import Stage
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
@@ -33,7 +34,7 @@ from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
 from dtmega.plans.bloom import plan
 from dtmega.plans.hf.load import Folder
 from dtmega.plans.hf.parallel import cut_stage, plan_for
-from dtmega.shards import boxes, local
+from dtmega.shards import local
 
 # What selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
@@ -218,25 +219,6 @@ def recompute(blocks: Sequence[nn.Module], selective: bool) -> None:
 
     for block in blocks:
         block.forward = types.MethodType(forward, block)
-
-
-@torch.no_grad()
-def init_weights(model: Stage, seed: int) -> None:
-    """Initial values as a function of (seed, parameter name, global index): the same bits on every layout."""
-    for name, parameter in model.named_parameters():
-        name = model.full_name(name)
-        std = model.init_std(name)
-        for offsets, part in boxes(parameter):
-            if std is None:
-                part.fill_(1.0 if name.endswith("weight") else 0.0)
-                continue
-            columns = torch.arange(part.shape[1], device=part.device) + offsets[1]
-            # Some rows at a time: the fp64 temporaries of `normal` take ten times the memory of its result.
-            step = max(1, 2**20 // part.shape[1])
-            for start in range(0, part.shape[0], step):
-                piece = part[start : start + step]
-                rows = torch.arange(piece.shape[0], device=part.device) + (offsets[0] + start)
-                piece.copy_(keyed.normal(seed, name, rows[:, None] * parameter.shape[1] + columns) * std)
 
 
 def starting_weights(cfg: config.Config) -> Source | None:

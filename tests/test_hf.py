@@ -17,7 +17,8 @@ from dtmega.checkpoint.hf_export import export, split
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 from dtmega.models.bloom import HF_KEYS, Bloom
-from dtmega.parallelize import init_weights, parallelize
+from dtmega.models.initial import init_weights
+from dtmega.parallelize import parallelize
 from tests import ranks
 
 SHAPE = {"vocab_size": 131, "hidden_size": 64, "n_layers": 2, "n_heads": 8}
@@ -377,6 +378,7 @@ WITH_TOKENIZER = config.Model(
 def model_to_write() -> Bloom:
     model = models.build(WITH_TOKENIZER)
     init_weights(model, seed=1)
+    model.init_buffers(1)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():

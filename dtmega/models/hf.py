@@ -235,7 +235,7 @@ def _config(path: str) -> Any:
             f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
         )
     theirs = transformers.AutoConfig.from_pretrained(path)
-    # BERT and its like have causal heads too, for a config.json that says so; GPT-NeoX has the key and is always causal.
+    # BERT and its like have causal heads too, where config.json says so; GPT-NeoX has the key, and is always causal.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
     if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
