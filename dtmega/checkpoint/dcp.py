@@ -31,7 +31,7 @@ from torch.futures import Future
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import BLOCK_BYTES, Chunk, Damaged, Entry, Manifest
-from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner, as_pieces
+from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 
 
 class Failed(Exception):
@@ -149,9 +149,7 @@ def save(
     """
     writer = _Writer(files, folder, step, state)
     try:
-        state_dict_saver.save(
-            as_pieces(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group
-        )
+        state_dict_saver.save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
     except CheckpointException as error:  # a BaseException in torch
         raise Failed(_reasons(error)) from None
     return writer.manifest
@@ -165,7 +163,7 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.Proc
     """
     try:
         state_dict_loader.load(
-            as_pieces(tensors),
+            dict(tensors),
             storage_reader=_Reader(checkpoint),
             planner=PiecesLoadPlanner(),
             process_group=group,

@@ -21,10 +21,10 @@ class Pieces:
     def __init__(self, tensor: DTensor) -> None:
         self.size = tensor.size
         self._dtype = tensor.dtype
-        self.parts = {torch.Size(box.offsets): box.part.detach() for box in boxes(tensor)}
+        self._parts = {torch.Size(box.offsets): box.part.detach() for box in boxes(tensor)}
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self.parts.items()]
+        return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self._parts.items()]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         return [
@@ -36,8 +36,12 @@ class Pieces:
             for chunk in self.__create_chunk_list__()
         ]
 
+    def at(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._parts[index.offset]
 
-def as_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+
+def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {n: Pieces(t) if isinstance(t, DTensor) and in_parts(t) else t for n, t in tensors.items()}
 
 
@@ -45,15 +49,22 @@ class PiecesSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(_as_pieces(state_dict), *args, **kwargs)
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         whole = self.state_dict[index.fqn]
-        return whole.parts[index.offset or torch.Size()] if isinstance(whole, Pieces) else super().lookup_object(index)
+        return whole.at(index) if isinstance(whole, Pieces) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(state_dict, *args, **kwargs)  # which knows tensors only
+        self.state_dict = _as_pieces(state_dict)
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         whole = self.state_dict[index.fqn]
-        return whole.parts[index.offset or torch.Size()] if isinstance(whole, Pieces) else super().lookup_tensor(index)
+        return whole.at(index) if isinstance(whole, Pieces) else super().lookup_tensor(index)
