@@ -49,8 +49,10 @@ class PiecesSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super().set_up_planner(_as_pieces(state_dict), *args, **kwargs)
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(_as_pieces(state_dict), storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         whole = self.state_dict[index.fqn]
@@ -61,8 +63,8 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super().set_up_planner(state_dict, *args, **kwargs)  # which knows tensors only
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)  # which knows tensors only
         self.state_dict = _as_pieces(state_dict)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
