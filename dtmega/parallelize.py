@@ -32,7 +32,7 @@ from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import TiedWeight
 from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
 from dtmega.plans.bloom import plan
-from dtmega.plans.hf.load import Folder
+from dtmega.plans.hf.load import Folder, materialize
 from dtmega.plans.hf.parallel import cut_stage, plan_for
 from dtmega.shards import local
 
@@ -189,12 +189,16 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
             block.compile()
     if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
-    # `to_empty` gives each owner of a tied parameter memory of its own.
-    stage.to_empty(device="cpu" if cfg.fsdp.cpu_offload else world.device)
-    stage.tie()
+    device = torch.device("cpu") if cfg.fsdp.cpu_offload else world.device
+    if isinstance(stage, HF):
+        materialize(stage.hf, device)
+    else:
+        # `to_empty` gives each owner of a tied parameter memory of its own.
+        stage.to_empty(device=device)
+        stage.tie()
+        stage.init_buffers(cfg.run.seed)
     if not isinstance(stage, HF) or not hf.has_weights(cfg.model.path):
         init_weights(stage, cfg.run.seed)
-    stage.init_buffers(cfg.run.seed)
     if table:
         shard_buffers(stage, world.tp, table)
     return partial

@@ -627,6 +627,19 @@ def test_the_command_exits_1_where_something_differs_and_2_without_a_model(
     assert "custom (remote) code is not run" in capsys.readouterr().err
 
 
+def test_a_model_filled_from_files_has_its_buffers_beside_parameters_too(tmp_path: Path):
+    keys = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 131}
+    cfg = hf_models.transformers.Gemma3TextConfig(**keys, num_attention_heads=4, num_key_value_heads=2)
+    truth = hf_models.transformers.Gemma3ForCausalLM(cfg)
+    truth.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = hf_models.transformers.Gemma3ForCausalLM(cfg)
+    load_hf(model, tmp_path, "cpu")
+    ours, theirs = dict(model.named_buffers()), dict(truth.named_buffers())
+    assert "model.embed_tokens.embed_scale" in ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_the_example_trains_saves_and_what_it_saves_is_what_one_process_gets(tmp_path: Path):
     model = hf_models.build(Case("gpt2"))
     model.save_pretrained(tmp_path / "in")

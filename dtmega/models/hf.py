@@ -125,16 +125,6 @@ class HF(Stage):
                 if module is not base:
                     setattr(self.hf, name, None)
 
-    def tie(self) -> None:
-        if self.tied is not None and self.is_first and self.is_last:
-            head, _, _ = self.tied[1].rpartition(".")
-            self.get_submodule(head).register_parameter("weight", self.get_parameter(self.tied[0]))
-
-    def init_buffers(self, seed: int) -> None:
-        for module in self.hf.modules():
-            if list(module.buffers(recurse=False)) and not list(module.parameters(recurse=False)):
-                self.hf._init_weights(module)
-
     def init_std(self, name: str) -> float | None:
         """As the family's own `_init_weights`: GPT-2 scales what writes to the residual, OPT calls the key init_std."""
         theirs = self.hf.config
