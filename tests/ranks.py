@@ -128,6 +128,7 @@ def forks() -> Forks:
 def _serve(pipe: Connection) -> None:
     _die_with_parent()
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # whose locks leave nothing behind when a rank is killed
     with contextlib.suppress(EOFError):
         while True:
             group: Group = pipe.recv()
