@@ -147,7 +147,7 @@ def _import(names: list[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # in a rank they have been errors already
             for name in new:
-                with contextlib.suppress(ImportError):
+                with contextlib.suppress(Exception):
                     importlib.import_module(name)
         gc.collect()
         gc.freeze()  # no rank looks through what is imported
