@@ -56,6 +56,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GQA),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GQA, "pad_token_id": 0}),
 }
+# transformers imports a model when it is asked for; once here, and not on every rank.
+for _model_class, _, _ in (MODELS | VARIANTS).values():
+    getattr(transformers, _model_class)
 
 
 @dataclass(frozen=True)
