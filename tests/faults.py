@@ -28,7 +28,6 @@ from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
 from dtmega.optim import build_optimizer
 from dtmega.parallelize import parallelize
-from tests.ranks import Forks as Forks  # benchmarks/faults.py has a server of its own
 
 BLOCK_BYTES = 256  # so that a small tensor takes several
 IDENTITY = {"data": "of these tests"}
