@@ -174,4 +174,4 @@ def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str
 
 
 def to_json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=1) + "\n").encode()
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -7,7 +7,7 @@ from dtmega.models import hf
 from dtmega.models.bloom import Bloom
 from dtmega.models.stage import Stage
 
-__all__ = ["build", "notes", "resolved"]
+__all__ = ["build", "described", "notes", "resolved"]
 
 
 def build(model: config.Model) -> Stage:
@@ -26,6 +26,15 @@ def resolved(cfg: config.Config) -> config.Config:
     if cfg.model.path:
         raise ValueError(f"path={cfg.model.path} is for name = 'hf' ([model] path; [model] init_from for weights)")
     return cfg
+
+
+def described(model: config.Model) -> tuple[config.Model, str]:
+    """The section with what its directory says, and the class that transformers has for the model.
+
+    Raises:
+        ValueError: no such directory any more, or not the one that the section's digest is of.
+    """
+    return hf.described(model) if model.name == "hf" else (model, "BloomForCausalLM")
 
 
 def notes(model: config.Model) -> list[str]:

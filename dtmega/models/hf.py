@@ -189,6 +189,23 @@ def resolve(cfg: config.Config) -> config.Config:
     return cfg.model_copy(update=changed)
 
 
+def described(model: config.Model) -> tuple[config.Model, str]:
+    """The section with what its directory says, and the class of the model.
+
+    Raises:
+        ValueError: as `resolve`, or config.json is not the one that `digest` is of.
+    """
+    theirs = _config(model.path)
+    values = _sizes(theirs, model)
+    if model.digest not in ("", values["digest"]):
+        raise ValueError(
+            f"{model.path}/config.json is not what was trained: its digest is {values['digest']}, expected "
+            f"{model.digest} ([model] path)"
+        )
+    with torch.device("meta"):
+        return model.model_copy(update=values), type(_build(theirs)).__name__
+
+
 def has_weights(path: str) -> bool:
     """Without them a run starts with random values. Pickles count: they must not be taken for nothing."""
     return any(True for pattern in WEIGHTS for _ in Path(path).glob(pattern))
