@@ -215,7 +215,7 @@ def notes(model: config.Model) -> list[str]:
     """What the trainer does otherwise than config.json says, or the user might not know."""
     drops = [f"{key}={p}" for key, p in _drops(_config(model.path)).items() if p > 0]
     found = [f"{model.path}: without its dropout ({', '.join(drops)})"] if drops else []
-    if not has_weights(model.init_from or model.path):
+    if not model.init_from and not has_weights(model.path):
         found.append(f"{model.path} has no weights: initial values are drawn from [run] seed")
     return found
 
