@@ -80,6 +80,7 @@ class HF(Stage):
         self.cfg = cfg
         self.hf: Any = _build(_config(cfg.path))
         self.is_first = self.is_last = True
+        self.longest = getattr(self.hf.config, "max_position_embeddings", None)
         embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
         names = {id(module): name for name, module in self.named_modules()}
         if head is not None and embedding.weight is head.weight:
@@ -270,11 +271,11 @@ def _drops(theirs: Any) -> dict[str, float]:
 def _sizes(theirs: Any, model: config.Model) -> dict[str, Any]:
     with torch.device("meta"):
         hf = _build(theirs)
+    if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
+        raise ValueError(f"{model.path}: '{stored[0]}' is a stored buffer, which the trainer does not keep ([model] path)")
     blocks = list(_blocks(hf).children())
     layer = sum(p.numel() for p in blocks[0].parameters()) if blocks else 0
-    feed_forward = next(
-        (getattr(theirs, k) for k in ("intermediate_size", "ffn_dim", "n_inner") if hasattr(theirs, k)), 0
-    )
+    feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
     plain = json.loads(Path(model.path, "config.json").read_text(encoding="utf-8"))
     said = {k: v for k, v in plain.items() if k not in IDLE}
     return {
