@@ -55,7 +55,7 @@ def _generate(args: argparse.Namespace) -> int:
     cfg = run_config(args.run)
     checkpoint = open_checkpoint(str(args.run))
     tokenizer = load_tokenizer(cfg.data.tokenizer)
-    model = models.build(models.described(cfg.model)[0]).to(mesh.pick_device(cfg.run.device))
+    model = models.build(models.described(cfg.model).model).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
     named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
     load(Weights(checkpoint), named, cfg.model.padded_vocab_size)

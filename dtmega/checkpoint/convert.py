@@ -53,7 +53,7 @@ def main(
     args: argparse.Namespace,
     hf_keys: Mapping[str, str],
     shapes: Callable[[config.Model], Mapping[str, tuple[int, ...]]],
-    described: Callable[[config.Model], tuple[config.Model, str]],
+    described: Callable[[config.Model], tuple[config.Model, str, Mapping[str, str]]],
     load_tokenizer: Callable[[str], tuple[str, int]],
     world: World,
 ) -> None:
@@ -61,7 +61,7 @@ def main(
         args: of `python -m dtmega convert`.
         hf_keys: our name -> theirs.
         shapes: of a model's parameters, in order.
-        described: the [model] section with what its directory says, and the class that transformers has for it.
+        described: of a [model] section: what its directory makes of it, transformers' class, our name -> theirs.
         load_tokenizer: spec -> tokenizer.json and the id of end-of-document.
 
     Raises:
@@ -77,7 +77,9 @@ def main(
         raise ValueError(f"--original is for a run with [model] name = 'hf'; {args.source[1]} is of BLOOM")
     try:
         # For BLOOM nothing changes.
-        model, architecture = described(found.model.model_copy(update={"path": args.original or found.model.path}))
+        model, architecture, stored = described(
+            found.model.model_copy(update={"path": args.original or found.model.path})
+        )
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
     found = found._replace(model=model)
@@ -101,7 +103,7 @@ def main(
         json, eod_id = load_tokenizer(tokenizer) if tokenizer else (None, None)
         options: dict[str, Any] = {**world._asdict(), "eod_id": eod_id, "dtype": _dtype(args.dtype)}
         if model.name == "hf":
-            hf_copy.export(source, folder, Path(model.path), architecture, json, **options)
+            hf_copy.export(source, folder, Path(model.path), architecture, stored, json, **options)
         else:
             hf_export.export(source, folder, model, hf_keys, json, **options)
     elif world.rank == 0:

@@ -2,13 +2,13 @@
 
 OUT/config.json               the original's, but for the class and the dtype of what is written
 OUT/generation_config.json    and what is the tokenizer's (BESIDE), byte by byte; never code, never other weights
-OUT/model.safetensors         under the names that the model has, as hf_write.py writes them
+OUT/model.safetensors         or several files, as hf_write.py writes them
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def export(
     folder: Path,
     original: Path,
     architecture: str,
+    names: Mapping[str, str],
     tokenizer_json: str | None,
     *,
     rank: int,
@@ -44,9 +45,10 @@ def export(
     """Write `folder` as `hf_write.write` does; all ranks call it.
 
     Args:
-        source: the parameters by the model's own names, tied ones once, in the order to write.
+        source: the parameters, tied ones once, in the order to write.
         original: directory with the config.json that the weights were trained under.
         architecture: class of the model, which the original may not name or be of a base model.
+        names: of the source's tensors in such a directory, which for some families are not the parameters'.
         tokenizer_json: the text of another tokenizer than the original's, which takes the place of all its files.
         eod_id: of that tokenizer: end of document, in both configurations bos and eos, as the trainer uses it.
         dtype: of the written tensors; None leaves each as it is.
@@ -56,7 +58,7 @@ def export(
             cannot be read, a dtype that such a folder cannot have, no such eod_id.
         OSError: as `write`.
     """
-    tensors = outs(source, {name: shape for name, (_, shape) in source.tensors.items()}, dtype)
+    tensors = outs(source, {name: shape for name, (_, shape) in source.tensors.items()}, dtype, names.__getitem__)
     described = json.loads(_read(original / CONFIG))
     described.pop("torch_dtype", None)  # what transformers 4 called it
     described |= {"architectures": [architecture], "dtype": widest(tensors)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dtmega import config
 from dtmega.models import hf
 from dtmega.models.bloom import Bloom
+from dtmega.models.hf_directory import Described, describe
 from dtmega.models.stage import Stage
 
 __all__ = ["build", "described", "notes", "resolved"]
@@ -28,13 +29,13 @@ def resolved(cfg: config.Config) -> config.Config:
     return cfg
 
 
-def described(model: config.Model) -> tuple[config.Model, str]:
-    """The section with what its directory says, and the class that transformers has for the model.
+def described(model: config.Model) -> Described:
+    """What the directory of `[model] path` says, for the model that has one.
 
     Raises:
         ValueError: no such directory any more, or not the one that the section's digest is of.
     """
-    return hf.described(model) if model.name == "hf" else (model, "BloomForCausalLM")
+    return describe(model) if model.name == "hf" else Described(model, "BloomForCausalLM", {})
 
 
 def notes(model: config.Model) -> list[str]:

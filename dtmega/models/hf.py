@@ -155,7 +155,7 @@ def resolve(cfg: config.Config) -> config.Config:
             contradicts, what a model of transformers does not have or the trainer cannot give it.
     """
     theirs = _config(cfg.model.path)
-    values = _sizes(theirs, cfg.model)
+    values = sizes(cfg.model)
     defaults = config.Model()
     for key in FOREIGN:
         if getattr(cfg.model, key) != getattr(defaults, key):
@@ -188,23 +188,6 @@ def resolve(cfg: config.Config) -> config.Config:
             )
         changed["data"] = cfg.data.model_copy(update={"tokenizer": str(tokenizer)})
     return cfg.model_copy(update=changed)
-
-
-def described(model: config.Model) -> tuple[config.Model, str]:
-    """The section with what its directory says, and the class of the model.
-
-    Raises:
-        ValueError: as `resolve`, or config.json is not the one that `digest` is of.
-    """
-    theirs = _config(model.path)
-    values = _sizes(theirs, model)
-    if model.digest not in ("", values["digest"]):
-        raise ValueError(
-            f"{model.path}/config.json is not what was trained: its digest is {values['digest']}, expected "
-            f"{model.digest} ([model] path)"
-        )
-    with torch.device("meta"):
-        return model.model_copy(update=values), type(_build(theirs)).__name__
 
 
 def has_weights(path: str) -> bool:
@@ -268,11 +251,17 @@ def _drops(theirs: Any) -> dict[str, float]:
     return {key: p for key, p in theirs.to_dict().items() if "drop" in key and isinstance(p, float)}
 
 
-def _sizes(theirs: Any, model: config.Model) -> dict[str, Any]:
+def sizes(model: config.Model) -> dict[str, Any]:
+    """What the directory decides of the [model] section.
+
+    Raises:
+        ValueError: as `_config`, or the model has stored what is no parameter.
+    """
+    theirs = _config(model.path)
     with torch.device("meta"):
         hf = _build(theirs)
     if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
-        raise ValueError(f"{model.path}: '{stored[0]}' is a stored buffer, which the trainer does not keep ([model] path)")
+        raise ValueError(f"{model.path}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
     blocks = list(_blocks(hf).children())
     layer = sum(p.numel() for p in blocks[0].parameters()) if blocks else 0
     feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
