@@ -55,7 +55,8 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     """What transformers makes of a directory, in which nothing is missing and nothing is too much."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = found
     assert not any(info.values())
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -288,7 +289,7 @@ def test_generate_prints_what_transformers_own_generation_gives(tmp_path, finish
             command(["generate", "--run", str(finished), "--prompt", "abc", "--tokens", str(n), "--temperature", "0"])
             == 0
         )
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         inputs = torch.tensor([list(b"abc")])
         new = theirs.generate(inputs, max_new_tokens=length, do_sample=False, pad_token_id=0)[0, 3:].tolist()
         assert len(new) == length
@@ -305,10 +306,17 @@ def test_generate_refuses_a_directory_that_has_changed(tmp_path, finished, capsy
     assert "is not what was trained" in capsys.readouterr().err
 
 
-def test_a_model_that_stores_buffers_is_refused_because_checkpoints_have_none(tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "apertus"}, r"'model.layers.0.mlp.act_fn.beta' is a stored buffer"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "is of quantised weights"),
+    ],
+)
+def test_a_model_of_more_than_parameters_is_refused_because_a_checkpoint_holds_no_more(tmp_path, keys, message):
     from dtmega import models
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "apertus", **sizes}))
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.act_fn.beta' is a stored buffer"):
+    (tmp_path / "config.json").write_text(json.dumps(sizes | keys))
+    with pytest.raises(ValueError, match=message):
         models.described(config.Model(name="hf", path=str(tmp_path)))

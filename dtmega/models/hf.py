@@ -225,6 +225,9 @@ def _config(path: str) -> Any:
         raise ValueError(
             f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
         )
+    if "quantization_config" in plain:
+        # Its tensors are not what their names say: an fp8 weight is to be multiplied by another tensor.
+        raise ValueError(f"{file} is of quantised weights (quantization_config), which are not trained ([model] path)")
     theirs = transformers.AutoConfig.from_pretrained(path)
     # BERT and its like have causal heads too, where config.json says so; GPT-NeoX has the key, and is always causal.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
