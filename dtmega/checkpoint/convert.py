@@ -75,15 +75,12 @@ def main(
     found = readers[kind](args, hf_keys)
     if args.original and found.model.name != "hf":
         raise ValueError(f"--original is for a run with [model] name = 'hf'; {args.source[1]} is of BLOOM")
+    path = args.original or found.model.path
     try:
-        # For BLOOM nothing changes.
-        model, architecture, stored = described(
-            found.model.model_copy(update={"path": args.original or found.model.path})
-        )
+        model, architecture, stored = described(found.model.model_copy(update={"path": path}))
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
-    found = found._replace(model=model)
-    expected, left_out = shapes(found.model), sorted(found.source.tensors)
+    expected, left_out = shapes(model), sorted(found.source.tensors)
     for name, shape in expected.items():
         if name not in found.source.tensors:
             raise ValueError(
@@ -92,7 +89,7 @@ def main(
             )
         there = found.source.tensors[name][1]
         # A Hugging Face vocabulary is not padded.
-        if there[1:] != shape[1:] or (there != shape and there[:1] != (found.model.vocab_size,)):
+        if there[1:] != shape[1:] or (there != shape and there[:1] != (model.vocab_size,)):
             raise ValueError(f"{args.source[1]}: '{name}' is {list(there)}, the model's is {list(shape)} (--config)")
         left_out.remove(name)
     if left_out and world.rank == 0:
