@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtmega import config, drift, models, optim
 from dtmega.checkpoint import Source
-from dtmega.checkpoint.weights import open_weights
+from dtmega.checkpoint.weights import is_hf_folder, open_weights
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models import hf
@@ -232,12 +232,11 @@ def starting_weights(cfg: config.Config) -> Source | None:
         ValueError: [model] init_from or path names nothing usable, or weights of another model.
         Damaged: a checkpoint that is not intact.
     """
-    if cfg.model.name == "hf":
-        path = cfg.model.init_from or (cfg.model.path if hf.has_weights(cfg.model.path) else "")
-        if path and hf.has_weights(path):
-            with torch.device("meta"):
-                return Folder(path, HF(cfg.model).hf)
-    return open_weights(cfg.model, HF_KEYS) if cfg.model.init_from else None
+    model = cfg.model
+    if model.name == "hf" and (is_hf_folder(model.init_from) if model.init_from else hf.has_weights(model.path)):
+        with torch.device("meta"):
+            return Folder(model.init_from or model.path, HF(model).hf)
+    return open_weights(model, HF_KEYS) if model.init_from else None
 
 
 def _replicated_over_tp(parameter: Tensor) -> bool:

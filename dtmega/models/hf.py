@@ -80,6 +80,7 @@ class HF(Stage):
         self.cfg = cfg
         self.hf: Any = _build(_config(cfg.path))
         self.is_first = self.is_last = True
+        self.longest = getattr(self.hf.config, "max_position_embeddings", None)
         embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
         names = {id(module): name for name, module in self.named_modules()}
         if head is not None and embedding.weight is head.weight:
@@ -154,7 +155,7 @@ def resolve(cfg: config.Config) -> config.Config:
             contradicts, what a model of transformers does not have or the trainer cannot give it.
     """
     theirs = _config(cfg.model.path)
-    values = _sizes(theirs, cfg.model)
+    values = sizes(cfg.model)
     defaults = config.Model()
     for key in FOREIGN:
         if getattr(cfg.model, key) != getattr(defaults, key):
@@ -198,7 +199,7 @@ def notes(model: config.Model) -> list[str]:
     """What the trainer does otherwise than config.json says, or the user might not know."""
     drops = [f"{key}={p}" for key, p in _drops(_config(model.path)).items() if p > 0]
     found = [f"{model.path}: without its dropout ({', '.join(drops)})"] if drops else []
-    if not has_weights(model.init_from or model.path):
+    if not model.init_from and not has_weights(model.path):
         found.append(f"{model.path} has no weights: initial values are drawn from [run] seed")
     return found
 
@@ -224,6 +225,9 @@ def _config(path: str) -> Any:
         raise ValueError(
             f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
         )
+    if "quantization_config" in plain:
+        # Its tensors are not what their names say: an fp8 weight is to be multiplied by another tensor.
+        raise ValueError(f"{file} is of quantised weights (quantization_config), which are not trained ([model] path)")
     theirs = transformers.AutoConfig.from_pretrained(path)
     # BERT and its like have causal heads too, where config.json says so; GPT-NeoX has the key, and is always causal.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
@@ -250,14 +254,20 @@ def _drops(theirs: Any) -> dict[str, float]:
     return {key: p for key, p in theirs.to_dict().items() if "drop" in key and isinstance(p, float)}
 
 
-def _sizes(theirs: Any, model: config.Model) -> dict[str, Any]:
+def sizes(model: config.Model) -> dict[str, Any]:
+    """What the directory decides of the [model] section.
+
+    Raises:
+        ValueError: as `_config`, or the model has stored what is no parameter.
+    """
+    theirs = _config(model.path)
     with torch.device("meta"):
         hf = _build(theirs)
+    if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
+        raise ValueError(f"{model.path}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
     blocks = list(_blocks(hf).children())
     layer = sum(p.numel() for p in blocks[0].parameters()) if blocks else 0
-    feed_forward = next(
-        (getattr(theirs, k) for k in ("intermediate_size", "ffn_dim", "n_inner") if hasattr(theirs, k)), 0
-    )
+    feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
     plain = json.loads(Path(model.path, "config.json").read_text(encoding="utf-8"))
     said = {k: v for k, v in plain.items() if k not in IDLE}
     return {
