@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from tests.faults import Forks, alone
+from tests.faults import alone
+from tests.ranks import Forks
 from tests.test_damage import Victim
 from tests.test_kill import MODES, PUBLISHES, RANKS, Crash
 

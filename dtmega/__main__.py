@@ -55,10 +55,10 @@ def _generate(args: argparse.Namespace) -> int:
     cfg = run_config(args.run)
     checkpoint = open_checkpoint(str(args.run))
     tokenizer = load_tokenizer(cfg.data.tokenizer)
-    model = models.build(cfg.model).to(mesh.pick_device(cfg.run.device))
+    model = models.build(models.described(cfg.model).model).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
-    parameters = ((model.full_name(name), p) for name, p in model.named_parameters())
-    load(Weights(checkpoint), parameters, cfg.model.padded_vocab_size)
+    named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
+    load(Weights(checkpoint), named, cfg.model.padded_vocab_size)
     new = generate(
         model,
         tokenizer.encode(args.prompt),
@@ -94,6 +94,9 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="to hf: tokenizer.json or what to make one of (default: the source's)"
     )
+    parser.add_argument(
+        "--original", default="", help="name = 'hf': where the directory of [model] path is, if it has moved"
+    )
     parser.add_argument("--dtype", default="", help="to hf: torch's name of another dtype to write")
 
 
@@ -109,13 +112,18 @@ def _convert(args: argparse.Namespace) -> int:
 
     def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
-            return {name: tuple(p.shape) for name, p in models.build(model).named_parameters()}
+            built = models.build(model)
+        return {built.full_name(name): tuple(p.shape) for name, p in built.named_parameters()}
 
     world = convert.World()
     if mesh.world_size() > 1:
         mesh.start(torch.device("cpu"), mesh.resolve(config.Mesh(), mesh.world_size()))
         world = convert.World(mesh.rank(), mesh.world_size(), lambda: dist.barrier() and None)
-    convert.main(args, HF_KEYS, shapes, lambda spec: (to_json(spec), load_tokenizer(spec).eod_id), world)
+
+    def tokenizer(spec: str) -> tuple[str, int]:
+        return to_json(spec), load_tokenizer(spec).eod_id
+
+    convert.main(args, HF_KEYS, shapes, models.described, tokenizer, world)
     if world.size > 1:
         mesh.stop()
     return job.DONE

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtmega import config, drift, keyed, models, optim
+from dtmega import config, drift, models, optim
 from dtmega.checkpoint import Source
-from dtmega.checkpoint.weights import open_weights
+from dtmega.checkpoint.weights import is_hf_folder, open_weights
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models import hf
 from dtmega.models.bloom import HF_KEYS
 from dtmega.models.hf import HF
+from dtmega.models.initial import init_weights
 from dtmega.models.stage import Stage
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
@@ -32,9 +33,9 @@ from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import TiedWeight
 from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
 from dtmega.plans.bloom import plan
-from dtmega.plans.hf.load import Folder
+from dtmega.plans.hf.load import Folder, materialize
 from dtmega.plans.hf.parallel import cut_stage, plan_for
-from dtmega.shards import boxes, local
+from dtmega.shards import local
 
 # What selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
@@ -189,12 +190,16 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
             block.compile()
     if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
-    # `to_empty` gives each owner of a tied parameter memory of its own.
-    stage.to_empty(device="cpu" if cfg.fsdp.cpu_offload else world.device)
-    stage.tie()
+    device = torch.device("cpu") if cfg.fsdp.cpu_offload else world.device
+    if isinstance(stage, HF):
+        materialize(stage.hf, device)
+    else:
+        # `to_empty` gives each owner of a tied parameter memory of its own.
+        stage.to_empty(device=device)
+        stage.tie()
+        stage.init_buffers(cfg.run.seed)
     if not isinstance(stage, HF) or not hf.has_weights(cfg.model.path):
         init_weights(stage, cfg.run.seed)
-    stage.init_buffers(cfg.run.seed)
     if table:
         shard_buffers(stage, world.tp, table)
     return partial
@@ -221,32 +226,6 @@ def recompute(blocks: Sequence[nn.Module], selective: bool) -> None:
         block.forward = types.MethodType(forward, block)
 
 
-@torch.no_grad()
-def init_weights(model: Stage, seed: int) -> None:
-    """Initial values as a function of (seed, parameter name, global index): the same bits on every layout."""
-    for name, parameter in model.named_parameters():
-        name = model.full_name(name)
-        std = model.init_std(name)
-        for offsets, part in boxes(parameter):
-            if std is None:
-                part.fill_(model.init_constant(name))
-                continue
-            # Some rows at a time: the fp64 temporaries of `normal` take ten times the memory of its result.
-            step = max(1, 2**20 // part[0].numel())
-            for start in range(0, part.shape[0], step):
-                piece = part[start : start + step]
-                where = _numbers(piece, (offsets[0] + start, *offsets[1:]), parameter.shape)
-                piece.copy_(keyed.normal(seed, name, where) * std)
-
-
-def _numbers(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """Of each element of the box at `offsets`, its number among those of the whole tensor, row by row."""
-    found = torch.zeros((), dtype=torch.int64, device=part.device)
-    for size, offset, length in zip(part.shape, offsets, whole, strict=True):
-        found = (found * length).unsqueeze(-1) + torch.arange(size, device=part.device) + offset
-    return found
-
-
 def starting_weights(cfg: config.Config) -> Source | None:
     """What a new run starts with, by the names of its parameters; None: values drawn from the seed.
 
@@ -255,15 +234,13 @@ def starting_weights(cfg: config.Config) -> Source | None:
         Damaged: a checkpoint that is not intact.
     """
     model = cfg.model
-    if model.name != "hf" or (model.init_from and not hf.is_directory(model.init_from)):
-        return open_weights(model, HF_KEYS) if model.init_from else None
-    if not model.init_from and not hf.has_weights(model.path):
-        return None
-    try:
-        with torch.device("meta"):
-            return Folder(model.init_from or model.path, HF(model).hf)
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ValueError(f"{error} ([model] {'init_from' if model.init_from else 'path'})") from None
+    if model.name == "hf" and (is_hf_folder(model.init_from) if model.init_from else hf.has_weights(model.path)):
+        try:
+            with torch.device("meta"):
+                return Folder(model.init_from or model.path, HF(model).hf)
+        except (ValueError, OSError, SafetensorError) as error:
+            raise ValueError(f"{error} ([model] {'init_from' if model.init_from else 'path'})") from None
+    return open_weights(model, HF_KEYS) if model.init_from else None
 
 
 def _replicated_over_tp(parameter: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """Ranks that die on purpose, and what they die in: for test_kill.py, test_damage.py and benchmarks/faults.py.
 
-Forks        groups of ranks from one warm process, in which one may be killed
 FileEvents   every change a process makes to files, numbered; SIGKILL at one of them
 Trained      a small BLOOM whose every number tells which step it is of
 """
@@ -9,20 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
-import json
-import multiprocessing
 import os
 import re
 import signal
 import struct
-import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,96 +26,12 @@ from dtmega import config, mesh
 from dtmega.checkpoint import dcp, manifest
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
-from dtmega.job import PR_SET_PDEATHSIG
 from dtmega.optim import build_optimizer
 from dtmega.parallelize import parallelize
 
-GRACE_S = 60.0
 BLOCK_BYTES = 256  # so that a small tensor takes several
 IDENTITY = {"data": "of these tests"}
 CPU = torch.device("cpu")
-
-
-class Ended(NamedTuple):
-    """Attributes:
-    code: of its exit; -9 if it was killed.
-    error: what it raised.
-    late: it was killed because it had not ended GRACE_S after another one.
-    """
-
-    code: int
-    error: str
-    late: bool
-
-
-class Forks:
-    """Groups of ranks forked from one warm process: tenths of a second for what takes `ranks.run` seconds."""
-
-    def __init__(self) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._server = multiprocessing.get_context("forkserver").Process(target=_serve, args=(theirs,), daemon=True)
-        self._server.start()
-        theirs.close()
-
-    def run(self, n: int, fn: Callable[..., None], *args: Any) -> list[Ended]:
-        """fn(*args) on each of n ranks, which form a gloo group."""
-        self._pipe.send((n, fn, args))
-        return self._pipe.recv()
-
-    def __enter__(self) -> Forks:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pipe.close()
-        self._server.join()
-
-
-def _serve(pipe: Any) -> None:
-    torch.set_num_threads(1)
-    with contextlib.suppress(EOFError):
-        while True:
-            n, fn, args = pipe.recv()
-            with tempfile.TemporaryDirectory() as folder:
-                pids = [_fork(rank, n, Path(folder), fn, args) for rank in range(n)]
-                pipe.send(_wait(pids, Path(folder)))
-                for late in Path(folder).glob("modules"):  # imported once here, they are there in every later rank
-                    for name in json.loads(late.read_text()):
-                        with contextlib.suppress(ImportError):
-                            importlib.import_module(name)
-
-
-def _fork(rank: int, n: int, folder: Path, fn: Callable[..., None], args: tuple[Any, ...]) -> int:
-    before, pid = set(sys.modules), os.fork()
-    if pid:
-        return pid
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), n), rank=rank, world_size=n)
-        fn(*args)
-        if rank == 0:
-            (folder / "modules").write_text(json.dumps(sorted(set(sys.modules) - before)))
-        os._exit(0)
-    except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
-    finally:
-        os._exit(1)
-
-
-def _wait(pids: list[int], folder: Path) -> list[Ended]:
-    codes: dict[int, int] = {}
-    late: set[int] = set()
-    deadline = time.monotonic() + 5 * GRACE_S
-    while len(codes) < len(pids):
-        for rank, pid in enumerate(pids):
-            if rank not in codes and (status := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[rank] = os.waitstatus_to_exitcode(status[1])
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            elif rank not in codes and rank not in late and time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-                late.add(rank)
-        time.sleep(0.002)
-    errors = [path.read_text() if (path := folder / f"{rank}.error").exists() else "" for rank in range(len(pids))]
-    return [Ended(codes[rank], errors[rank], rank in late) for rank in range(len(pids))]
 
 
 class FileEvents:

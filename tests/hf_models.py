@@ -62,6 +62,9 @@ TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2 sliding": (*MODELS["qwen2"][:2], _SLIDING),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 8}),
 }
+# transformers imports a model when it is asked for; once here, and not on every rank.
+for _model_class, _, _ in (MODELS | VARIANTS | TRAINED).values():
+    getattr(transformers, _model_class)
 
 
 @dataclass(frozen=True)

@@ -58,34 +58,38 @@ DEBUG = {
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 V131 = {"model.vocab_size": 131}
 BF16 = {"precision.params": "bfloat16"}
+# The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
+# where the data is cut, of 2 each.
+PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
+TP2 = {"mesh.tp": 2} | FOURS
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
 TRUTH_KEYS = {"model.vocab_size", "precision.params"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp 2": (2, {"mesh.tp": 2}),
+    "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, {"mesh.tp": 2, "mesh.sequence_parallel": False}),
-    "tp 3": (3, {"mesh.tp": 3}),
-    "tp 4": (4, {"mesh.tp": 4}),
+    "tp 3": (3, {"mesh.tp": 3} | FOURS),
+    "tp 4": (4, {"mesh.tp": 4} | FOURS),
     "dp_shard 2": (2, {"mesh.dp_shard": 2}),
     "dp_shard 4": (4, {"mesh.dp_shard": 4}),
     "dp_replicate 2": (2, {"mesh.dp_replicate": 2}),
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
-    "dp_shard 2 x tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2}),
+    "dp_shard 2 x tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     **{f"pp 2, {name}": (2, {"mesh.pp": 2, "pipeline.schedule": name}) for name in SCHEDULES},
     "pp 4": (4, {"mesh.pp": 4}),
-    "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2}),
-    "V 131, tp 2": (2, V131 | {"mesh.tp": 2}),
-    "V 131, dp_shard 2 x tp 2": (4, V131 | {"mesh.dp_shard": 2, "mesh.tp": 2}),
+    "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
+    "V 131, tp 2": (2, V131 | TP2),
+    "V 131, dp_shard 2 x tp 2": (4, V131 | {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     "V 131, dp_shard 4": (4, V131 | {"mesh.dp_shard": 4}),
-    "V 128 padded to 144, tp 4": (4, {"model.pad_vocab_to_multiple": 48, "mesh.tp": 4}),
+    "V 128 padded to 144, tp 4": (4, {"model.pad_vocab_to_multiple": 48, "mesh.tp": 4} | FOURS),
     "microbatches of 2": (1, {"batch.micro_batch_size": 2}),
     "microbatches of 8": (1, {"batch.micro_batch_size": 8}),
     "recompute full": (1, {"recompute.mode": "full"}),
-    "recompute full, tp 2": (2, {"recompute.mode": "full", "mesh.tp": 2}),
+    "recompute full, tp 2": (2, {"recompute.mode": "full"} | TP2),
     "recompute selective": (1, {"recompute.mode": "selective"}),
     "compile": (1, {"compile.enable": True}),
-    "compile, tp 2": (2, {"compile.enable": True, "mesh.tp": 2}),
-    "bf16, tp 2": (2, BF16 | {"mesh.tp": 2}),
+    "compile, tp 2": (2, {"compile.enable": True} | TP2),
+    "bf16, tp 2": (2, BF16 | TP2),
     "bf16, dp_shard 2": (2, BF16 | {"mesh.dp_shard": 2}),
 }
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
@@ -120,7 +124,7 @@ class Run:
     @functools.cached_property
     def final(self) -> dict[str, torch.Tensor]:
         """The weights at the end, if this run came there."""
-        return tensors(self._folder / "run" / "checkpoints", STEPS)
+        return tensors(self._folder / "run" / "checkpoints", len(self.loss))
 
 
 def tensors(root: Path, step: int) -> dict[str, torch.Tensor]:

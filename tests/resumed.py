@@ -24,7 +24,7 @@ import torch.distributed as dist
 import train
 from dtmega.checkpoint import resume
 from tests import ranks
-from tests.layouts import DEBUG, FP32, ROOT, tensors
+from tests.layouts import DEBUG, FP32, PAIRS, ROOT, tensors
 
 CUT = 10
 KEYS = DEBUG | {
@@ -37,11 +37,11 @@ KEYS = DEBUG | {
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "dp 2": (2, {"mesh.dp_shard": 2}),
-    "tp 2": (2, {"mesh.tp": 2}),
+    "tp 2": (2, {"mesh.tp": 2} | PAIRS),
     "pp 2, 1F1B": (2, {"mesh.pp": 2}),
     "pp 2, ZBV": (2, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}),
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
-    "pp 2 x tp 2": (4, {"mesh.pp": 2, "mesh.tp": 2}),
+    "pp 2 x tp 2": (4, {"mesh.pp": 2, "mesh.tp": 2} | PAIRS),
 }
 TIMEOUT_S = 600.0
 

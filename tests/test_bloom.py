@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import config, models
 from dtmega.models.bloom import HF_KEYS, Bloom
-from dtmega.parallelize import init_weights
+from dtmega.models.initial import init_weights
 
 V, S = 131, 77
 
@@ -25,6 +25,7 @@ def small(n_heads: int, **keys) -> Bloom:
     cfg = config.Model(vocab_size=V, hidden_size=8 * n_heads, n_layers=2, n_heads=n_heads, **keys)
     model = models.build(cfg)
     init_weights(model, seed=1)
+    model.init_buffers(1)
     return model
 
 
@@ -153,6 +154,7 @@ def test_initial_values_have_the_std_of_the_rule_and_norms_and_biases_are_neutra
     cfg = config.Model(vocab_size=1024, hidden_size=128, n_layers=2, n_heads=4, init_std=0.02)
     model = models.build(cfg)
     init_weights(model, seed=7)
+    model.init_buffers(7)
     for name, p in model.named_parameters():
         if p.ndim == 1:
             assert (p == (1.0 if "norm" in name and name.endswith("weight") else 0.0)).all(), name

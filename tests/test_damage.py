@@ -22,7 +22,8 @@ import torch
 from dtmega.checkpoint import dcp, manifest, resume
 from dtmega.checkpoint.manifest import Damaged, OtherFormat
 from dtmega.checkpoint.resume import State
-from tests.faults import BLOCK_BYTES, IDENTITY, Forks, Trained, alone, value
+from tests.faults import BLOCK_BYTES, IDENTITY, Trained, alone, value
+from tests.ranks import Forks, forks
 
 OLDER, NEWER = "step-00000001", "step-00000002"
 CI_FLIPS = 400
@@ -137,8 +138,8 @@ def save_both(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory) -> Iterator[Victim]:
-    with alone(), Forks() as forks:
-        yield Victim(forks, tmp_path_factory.mktemp("damage"))
+    with alone():
+        yield Victim(forks(), tmp_path_factory.mktemp("damage"))
 
 
 def test_every_bit_that_is_flipped_is_noticed_and_named_and_the_older_checkpoint_is_loaded(victim):

@@ -1,4 +1,4 @@
-"""Rooms checkpoint/hf.py and checkpoint/hf_export.py: transformers writes what we read, and reads what we write."""
+"""Rooms checkpoint/hf.py, hf_export.py and hf_write.py: transformers writes what we read, and reads what we write."""
 
 # transformers is imported where it is used: ranks import this file, and it would cost each of them seconds.
 import json
@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dtmega import config, mesh, models
 from dtmega.checkpoint.hf import INDEX, HFFolder, check_config, load, model_section
-from dtmega.checkpoint.hf_export import export, split
+from dtmega.checkpoint.hf_export import export
+from dtmega.checkpoint.hf_write import split
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 from dtmega.models.bloom import HF_KEYS, Bloom
-from dtmega.parallelize import init_weights, parallelize
+from dtmega.models.initial import init_weights
+from dtmega.parallelize import parallelize
 from tests import ranks
 
 SHAPE = {"vocab_size": 131, "hidden_size": 64, "n_layers": 2, "n_heads": 8}
@@ -377,6 +379,7 @@ WITH_TOKENIZER = config.Model(
 def model_to_write() -> Bloom:
     model = models.build(WITH_TOKENIZER)
     init_weights(model, seed=1)
+    model.init_buffers(1)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():

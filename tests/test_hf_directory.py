@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 import train
 from dtmega import config, mesh, models
 from dtmega.models.hf import HF
-from dtmega.parallelize import check, init_weights
+from dtmega.models.initial import init_weights
+from dtmega.parallelize import check
 from tests import hf_models, layouts
 from tests.hf_models import Case
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega.__main__ import main as dtmega_main
+from dtmega.data.tokenizer_json import to_json
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from dtmega.plans.hf import command, parallel
 from dtmega.plans.hf.logits import VocabLogits
@@ -626,6 +627,19 @@ def test_the_command_exits_1_where_something_differs_and_2_without_a_model(
     assert "custom (remote) code is not run" in capsys.readouterr().err
 
 
+def test_a_model_filled_from_files_has_its_buffers_beside_parameters_too(tmp_path: Path):
+    keys = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 131}
+    cfg = hf_models.transformers.Gemma3TextConfig(**keys, num_attention_heads=4, num_key_value_heads=2)
+    truth = hf_models.transformers.Gemma3ForCausalLM(cfg)
+    truth.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = hf_models.transformers.Gemma3ForCausalLM(cfg)
+    load_hf(model, tmp_path, "cpu")
+    ours, theirs = dict(model.named_buffers()), dict(truth.named_buffers())
+    assert "model.embed_tokens.embed_scale" in ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_the_example_trains_saves_and_what_it_saves_is_what_one_process_gets(tmp_path: Path):
     model = hf_models.build(Case("gpt2"))
     model.save_pretrained(tmp_path / "in")
@@ -653,3 +667,24 @@ def test_the_example_trains_saves_and_what_it_saves_is_what_one_process_gets(tmp
     assert re.findall(r"loss ([\d.]+)", done.stdout) == losses
     ours = hf_models.transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
     assert max(error(ours[name], p) for name, p in model.state_dict().items()) < STEPPED
+
+
+def test_the_one_gpu_example_ends_with_a_directory_that_holds_what_it_trained(tmp_path: Path):
+    model = hf_models.build(Case("llama", vocab=8200))
+    model.save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_text(to_json("stdlib-8k"))
+    script = Path(__file__).resolve().parent.parent / "examples" / "one_gpu.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "in"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent.parent), "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"step (\d): loss [\d.]+", done.stdout) == ["1", "2", "3"]
+    assert "\ndef " in done.stdout
+    ours = hf_models.transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    # Adam moves a weight by no more than the rate a step, and the masters, unlike bf16, by nearly that.
+    moved = {name: (ours[name] - p).abs().max().item() for name, p in model.state_dict().items()}
+    assert all(1e-4 < most <= 3.1e-4 for most in moved.values()), moved

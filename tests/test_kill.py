@@ -23,7 +23,8 @@ from torch import Tensor
 from dtmega.checkpoint import dcp, manifest, resume
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import Checkpoints
-from tests.faults import BLOCK_BYTES, IDENTITY, Ended, FileEvents, Forks, Trained, alone, value
+from tests.faults import BLOCK_BYTES, IDENTITY, FileEvents, Trained, alone, value
+from tests.ranks import Ended, Forks, forks
 
 MODES = ("sync", "async")
 RANKS = (0, 1)
@@ -117,8 +118,8 @@ def some(events: list[str]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def crashes(tmp_path_factory) -> Iterator[dict[str, Crash]]:
-    with alone(), Forks() as forks:
-        yield {mode: Crash(forks, tmp_path_factory.mktemp(mode), mode) for mode in MODES}
+    with alone():
+        yield {mode: Crash(forks(), tmp_path_factory.mktemp(mode), mode) for mode in MODES}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -180,8 +180,18 @@ def test_a_json_that_is_no_tokenizer_is_named(tmp_path):
 
 def test_a_tokenizer_json_without_an_end_of_document_is_refused(tmp_path):
     tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(tmp_path / "no.json"))
-    with pytest.raises(ValueError, match=r"no\.json: expected an end-of-document token, one of <\|endoftext\|>, </s>"):
+    with pytest.raises(
+        ValueError, match=r"no\.json: expected an end-of-document token, .* one of <\|endoftext\|>, </s>"
+    ):
         load_tokenizer(str(tmp_path / "no.json"))
+
+
+@pytest.mark.parametrize("said", ['"<pad>"', '{"content": "<pad>"}'])
+def test_the_eos_token_of_a_models_directory_ends_its_documents(tmp_path, json_path, said: str):
+    (tmp_path / "tokenizer.json").write_bytes(json_path.read_bytes())
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).eod_id == 1
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {said}}}')
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).eod_id == 0
 
 
 def test_without_the_tokenizers_library_a_json_says_what_to_install(json_path, monkeypatch):

@@ -11,7 +11,9 @@ Other people's formats and what users do by hand:
     weights.py    weights to start from, whoever saved them
     inspect.py    `python -m dtmega inspect`
     convert.py    `python -m dtmega convert`
-    hf.py         Hugging Face folders in, hf_export.py out
+    hf.py         Hugging Face folders of BLOOM in, hf_export.py out
+    hf_copy.py    a model of transformers back to a directory
+    hf_write.py   the safetensors of both
     foreign.py    plain DCP folders, read as data by inert.py and torch_save.py
 
 What all of these share is `Source`.

@@ -6,7 +6,8 @@
     --to dtmega DIR       a checkpoint of weights only, for [model] init_from
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
 
-Tensors pass one by one, so no model has to fit in memory.
+A run of a model of transformers ([model] name = "hf") becomes a directory like the one it is of, which --original names
+where it has moved since. Tensors pass one by one, so no model has to fit in memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source, hf, hf_export, manifest
+from dtmega.checkpoint import Source, hf, hf_copy, hf_export, manifest
 from dtmega.checkpoint.dcp import DataFile
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.foreign import DCPFolder
@@ -38,7 +39,10 @@ class World(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer."""
+    """What `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer.
+
+    The tokenizer is '' where there is none, or none but that of the directory which the model is of.
+    """
 
     source: Source
     model: config.Model
@@ -49,17 +53,19 @@ def main(
     args: argparse.Namespace,
     hf_keys: Mapping[str, str],
     shapes: Callable[[config.Model], Mapping[str, tuple[int, ...]]],
+    described: Callable[[config.Model], tuple[config.Model, str, Mapping[str, str]]],
     load_tokenizer: Callable[[str], tuple[str, int]],
     world: World,
 ) -> None:
     """Args:
         args: of `python -m dtmega convert`.
         hf_keys: our name -> theirs.
-        shapes: of a model's parameters.
+        shapes: of a model's parameters, in order.
+        described: of a [model] section: what its directory makes of it, transformers' class, our name -> theirs.
         load_tokenizer: spec -> tokenizer.json and the id of end-of-document.
 
     Raises:
-        ValueError: unknown formats, nothing there, another model; names what is missing.
+        ValueError: unknown formats, nothing there, another model, a directory that has changed; names what is missing.
         Damaged: a source is not intact.
     """
     readers = {"hf": _from_hf, "dtmega": _from_dtmega, "dcp": _from_dcp}
@@ -67,7 +73,14 @@ def main(
     if kind not in readers or target not in ("dtmega", "hf"):
         raise ValueError(f"--from is one of {', '.join(readers)} and --to one of dtmega, hf; got {kind} and {target}")
     found = readers[kind](args, hf_keys)
-    expected, left_out = shapes(found.model), sorted(found.source.tensors)
+    if args.original and found.model.name != "hf":
+        raise ValueError(f"--original is for a run with [model] name = 'hf'; {args.source[1]} is of BLOOM")
+    path = args.original or found.model.path
+    try:
+        model, architecture, stored = described(found.model.model_copy(update={"path": path}))
+    except ValueError as error:
+        raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
+    expected, left_out = shapes(model), sorted(found.source.tensors)
     for name, shape in expected.items():
         if name not in found.source.tensors:
             raise ValueError(
@@ -76,29 +89,22 @@ def main(
             )
         there = found.source.tensors[name][1]
         # A Hugging Face vocabulary is not padded.
-        if there[1:] != shape[1:] or (there != shape and there[:1] != (found.model.vocab_size,)):
+        if there[1:] != shape[1:] or (there != shape and there[:1] != (model.vocab_size,)):
             raise ValueError(f"{args.source[1]}: '{name}' is {list(there)}, the model's is {list(shape)} (--config)")
         left_out.remove(name)
     if left_out and world.rank == 0:
         print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
     source = Renamed(found.source, {name: name for name in expected})
     if target == "hf":
-        tokenizer = args.tokenizer or found.tokenizer
+        tokenizer, folder = args.tokenizer or found.tokenizer, Path(args.target[1])
         json, eod_id = load_tokenizer(tokenizer) if tokenizer else (None, None)
-        hf_export.export(
-            source,
-            Path(args.target[1]),
-            found.model,
-            hf_keys,
-            json,
-            rank=world.rank,
-            size=world.size,
-            barrier=world.barrier,
-            eod_id=eod_id,
-            dtype=_dtype(args.dtype),
-        )
+        options: dict[str, Any] = {**world._asdict(), "eod_id": eod_id, "dtype": _dtype(args.dtype)}
+        if model.name == "hf":
+            hf_copy.export(source, folder, Path(model.path), architecture, stored, json, **options)
+        else:
+            hf_export.export(source, folder, model, hf_keys, json, **options)
     elif world.rank == 0:
-        write(args.target[1], source, found.model)
+        write(args.target[1], source, model)
     world.barrier()
     if world.rank == 0:
         print(f"written: {args.target[1]}")
@@ -140,7 +146,9 @@ def _from_dtmega(args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Found:
     checkpoint = open_checkpoint(args.source[1])
     there = state_of(checkpoint).config
     model = config.Model(**there.get("model", {}))
-    return Found(Weights(checkpoint), model, there.get("data", {}).get("tokenizer", ""))
+    tokenizer = there.get("data", {}).get("tokenizer", "")
+    own = model.name == "hf" and Path(tokenizer) == Path(model.path, "tokenizer.json")
+    return Found(Weights(checkpoint), model, "" if own else tokenizer)
 
 
 def _from_dcp(args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Found:

@@ -18,31 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import BLOCK_BYTES, Chunk, Damaged, Entry, Manifest
-from dtmega.shards import boxes, in_parts
+from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 
 
 class Failed(Exception):
@@ -160,7 +149,7 @@ def save(
     """
     writer = _Writer(files, folder, step, state)
     try:
-        state_dict_saver.save(_pieces(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group)
+        state_dict_saver.save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
     except CheckpointException as error:  # a BaseException in torch
         raise Failed(_reasons(error)) from None
     return writer.manifest
@@ -174,9 +163,9 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.Proc
     """
     try:
         state_dict_loader.load(
-            _pieces(tensors),
+            dict(tensors),
             storage_reader=_Reader(checkpoint),
-            planner=_LoadPlanner(),
+            planner=PiecesLoadPlanner(),
             process_group=group,
         )
     except CheckpointException as error:
@@ -188,59 +177,6 @@ def _reasons(error: CheckpointException) -> str:
     expected = Damaged, OSError
     causes = {str(e) if isinstance(e, expected) else f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
     return "; ".join(sorted(causes))
-
-
-class _Pieces:
-    """A tensor of which a rank holds several boxes, as torch's planners can plan it; of a DTensor they assume one."""
-
-    def __init__(self, tensor: DTensor) -> None:
-        self.size = tensor.size
-        self._dtype = tensor.dtype
-        held = boxes(tensor)
-        self.parts: dict[torch.Size | None, Tensor] = {torch.Size(b.offsets): b.part.detach() for b in held}
-        self._chunks = [ChunkStorageMetadata(torch.Size(b.offsets), b.part.shape) for b in held]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self._dtype), self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-
-def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {n: _Pieces(t) if isinstance(t, DTensor) and in_parts(t) else t for n, t in tensors.items()}
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        whole = self.state_dict[index.fqn]
-        return whole.parts[index.offset] if isinstance(whole, _Pieces) else super().lookup_object(index)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        # torch's own looks for tensors on meta, of which there are none, and puts None for what it does not know.
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        whole = self.state_dict[index.fqn]
-        return whole.parts[index.offset] if isinstance(whole, _Pieces) else super().lookup_tensor(index)
 
 
 class _Writer(StorageWriter):

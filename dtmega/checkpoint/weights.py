@@ -30,6 +30,11 @@ class Weights:
         return self.checkpoint.read(f"model/{name}", index)
 
 
+def is_hf_folder(path: str) -> bool:
+    """Is this Hugging Face's, and not a checkpoint or a run?"""
+    return any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists()
+
+
 def open_weights(model: config.Model, hf_keys: Mapping[str, str]) -> Source:
     """What `[model] init_from` names, checked against the rest of [model].
 
@@ -38,7 +43,7 @@ def open_weights(model: config.Model, hf_keys: Mapping[str, str]) -> Source:
         Damaged: a checkpoint, and not intact.
     """
     path = model.init_from
-    if any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists():
+    if is_hf_folder(path):
         check_config(Path(path), model)
         return HFFolder(Path(path), hf_keys)
     checkpoint = open_checkpoint(path)

@@ -13,6 +13,7 @@ r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -143,6 +144,7 @@ class TrainBatches:
     def close(self) -> None:
         """Ends the worker processes. Iterating again starts new ones."""
         self._iterator = None
+        gc.collect()  # queues in a cycle would be left to the end of the process, which would warn of their semaphores
 
     def _start(self) -> Iterator[dict[str, Tensor]]:
         workers = self._data.num_workers

@@ -3,7 +3,7 @@
     stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
     bytes                  the 256 bytes, then end-of-document
     PATH.tiktoken          local ranks (a base64 token and its rank per line), then end-of-document
-    PATH.json              a Hugging Face tokenizer.json; needs `pip install dtmega[data]`
+    PATH.json              a Hugging Face tokenizer.json (eos_token beside it counts); needs `pip install dtmega[data]`
     gpt2, cl100k_base ...  tiktoken's own, which it downloads
 
 Text is always ordinary: a document that spells "<|endoftext|>" never makes the end-of-document id.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,9 +146,12 @@ def _from_huggingface(spec: str) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{spec}: expected a Hugging Face tokenizer.json, got '{error}'") from None
     vocabulary = loaded.get_vocab(with_added_tokens=True)
-    eods = [token for token in HF_EODS if token in vocabulary]
+    eods = [token for token in (*_eos_token(Path(spec)), *HF_EODS) if token in vocabulary]
     if not eods:
-        raise ValueError(f"{spec}: expected an end-of-document token, one of {', '.join(HF_EODS)}; found none")
+        raise ValueError(
+            f"{spec}: expected an end-of-document token, the eos_token of a tokenizer_config.json beside it or one of "
+            f"{', '.join(HF_EODS)}; found none"
+        )
     loaded.no_truncation()
     loaded.no_padding()
     loaded.encode_special_tokens = True  # special tokens' names inside a document are text
@@ -159,6 +163,15 @@ def _from_huggingface(spec: str) -> Tokenizer:
         return loaded.decode(list(ids), skip_special_tokens=False)
 
     return Tokenizer(spec, max(vocabulary.values()) + 1, vocabulary[eods[0]], _digest(content), encode, decode)
+
+
+def _eos_token(path: Path) -> list[str]:
+    """What the directory of a model says of it: a string, or a token written out."""
+    try:
+        token = json.loads(path.with_name("tokenizer_config.json").read_bytes())["eos_token"]
+        return [token["content"] if isinstance(token, dict) else token]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _read(path: Path) -> bytes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dtmega import config
 from dtmega.models import hf
 from dtmega.models.bloom import Bloom
+from dtmega.models.hf_directory import Described, describe
 from dtmega.models.stage import Stage
 
-__all__ = ["build", "notes", "resolved"]
+__all__ = ["build", "described", "notes", "resolved"]
 
 
 def build(model: config.Model) -> Stage:
@@ -26,6 +27,15 @@ def resolved(cfg: config.Config) -> config.Config:
     if cfg.model.path:
         raise ValueError(f"path={cfg.model.path} is for name = 'hf' ([model] path; [model] init_from for weights)")
     return cfg
+
+
+def described(model: config.Model) -> Described:
+    """What the directory of `[model] path` says, for the model that has one.
+
+    Raises:
+        ValueError: no such directory any more, or not the one that the section's digest is of.
+    """
+    return describe(model) if model.name == "hf" else Described(model, "BloomForCausalLM", {})
 
 
 def notes(model: config.Model) -> list[str]:

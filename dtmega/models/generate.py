@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
-from torch import nn
+
+from dtmega.models.stage import Stage
 
 PADDING = 64  # a multiple of any tp
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Stage,
     tokens: list[int],
     n: int,
     *,
@@ -20,7 +23,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
 ) -> list[int]:
-    """Up to `n` tokens that follow `tokens`; ends early before an end-of-document.
+    """Up to `n` tokens that follow `tokens`; ends early before an end-of-document, and where positions end.
 
     Args:
         vocab_size: of the tokenizer; the model's may be larger.
@@ -28,19 +31,22 @@ def generate(
         top_k: only the k most probable tokens are drawn from; 0 = all.
 
     Raises:
-        ValueError: an empty prompt.
+        ValueError: an empty prompt, or one that leaves no position.
     """
     if not tokens:
         raise ValueError("the prompt has no tokens; give at least one character (--prompt)")
+    longest = model.longest or sys.maxsize
+    if len(tokens) >= longest:
+        raise ValueError(f"the prompt has {len(tokens)} tokens, and the model positions for {longest} (--prompt)")
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     new: list[int] = []
-    while len(new) < n:
+    while len(new) < min(n, longest - len(tokens)):
         sequence = [*tokens, *new]
         # Padding behind the last token changes nothing before it, and lets tp cut the sequence evenly.
-        padded = sequence + [eod_id] * (-len(sequence) % PADDING)
+        padded = (sequence + [eod_id] * (-len(sequence) % PADDING))[:longest]
         logits = model(torch.tensor([padded], device=device))[0, len(sequence) - 1, :vocab_size].float()
         if temperature == 0:
             token = logits.argmax(keepdim=True)

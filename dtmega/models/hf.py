@@ -81,6 +81,7 @@ class HF(Stage):
         self.cfg = cfg
         self.hf: Any = _build(_config(cfg.path))
         self.is_first = self.is_last = True
+        self.longest = getattr(self.hf.config, "max_position_embeddings", None)
         embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
         names = {id(module): name for name, module in self.named_modules()}
         if head is not None and embedding.weight is head.weight:
@@ -125,16 +126,6 @@ class HF(Stage):
             for name, module in list(self.hf.named_children()):
                 if module is not base:
                     setattr(self.hf, name, None)
-
-    def tie(self) -> None:
-        if self.tied is not None and self.is_first and self.is_last:
-            head, _, _ = self.tied[1].rpartition(".")
-            self.get_submodule(head).register_parameter("weight", self.get_parameter(self.tied[0]))
-
-    def init_buffers(self, seed: int) -> None:
-        for module in self.hf.modules():
-            if list(module.buffers(recurse=False)) and not list(module.parameters(recurse=False)):
-                self.hf._init_weights(module)
 
     def init_std(self, name: str) -> float | None:
         return self._drawn[name][1] or None
@@ -184,7 +175,9 @@ def resolve(cfg: config.Config) -> config.Config:
     """
     theirs = _config(cfg.model.path)
     try:
-        values = _sizes(theirs, cfg.model)
+        values = sizes(cfg.model)
+    except ValueError:
+        raise
     except Exception as error:  # of a family's own code, or what is no plain decoder has not
         raise ValueError(
             f"{cfg.model.path}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
@@ -229,11 +222,6 @@ def has_weights(path: str) -> bool:
     return any(True for pattern in WEIGHTS for _ in Path(path).glob(pattern))
 
 
-def is_directory(path: str) -> bool:
-    """One of transformers, not a checkpoint of the trainer, whose files end in .bin too."""
-    return Path(path, "config.json").is_file() or any(Path(path).glob("*.safetensors"))
-
-
 def notes(model: config.Model) -> list[str]:
     """What the trainer does otherwise than config.json says, or the user might not know."""
     drops = [f"{key}={p}" for key, p in _drops(_config(model.path)).items() if p > 0]
@@ -265,11 +253,14 @@ def _config(path: str) -> Any:
         raise ValueError(
             f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
         )
+    if "quantization_config" in plain:
+        # Its tensors are not what their names say: an fp8 weight is to be multiplied by another tensor.
+        raise ValueError(f"{file} is of quantised weights (quantization_config), which are not trained ([model] path)")
     try:
         theirs = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:  # each family checks its keys in its own way
         raise ValueError(f"{file}: {error} ([model] path)") from None
-    # BERT and its like have causal heads too, for a config.json that says so; GPT-NeoX has the key, always causal.
+    # BERT and its like have causal heads too, where config.json says so; GPT-NeoX has the key, and is always causal.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
     if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
@@ -294,14 +285,20 @@ def _drops(theirs: Any) -> dict[str, float]:
     return {key: p for key, p in theirs.to_dict().items() if "drop" in key and isinstance(p, float)}
 
 
-def _sizes(theirs: Any, model: config.Model) -> dict[str, Any]:
+def sizes(model: config.Model) -> dict[str, Any]:
+    """What the directory decides of the [model] section.
+
+    Raises:
+        ValueError: as `_config`, or the model has stored what is no parameter.
+    """
+    theirs = _config(model.path)
     with torch.device("meta"):
         hf = _build(theirs)
+    if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
+        raise ValueError(f"{model.path}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
     blocks = list(_blocks(hf).children())
     layer = sum(p.numel() for p in blocks[0].parameters()) if blocks else 0
-    feed_forward = next(
-        (getattr(theirs, k) for k in ("intermediate_size", "ffn_dim", "n_inner") if hasattr(theirs, k)), 0
-    )
+    feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
     plain = json.loads(Path(model.path, "config.json").read_text(encoding="utf-8"))
     said = {k: v for k, v in plain.items() if k not in IDLE}
     return {

@@ -20,10 +20,12 @@ class Stage(nn.Module):
     Attributes:
         cfg: its [model] section.
         tied: names of the embedding's and of the head's weight where these are one parameter.
+        longest: sequence it has positions for; None: any.
     """
 
     cfg: config.Model
     tied: tuple[str, str] | None = None
+    longest: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().__call__(*args, **kwargs)

@@ -100,8 +100,10 @@ def materialize(model: Any, device: str | torch.device) -> None:
     for (first, its_name), *others in owners.values():
         for module, name in others:
             module.register_parameter(name, first.get_parameter(its_name))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # so that `_init_weights` leaves it alone
     for module in model.modules():
-        if list(module.buffers(recurse=False)) and not list(module.parameters(recurse=False)):
+        if list(module.buffers(recurse=False)):
             model._init_weights(module)
 
 

@@ -1,0 +1,72 @@
+"""Tensors of which a rank holds several boxes (GPT-2's [q | k | v] over tp), for torch's checkpoint planners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from dtmega.shards import boxes, in_parts
+
+
+class Pieces:
+    """A tensor of which a rank holds several boxes, as torch's planners can plan it; of a DTensor they assume one."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self.size = tensor.size
+        self._dtype = tensor.dtype
+        self._parts = {torch.Size(box.offsets): box.part.detach() for box in boxes(tensor)}
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, part.shape) for offsets, part in self._parts.items()]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self._dtype), self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def at(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._parts[index.offset]
+
+
+def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: Pieces(t) if isinstance(t, DTensor) and in_parts(t) else t for n, t in tensors.items()}
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(_as_pieces(state_dict), storage_meta, is_coordinator)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        whole = self.state_dict[index.fqn]
+        return whole.at(index) if isinstance(whole, Pieces) else super().lookup_object(index)
+
+
+class PiecesLoadPlanner(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)  # which knows tensors only
+        self.state_dict = _as_pieces(state_dict)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        whole = self.state_dict[index.fqn]
+        return whole.at(index) if isinstance(whole, Pieces) else super().lookup_tensor(index)

@@ -1,0 +1,38 @@
+"""Initial values as a function of (seed, parameter name, global index): the same bits on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtmega import keyed
+from dtmega.models.stage import Stage
+from dtmega.shards import boxes
+
+
+@torch.no_grad()
+def init_weights(model: Stage, seed: int) -> None:
+    """Fill the parameters held here: N(0, std) where `Stage.init_std` gives one, else `init_constant`."""
+    for name, parameter in model.named_parameters():
+        name = model.full_name(name)
+        std = model.init_std(name)
+        for offsets, part in boxes(parameter):
+            if std is None:
+                part.fill_(model.init_constant(name))
+                continue
+            # Some rows at a time: the fp64 temporaries of `normal` take ten times the memory of its result.
+            step = max(1, 2**20 // part[0].numel())
+            for start in range(0, part.shape[0], step):
+                piece = part[start : start + step]
+                where = _numbers(piece, (offsets[0] + start, *offsets[1:]), parameter.shape)
+                piece.copy_(keyed.normal(seed, name, where) * std)
+
+
+def _numbers(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """Of each element of the box at `offsets`, its number among those of the whole tensor, row by row."""
+    found = torch.zeros((), dtype=torch.int64, device=part.device)
+    for size, offset, length in zip(part.shape, offsets, whole, strict=True):
+        found = (found * length).unsqueeze(-1) + torch.arange(size, device=part.device) + offset
+    return found

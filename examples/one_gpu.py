@@ -1,0 +1,77 @@
+# %% [markdown]
+# # Fine-tune a local Hugging Face model on one GPU, cell by cell
+#
+# `python examples/one_gpu.py DIR OUT`, or open it as a notebook (VS Code, Jupytext) and set the three names below. DIR
+# has config.json, *.safetensors and tokenizer.json; a CPU does too. Every cell is a piece that `train.py` is made of:
+# for many GPUs, checkpoints and restarts run `torchrun train.py --config hf.toml --model.path DIR` instead.
+
+# %%
+import sys
+
+import torch
+
+from dtmega import config, mesh, models, optim
+from dtmega.checkpoint.hf import load
+from dtmega.data.loader import TrainBatches
+from dtmega.data.text import open_text
+from dtmega.fsdp import release
+from dtmega.models.generate import generate
+from dtmega.parallelize import check, parallelize, starting_weights
+from dtmega.shards import local
+
+directory, out, steps = sys.argv[1], sys.argv[2], 3
+
+# %% [markdown]
+# The configuration, checked against the directory: sizes and tokenizer are the model's.
+
+# %%
+overrides = {"model.path": directory, "train.steps": steps, "data.seq_len": 64, "data.num_workers": 0, "optim.lr": 1e-4}
+overrides |= {"batch.global_batch_size": 4, "optim.warmup": 0, "optim.schedule": "constant"}
+argv = [text for key, value in overrides.items() for text in (f"--{key}", str(value))]
+cfg = models.resolved(config.load(["--config", "hf.toml", *argv]))
+device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, world=1)
+check(cfg, sizes, device)
+text = open_text(cfg)
+print(f"{cfg.model.elements[1]:,} parameters on {device}; {text.samples('train').n_tokens:,} tokens to read")
+
+# %% [markdown]
+# The model: transformers' own code and names, bf16 with fp32 masters, its loss fused with the head.
+
+# %%
+model = parallelize(cfg, mesh.start(device, sizes))
+weights = starting_weights(cfg)
+if weights is not None:
+    load(weights, model.named_parameters(), cfg.model.vocab_size)
+optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+
+# %% [markdown]
+# Steps. Batch n is a function of the seed and n: run the cell again, and it goes on.
+
+# %%
+batches = TrainBatches(text.samples("train"), cfg.data, cfg.batch, text.tokenizer.eod_id, rank=0, world=1)
+losses: list[float] = []
+for step in range(1, steps + 1):
+    microbatches = [{name: t.to(device) for name, t in m.items()} for m in next(batches).microbatches]
+    n_tokens = sum(m["labels"].numel() for m in microbatches)
+    loss = model.forward_backward(microbatches, n_tokens).item() / n_tokens
+    gradients = model.gradients()
+    norm = optim.total_norm(gradients, device, model.world.groups["shards"])
+    optim.clip_gradients(gradients, norm, cfg.optim.clip_grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss)
+    print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.3f}")
+
+# %% [markdown]
+# A sample, and a directory that `from_pretrained` loads.
+
+# %%
+prompt = text.tokenizer.encode("def ")
+vocabulary = {"vocab_size": text.tokenizer.vocab_size, "eod_id": text.tokenizer.eod_id}
+print("def " + text.tokenizer.decode(generate(model.stages[0], prompt, 16, **vocabulary, seed=0)))
+
+# %%
+release(model.stages[0])  # which sampling leaves gathered, in bf16
+hf = model.stages[0].hf  # on one device each part is the whole
+hf.save_pretrained(out, state_dict={name: local(p).detach().cpu() for name, p in hf.state_dict().items()})
+torch.distributed.destroy_process_group()
