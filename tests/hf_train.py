@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import tempfile
 import zlib
@@ -41,7 +42,7 @@ EPS = 1e-4  # large enough that a gradient which is 0 but for rounding (OPT's bi
 TIMEOUT_S = 600.0
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
-    "tp 2": (2, {"mesh": {"tp": 2}}),
+    "tp 2": (2, {"mesh": {"tp": 2}, "batch": {"micro_batch_size": 2}}),  # whose time is collectives
     "pp 2": (2, {"mesh": {"pp": 2}}),
     "dp 2": (2, {}),
     "tp 2 x dp 2": (4, {"mesh": {"tp": 2}}),
@@ -67,9 +68,10 @@ def run_all(jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
 
 
 def _one_rank(jobs: dict[str, Job], stores: str) -> dict[str, Any]:
+    """Those of one layout that follow each other are in one group."""
     rank, found = dist.get_rank(), {}
     dist.destroy_process_group()
-    for i, (name, (layout, fn, args)) in enumerate(jobs.items()):
+    for i, (layout, together) in enumerate(itertools.groupby(jobs.items(), lambda item: item[1].layout)):
         n, keys = LAYOUTS[layout]
         if rank < n:
             store = dist.FileStore(str(Path(stores, str(i))), n)  # pyright: ignore[reportPrivateImportUsage]
@@ -77,7 +79,8 @@ def _one_rank(jobs: dict[str, Job], stores: str) -> dict[str, Any]:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n)}
             world = mesh.start(CPU, mesh.resolve(config.Mesh(**keys.get("mesh", {})), n))
-            found[name] = fn(world, keys, *args)
+            for name, (_, fn, args) in together:
+                found[name] = fn(world, keys, *args)
             del world
             gc.collect()  # gloo aborts if a tensor with pending work outlives its group
             dist.barrier()
@@ -111,11 +114,12 @@ def batch(vocab: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def microbatches(world: World, vocab: int, step: int) -> StepBatch:
+def microbatches(world: World, cfg: config.Config, step: int) -> StepBatch:
     """This data rank's part."""
-    tokens, labels = batch(vocab, step)
-    mine = range(world.data_rank, SEQUENCES, world.data_size)
-    return StepBatch(0, SEQUENCES, [{"tokens": tokens[i : i + 1], "labels": labels[i : i + 1]} for i in mine])
+    tokens, labels = (t[world.data_rank :: world.data_size] for t in batch(cfg.model.vocab_size, step))
+    size = cfg.batch.micro_batch_size
+    parts = zip(tokens.split(size), labels.split(size), strict=True)
+    return StepBatch(0, SEQUENCES, [{"tokens": tokens, "labels": labels} for tokens, labels in parts])
 
 
 def loss_of(model: Any, step: int, label_smoothing: float = 0.0) -> Tensor:
@@ -197,7 +201,7 @@ def numbers(world: World, keys: dict[str, Any], directories: dict[Case, str], pa
 
 def forward_backward(model: ShardedModel, world: World, cfg: config.Config) -> float:
     """The mean loss of the first step."""
-    first = microbatches(world, cfg.model.vocab_size, 0)
+    first = microbatches(world, cfg, 0)
     n_tokens = train.count_tokens(world, first)
     total = model.forward_backward(first.microbatches, n_tokens)
     dist.all_reduce(total, group=world.groups["loss"])
@@ -208,7 +212,7 @@ def steps(cfg: config.Config, world: World, model: ShardedModel) -> tuple[list[f
     """Losses of three steps as the trainer does them."""
     optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
     run: Any = SimpleNamespace(cfg=cfg, world=world, model=model, optimizer=optimizer, spikes=Spikes(0.0))
-    return [train.train_step(run, microbatches(world, cfg.model.vocab_size, i))[0] for i in range(STEPS)], optimizer
+    return [train.train_step(run, microbatches(world, cfg, i))[0] for i in range(STEPS)], optimizer
 
 
 def smoothing(world: World, keys: dict[str, Any], where: str) -> tuple[float, float]:
@@ -216,7 +220,7 @@ def smoothing(world: World, keys: dict[str, Any], where: str) -> tuple[float, fl
     cfg = configured(where, keys, model={"label_smoothing": 0.1})
     model, _ = ready(cfg, world)
     training = forward_backward(model, world, cfg)
-    first = microbatches(world, cfg.model.vocab_size, 0)
+    first = microbatches(world, cfg, 0)
     total = model.losses(first.microbatches)
     dist.all_reduce(total, group=world.groups["loss"])
     return training, total.item() / train.count_tokens(world, first)
