@@ -6,25 +6,21 @@ The only file that joins models with layouts. `check` refuses, before anything s
 from __future__ import annotations
 
 import copy
-import functools
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config, drift, models, optim
 from dtmega.checkpoint import Source
 from dtmega.checkpoint.weights import is_hf_folder, open_weights
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
-from dtmega.models import hf
 from dtmega.models.bloom import HF_KEYS
-from dtmega.models.hf import HF
+from dtmega.models.hf import ENDS, HF
+from dtmega.models.hf_directory import has_weights, initial_values
 from dtmega.models.initial import init_weights
 from dtmega.models.stage import Stage
 from dtmega.pipelining import schedule
@@ -35,17 +31,8 @@ from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
 from dtmega.plans.bloom import plan
 from dtmega.plans.hf.load import Folder, materialize
 from dtmega.plans.hf.parallel import cut_stage, plan_for
+from dtmega.recompute import recompute
 from dtmega.shards import local
-
-# What selective recompute keeps: matrix products and attention.
-EXPENSIVE = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.higher_order.flex_attention,
-}
 
 
 class ShardedModel:
@@ -198,32 +185,11 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
         stage.to_empty(device=device)
         stage.tie()
         stage.init_buffers(cfg.run.seed)
-    if not isinstance(stage, HF) or not hf.has_weights(cfg.model.path):
+    if not isinstance(stage, HF) or not has_weights(cfg.model.path):
         init_weights(stage, cfg.run.seed)
     if table:
         shard_buffers(stage, world.tp, table)
     return partial
-
-
-def recompute(blocks: Sequence[nn.Module], selective: bool) -> None:
-    """Backward computes a block's forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
-
-    Names stay as they are, because the blocks themselves are kept. Dropout needs no saved state: its masks are keyed.
-    """
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
-
-    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if selective:
-        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-
-    # One function for all blocks: with one for each, torch.compile would compile each anew.
-    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
-
-    for block in blocks:
-        block.forward = types.MethodType(forward, block)
 
 
 def starting_weights(cfg: config.Config) -> Source | None:
@@ -234,7 +200,7 @@ def starting_weights(cfg: config.Config) -> Source | None:
         Damaged: a checkpoint that is not intact.
     """
     model = cfg.model
-    if model.name == "hf" and (is_hf_folder(model.init_from) if model.init_from else hf.has_weights(model.path)):
+    if model.name == "hf" and (is_hf_folder(model.init_from) if model.init_from else has_weights(model.path)):
         try:
             with torch.device("meta"):
                 return Folder(model.init_from or model.path, HF(model).hf)
@@ -298,14 +264,14 @@ def _check_hf(model: config.Model, sizes: Mapping[str, int]) -> None:
     with torch.device("meta"):
         whole = HF(model)
     family = whole.hf.config.model_type
-    if not model.init_from and not hf.has_weights(model.path):
-        hf.initial_values(model.path)
+    if not model.init_from and not has_weights(model.path):
+        initial_values(model.path)
     if sizes["tp"] > 1:
         try:
             plan_for(whole.hf, sizes["tp"])
         except ValueError as error:
             raise ValueError(f"{error} ([mesh] tp)") from None
-    if sizes["pp"] > 1 and family not in hf.ENDS:
+    if sizes["pp"] > 1 and family not in ENDS:
         raise ValueError(
-            f"a pipeline needs to know the ends of a model, and '{family}' is none of {', '.join(hf.ENDS)} ([mesh] pp)"
+            f"a pipeline needs to know the ends of a model, and '{family}' is none of {', '.join(ENDS)} ([mesh] pp)"
         )

@@ -17,6 +17,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "job": (1, set()),  # what a process owes its launcher; imports nothing of dtmega
     "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega
     "mesh": (1, set()),
+    "recompute": (1, set()),  # imports nothing of dtmega
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
     "attention": (1, {"keyed"}),  # dropout on the probabilities
     "cost": (1, set()),

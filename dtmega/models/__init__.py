@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dtmega import config
-from dtmega.models import hf
+from dtmega.models import hf_resolve
 from dtmega.models.bloom import Bloom
-from dtmega.models.hf_directory import Described, describe
+from dtmega.models.hf import HF
+from dtmega.models.hf_resolve import Described, describe
 from dtmega.models.stage import Stage
 
 __all__ = ["build", "described", "notes", "resolved"]
@@ -13,17 +14,17 @@ __all__ = ["build", "described", "notes", "resolved"]
 
 def build(model: config.Model) -> Stage:
     """The model of `[model] name`, on the current default device, with values not yet initialised."""
-    return {"bloom": Bloom, "hf": hf.HF}[model.name](model)
+    return {"bloom": Bloom, "hf": HF}[model.name](model)
 
 
 def resolved(cfg: config.Config) -> config.Config:
     """The configuration with what the directory of `[model] path` says, for the model that has one.
 
     Raises:
-        ValueError: what `hf.resolve` refuses; a path that would not be read.
+        ValueError: what `hf_resolve.resolve` refuses; a path that would not be read.
     """
     if cfg.model.name == "hf":
-        return hf.resolve(cfg)
+        return hf_resolve.resolve(cfg)
     if cfg.model.path:
         raise ValueError(f"path={cfg.model.path} is for name = 'hf' ([model] path; [model] init_from for weights)")
     return cfg
@@ -40,4 +41,4 @@ def described(model: config.Model) -> Described:
 
 def notes(model: config.Model) -> list[str]:
     """What a user of the model should know, a line each."""
-    return hf.notes(model) if model.name == "hf" else []
+    return hf_resolve.notes(model) if model.name == "hf" else []

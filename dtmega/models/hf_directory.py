@@ -1,53 +1,90 @@
-"""What the directory of a model of transformers says: to write one again, or to know that it is still the same."""
+"""A directory of `transformers` as the trainer finds it: its config.json, the model that makes, and initial values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import copy
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from dtmega import config
-from dtmega.models import hf
+from dtmega.models.hf_draws import draws_of
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
-class Described(NamedTuple):
-    """Attributes:
-    model: the section with what the directory says.
-    architecture: the model's class in transformers.
-    stored: name of a parameter -> its name in such a directory's files; of tied ones once.
-    """
-
-    model: config.Model
-    architecture: str
-    stored: Mapping[str, str]
-
-
-def describe(model: config.Model) -> Described:
+def read_config(path: str) -> Any:
     """Raises:
-    ValueError: as `hf.resolve`, or config.json is not the one that the section's `digest` is of.
+    ValueError: transformers is missing, no directory with config.json, or not of a causal language model of its own.
     """
-    values = hf.sizes(model)
-    if model.digest not in ("", values["digest"]):
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("name = 'hf' needs transformers: pip install dtmega[hf] ([model] name)") from None
+    if not path:
+        raise ValueError("name = 'hf' needs a directory with config.json ([model] path)")
+    file = Path(path, "config.json")
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {file}: {error} ([model] path)") from None
+    plain = plain if isinstance(plain, dict) else {}
+    kind = plain.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING or "auto_map" in plain:
+        why = "auto_map: code of its own, which is not run" if "auto_map" in plain else f"model_type={kind!r}"
         raise ValueError(
-            f"{model.path}/config.json is not what was trained: its digest is {values['digest']}, expected "
-            f"{model.digest} ([model] path)"
+            f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
         )
-    with torch.device("meta"):
-        built = hf.HF(model)
-    return Described(model.model_copy(update=values), type(built.hf).__name__, _stored(built))
+    if "quantization_config" in plain:
+        # Its tensors are not what their names say: an fp8 weight is to be multiplied by another tensor.
+        raise ValueError(f"{file} is of quantised weights (quantization_config), which are not trained ([model] path)")
+    try:
+        theirs = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # each family checks its keys in its own way
+        raise ValueError(f"{file}: {error} ([model] path)") from None
+    # BERT and its like have causal heads too, where config.json says so; GPT-NeoX has the key, and is always causal.
+    decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
+    if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model_type '{kind}' of {file} is not a causal language model, which is what the trainer trains; "
+            f"dtmega.plans.parallelize_hf cuts it for a loop of your own ([model] path)"
+        )
+    return theirs
 
 
-def _stored(built: hf.HF) -> dict[str, str]:
-    """As `save_pretrained` calls them, which older versions of transformers and other programs read too.
+def build(theirs: Any) -> Any:
+    """The model, with values not yet initialised, in fp32, without dropout."""
+    from transformers import AutoModelForCausalLM
 
-    Models for which it also computes other tensors (fused experts) keep the names of parameters: from_pretrained of
-    transformers 5 reads those of every family.
+    theirs = copy.deepcopy(theirs)
+    for key in dropouts(theirs):
+        setattr(theirs, key, 0.0)
+    return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+
+
+def dropouts(theirs: Any) -> dict[str, float]:
+    """Keys that say how much is dropped."""
+    return {key: p for key, p in theirs.to_dict().items() if "drop" in key and isinstance(p, float)}
+
+
+def has_weights(path: str) -> bool:
+    """Without them a run starts with random values. Pickles count: they must not be taken for nothing."""
+    return any(True for pattern in WEIGHTS for _ in Path(path).glob(pattern))
+
+
+def initial_values(path: str) -> dict[str, tuple[float, float]]:
+    """(mean, std) of each parameter's normal distribution, as the family draws it.
+
+    Raises:
+        ValueError: it draws one in another way.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    parameters = {built.full_name(name): parameter.detach() for name, parameter in built.named_parameters()}
-    names = {id(tensor): name for name, tensor in revert_weight_conversion(built.hf, parameters).items()}
-    if any(id(tensor) not in names for tensor in parameters.values()):
-        return {name: name for name in parameters}
-    return {name: names[id(tensor)] for name, tensor in parameters.items()}
+    with torch.device("meta"):
+        found = draws_of(build(read_config(path)))
+    for name, drawn in found.items():
+        if drawn is None:
+            raise ValueError(
+                f"'{name}' of {path} has initial values that the trainer does not know how to draw: start with weights "
+                f"([model] path, [model] init_from)"
+            )
+    return {name: drawn for name, drawn in found.items() if drawn is not None}

@@ -1,0 +1,151 @@
+"""What a directory of transformers decides of a configuration; and is it still the one that was trained?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dtmega import config
+from dtmega.models.hf import HF, blocks_of
+from dtmega.models.hf_directory import build, dropouts, has_weights, read_config
+
+# [model] keys that config.json decides, and those that a model of transformers does not have.
+SIZES = ("vocab_size", "hidden_size", "n_layers", "n_heads", "ffn_hidden_size", "elements", "digest")
+FOREIGN = ("pad_vocab_to_multiple", "hidden_dropout", "attention_dropout", "layer_norm_eps", "init_std", "z_loss")
+FOREIGN += ("apply_residual_connection_post_layernorm",)
+FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner")
+IDLE = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
+
+
+def resolve(cfg: config.Config) -> config.Config:
+    """The configuration with sizes and tokenizer that the directory of [model] path has.
+
+    Raises:
+        ValueError: no such directory, not a causal language model, code of its own, a size that config.json
+            contradicts, what a model of transformers does not have or the trainer cannot give it.
+    """
+    theirs = read_config(cfg.model.path)
+    try:
+        values = sizes(cfg.model)
+    except ValueError:
+        raise
+    except Exception as error:  # of a family's own code, or what is no plain decoder has not
+        raise ValueError(
+            f"{cfg.model.path}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
+            f"{type(error).__name__}: {error} ([model] path)"
+        ) from None
+    defaults = config.Model()
+    for key in FOREIGN:
+        if getattr(cfg.model, key) != getattr(defaults, key):
+            raise ValueError(
+                f"[model] {key}={getattr(cfg.model, key)} is not for name = 'hf': config.json of {cfg.model.path} "
+                f"decides, and dropout is off; expected {getattr(defaults, key)}"
+            )
+    for key in SIZES:
+        if key in cfg.model.model_fields_set and getattr(cfg.model, key) != values[key]:
+            raise ValueError(
+                f"[model] {key}={getattr(cfg.model, key)}, but by {cfg.model.path}/config.json it is {values[key]}; "
+                f"leave it out ([model] {key})"
+            )
+    longest = getattr(theirs, "max_position_embeddings", None)
+    if longest and cfg.data.seq_len > longest:
+        raise ValueError(
+            f"seq_len={cfg.data.seq_len} is more than the max_position_embeddings={longest} of {cfg.model.path} "
+            f"([data] seq_len)"
+        )
+    for key in ("reset_position_ids", "reset_attention_mask"):
+        if getattr(cfg.data, key):
+            raise ValueError(f"[data] {key} is not for name = 'hf': the model computes positions and masks itself")
+    changed: dict[str, config.Section] = {"model": cfg.model.model_copy(update=values)}
+    if "tokenizer" not in cfg.data.model_fields_set:
+        tokenizer = Path(cfg.model.path, "tokenizer.json")
+        if not tokenizer.is_file():
+            raise ValueError(
+                f"{cfg.model.path} has no tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) may "
+                f"make one, [data] tokenizer names another"
+            )
+        changed["data"] = cfg.data.model_copy(update={"tokenizer": str(tokenizer)})
+    return cfg.model_copy(update=changed)
+
+
+def notes(model: config.Model) -> list[str]:
+    """What the trainer does otherwise than config.json says, or the user might not know."""
+    drops = [f"{key}={p}" for key, p in dropouts(read_config(model.path)).items() if p > 0]
+    found = [f"{model.path}: without its dropout ({', '.join(drops)})"] if drops else []
+    if not model.init_from and not has_weights(model.path):
+        found.append(f"{model.path} has no weights: initial values are drawn from [run] seed")
+    return found
+
+
+def sizes(model: config.Model) -> dict[str, Any]:
+    """What the directory decides of the [model] section.
+
+    Raises:
+        ValueError: as `read_config`, or the model has stored what is no parameter.
+    """
+    theirs = read_config(model.path)
+    with torch.device("meta"):
+        hf = build(theirs)
+    if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
+        raise ValueError(f"{model.path}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
+    blocks = list(blocks_of(hf).children())
+    layer = sum(p.numel() for p in blocks[0].parameters()) if blocks else 0
+    feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
+    plain = json.loads(Path(model.path, "config.json").read_text(encoding="utf-8"))
+    said = {k: v for k, v in plain.items() if k not in IDLE}
+    return {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": theirs.hidden_size,
+        "n_layers": len(blocks),
+        "n_heads": theirs.num_attention_heads,
+        "ffn_hidden_size": feed_forward or 0,
+        "elements": [layer, sum(p.numel() for p in hf.parameters())],
+        "digest": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12],
+    }
+
+
+class Described(NamedTuple):
+    """Attributes:
+    model: the section with what the directory says.
+    architecture: the model's class in transformers.
+    stored: name of a parameter -> its name in such a directory's files; of tied ones once.
+    """
+
+    model: config.Model
+    architecture: str
+    stored: Mapping[str, str]
+
+
+def describe(model: config.Model) -> Described:
+    """Raises:
+    ValueError: as `resolve`, or config.json is not the one that the section's `digest` is of.
+    """
+    values = sizes(model)
+    if model.digest not in ("", values["digest"]):
+        raise ValueError(
+            f"{model.path}/config.json is not what was trained: its digest is {values['digest']}, expected "
+            f"{model.digest} ([model] path)"
+        )
+    with torch.device("meta"):
+        built = HF(model)
+    return Described(model.model_copy(update=values), type(built.hf).__name__, _stored(built))
+
+
+def _stored(built: HF) -> dict[str, str]:
+    """As `save_pretrained` calls them, which older versions of transformers and other programs read too.
+
+    Models for which it also computes other tensors (fused experts) keep the names of parameters: from_pretrained of
+    transformers 5 reads those of every family.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters = {built.full_name(name): parameter.detach() for name, parameter in built.named_parameters()}
+    names = {id(tensor): name for name, tensor in revert_weight_conversion(built.hf, parameters).items()}
+    if any(id(tensor) not in names for tensor in parameters.values()):
+        return {name: name for name in parameters}
+    return {name: names[id(tensor)] for name, tensor in parameters.items()}
