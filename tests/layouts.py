@@ -67,7 +67,7 @@ TP2 = {"mesh.tp": 2} | FOURS
 TRUTH_KEYS = {"model.vocab_size", "precision.params"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
-    "tp 2, no sequence parallel": (2, {"mesh.tp": 2, "mesh.sequence_parallel": False}),
+    "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
     "tp 3": (3, {"mesh.tp": 3} | FOURS),
     "tp 4": (4, {"mesh.tp": 4} | FOURS),
     "dp_shard 2": (2, {"mesh.dp_shard": 2}),

@@ -272,7 +272,7 @@ job.leave(job.DONE)
 """
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "standalone"])
+@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=pytest.mark.full), "standalone"])
 def test_a_job_that_dies_on_each_attempt_starts_again_each_time(tmp_path, rendezvous):
     how = ["--standalone"] if rendezvous == "standalone" else ["--master-port", free_port()]
     command = [*TORCHRUN, *how, "--nproc-per-node", 2, "--max-restarts", 2, script(tmp_path, START + RESTART), 2]

@@ -131,7 +131,7 @@ def test_what_is_counted_is_all_that_the_kernel_sees(crashes, mode, rank):
     assert seen.count("write") > 50
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.full)])
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_killed_at_any_of_some_events_leaves_the_old_or_the_new_checkpoint_whole(crashes, mode, rank):
     points = some(crashes[mode].events[rank])

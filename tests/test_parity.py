@@ -36,11 +36,9 @@ def run(tmp_path_factory, text):
 
 # Larger versions of layouts that stay, one whose time goes into compiling, and schedules that test_pipelining.py also
 # compares with one process, for fewer steps.
-FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, tp 2", "V 131, dp_shard 4", "microbatches of 8", "compile, tp 2"}
-FULL |= {
-    "bf16, dp_shard 2",
-    *(f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")),
-}
+FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
+FULL |= {"compile, tp 2", "bf16, tp 2"}
+FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 
