@@ -27,10 +27,9 @@ class Pair(NamedTuple):
 
 
 PADDED = {"model.pad_vocab_to_multiple": 48}
-SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2, ZBV", "pp 2 x tp 2")}
+SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2")}
 OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*LAYOUTS, next(iter(LAYOUTS))])} | {
     "V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", PADDED, {}),
-    "V padded to 144, pp 2, ZBV -> dp 2": Pair("pp 2, ZBV", "dp 2", PADDED, {}),
     "HSDP 2 x 2 -> 1 with microbatches of 4": Pair("HSDP 2 x 2", "1", {}, {"batch.micro_batch_size": 4}),
 }
 PAIRS = SAME | OTHER
