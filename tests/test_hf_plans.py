@@ -67,8 +67,10 @@ def rows_of(mesh: DeviceMesh) -> slice:
     return slice(row, row + 1)
 
 
-def deviations(case: Case, mesh: DeviceMesh, sequence_parallel: bool, truth: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of loss, logits, every gradient, and every parameter after three steps."""
+def deviations(
+    case: Case, mesh: DeviceMesh, sequence_parallel: bool, truth: dict[str, Any], stepping: bool
+) -> dict[str, float]:
+    """Relative errors of loss, logits, every gradient, and if `stepping` every parameter after three steps."""
     rows = rows_of(mesh)
     inputs = {k: v[rows] for k, v in hf_models.batch(case).items()}
     at = rows.start if mesh.ndim > 1 else 0
@@ -82,22 +84,19 @@ def deviations(case: Case, mesh: DeviceMesh, sequence_parallel: bool, truth: dic
         assert (p.grad is None) == (expected is None), name
         if p.grad is not None and expected is not None:
             found[f"gradient of {name}"] = error(p.grad, expected, total)
+    if stepping:
+        hf_models.steps(model, inputs)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            found[f"stepped {name}"] = error(p.detach(), truth["stepped"][name])
     return found
-
-
-def stepped(case: Case, mesh: DeviceMesh, truth: dict[str, Any]) -> dict[str, float]:
-    model = parallelize_hf(hf_models.build(case), mesh, verify_native=False)
-    hf_models.steps(model, {k: v[rows_of(mesh)] for k, v in hf_models.batch(case).items()})
-    named = model.named_parameters(remove_duplicate=False)
-    return {f"stepped {name}": error(p.detach(), truth["stepped"][name]) for name, p in named}
 
 
 def parity(mesh: DeviceMesh, cases: list[Case], path: str, both: bool) -> dict[Case, dict[str, float]]:
     truths, found = torch.load(path, weights_only=False), {}
     for case in cases:
-        found[case] = deviations(case, mesh, True, truths[case]) | stepped(case, mesh, truths[case])
+        found[case] = deviations(case, mesh, True, truths[case], stepping=True)
         if both:
-            plain = deviations(case, mesh, False, truths[case])
+            plain = deviations(case, mesh, False, truths[case], stepping=False)
             found[case] |= {f"{name}, no sequence parallel": e for name, e in plain.items()}
     return found
 

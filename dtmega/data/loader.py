@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 
 import numpy as np
 import torch
@@ -237,3 +237,5 @@ def _hear_only_the_trainer(worker: int) -> None:
 
     if CAN_TELL_SENDER:
         threading.Thread(target=wait, daemon=True).start()
+    # The interpreter's own shutdown aborts now and then ("terminate called ..."), with that thread or one of torch's.
+    util.Finalize(None, os._exit, args=(0,), exitpriority=-10)  # after multiprocessing's own, which end at -5
