@@ -13,14 +13,29 @@ from torch import Tensor
 
 from dtmega.shards import local
 
+# Words that are summed at a time; as int64, and with their places, 4 MiB.
+CHUNK = 2**18
+
 
 def checksums(tensors: Mapping[str, Tensor]) -> Tensor:
-    """[n] int64: for each tensor's local part, the sum of its elements' bits, each weighted by its place."""
-    sums = []
-    for tensor in tensors.values():
-        bits = local(tensor).detach().contiguous().flatten().view(torch.uint8).to(torch.int64)
-        sums.append((bits * (torch.arange(bits.numel(), device=bits.device) % 8191 + 1)).sum())
-    return torch.stack(sums)
+    """[n] int64: for each tensor's local part, the sum of its words' bits, each weighted by its place.
+
+    One flipped bit, and two swapped words that differ, change the sum for certain: a word has at most 32 bits, so in a
+    tensor of up to 2^31 words either moves the sum by less than 2^63, and never by 0. 8 bytes are two words.
+    """
+    return torch.stack([_checksum(local(tensor).detach()) for tensor in tensors.values()])
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """int64 scalar, in pieces: the memory this takes does not grow with the tensor, if that is contiguous."""
+    words = tensor.flatten().view({1: torch.int8, 2: torch.int16}.get(tensor.itemsize, torch.int32))
+    places = torch.arange(1, min(CHUNK, words.numel()) + 1, device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), CHUNK):
+        chunk = words[start : start + CHUNK].to(torch.int64)
+        total += start * chunk.sum()
+        total += chunk.mul_(places[: chunk.numel()]).sum()
+    return total
 
 
 def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: str) -> None:
@@ -29,13 +44,9 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: s
     Raises:
         RuntimeError: on every rank of the group; names the first tensor that differs, and the ranks that are alone.
     """
-    size = dist.get_world_size(group)
-    if size == 1 or not tensors:
+    if dist.get_world_size(group) == 1 or not tensors:
         return
-    mine = checksums(tensors)
-    gathered = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(gathered, mine, group=group)
-    everyone = torch.stack(gathered)
+    everyone = gather_checksums(tensors, group)
     differing = (everyone != everyone[0]).any(0).nonzero().flatten().tolist()
     if differing:
         name = list(tensors)[differing[0]]
@@ -44,6 +55,16 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: s
         usual = max(set(values), key=values.count)
         odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual] or ranks
         raise RuntimeError(
-            f"{what}: {len(differing)} of {len(mine)} tensors differ between ranks {ranks}, first '{name}' "
+            f"{what}: {len(differing)} of {len(tensors)} tensors differ between ranks {ranks}, first '{name}' "
             f"(rank {', '.join(map(str, odd))} is not like the others)"
         )
+
+
+def gather_checksums(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
+    """[ranks, n] int64: the checksums of every rank of `group`."""
+    mine = checksums(tensors)
+    if dist.get_backend(group) == "nccl":
+        mine = mine.to("cuda")  # offloaded parameters are in host memory, where nccl cannot gather
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return torch.stack(gathered)

@@ -1,8 +1,11 @@
 """A copy that is not equal any more is found and named."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import drift
 from tests import ranks
@@ -36,9 +39,54 @@ def test_one_flipped_bit_is_named_with_its_tensor_and_rank_on_every_rank():
         assert "rank 1 is not like the others" in message
 
 
-def test_swapped_elements_change_the_checksum():
-    a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-    assert not torch.equal(drift.checksums({"x": a}), drift.checksums({"x": b}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("there", [1, 8191, drift.CHUNK, 2 * drift.CHUNK, 2**20])
+def test_swapped_elements_change_the_checksum(dtype, there):
+    x = torch.zeros(2**20 + 1, dtype=dtype)
+    x[0], x[there] = 1, -1  # as floats their bits differ in the sign alone
+    swapped = x.clone()
+    swapped[0], swapped[there] = -1, 1
+    assert not torch.equal(drift.checksums({"x": x}), drift.checksums({"x": swapped}))
+
+
+def test_the_checksum_is_the_sum_of_words_by_place_whatever_the_pieces():
+    words = torch.randint(-(2**31), 2**31, (2 * drift.CHUNK + 7,), generator=torch.Generator().manual_seed(1))
+    expected = sum(place * word for place, word in enumerate(words.tolist(), start=1))
+    assert drift.checksums({"x": words.to(torch.int32).view(torch.float32)}).item() == expected
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes of tensors at a time that operations have made, and not yet freed, while this is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            n_bytes = result.untyped_storage().nbytes()
+            self.now_bytes += n_bytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+            weakref.finalize(result, self._freed, n_bytes)
+        return result
+
+    def _freed(self, n_bytes: int) -> None:
+        self.now_bytes -= n_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_of_a_checksum_does_not_grow_with_the_tensor(dtype):
+    """96 bytes per parameter were 25 GB for the embedding of bloom-560m."""
+    peaks = []
+    for numel in (2**20, 2**22):
+        x = torch.zeros(numel, dtype=dtype)
+        with Allocated() as allocated:
+            drift.checksums({"x": x})
+        peaks.append(allocated.peak_bytes)
+    assert 0 < peaks[0] < 8 * 2**20
+    assert peaks[1] == peaks[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtmega import drift
 from dtmega.shards import local
 
 
@@ -60,12 +61,14 @@ class TiedWeight:
     @torch.no_grad()
     def equal(self) -> bool:
         """Are both copies equal to the bit? Every rank calls it; True where there is none."""
-        bits = [local(copy).contiguous().view(torch.uint8) for copy in self.copies]
-        if len(bits) == 1:
-            mine = bits[0].to(_device(self.copies[0]))
-            bits = [torch.empty_like(mine) for _ in range(2)]
-            dist.all_gather(bits, mine, group=self._group)
-        return not bits or torch.equal(bits[0], bits[1])
+        if not self.copies:
+            return True
+        if len(self.copies) == 2:
+            first, last = drift.checksums({"embedding": self.copies[0], "head": self.copies[1]})
+        else:
+            assert self._group is not None
+            first, last = drift.gather_checksums({"tied": self.copies[0]}, self._group)
+        return torch.equal(first, last)
 
 
 def _device(parameter: Tensor) -> torch.device:
