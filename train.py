@@ -189,7 +189,9 @@ def train(run: Run, at: Progress) -> int:
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
         return job.STUCK
-    metrics.message(f"written to {cfg.run.dir}/: config.toml, metrics.jsonl, checkpoints/{resume.name(at.step)}")
+    metrics.message(
+        f"written: config.toml and metrics.jsonl in {cfg.run.dir}, {resume.root_of(cfg)}/{resume.name(at.step)}"
+    )
     return job.PREEMPTED if stopping == SIGNALLED else job.DONE
 
 

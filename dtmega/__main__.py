@@ -6,12 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli
 
 from dtmega import config, job
 from dtmega.data import tokenize
+
+if TYPE_CHECKING:
+    from dtmega.checkpoint.dcp import Checkpoint
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +38,12 @@ def main(argv: list[str]) -> int:
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", type=Path, required=True, help="a run directory, such as runs/bloom")
+    parser.add_argument(
+        "--run",
+        required=True,
+        metavar="PATH",
+        help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
+    )
     parser.add_argument("--prompt", required=True, help="text to go on from")
     parser.add_argument("--tokens", type=int, default=128, help="how many to draw (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most probable (default 0.8)")
@@ -52,8 +60,9 @@ def _generate(args: argparse.Namespace) -> int:
     from dtmega.data.tokenizer import load_tokenizer
     from dtmega.models.generate import generate
 
-    cfg = run_config(args.run)
-    checkpoint = open_checkpoint(str(args.run))
+    checkpoint = open_checkpoint(args.run)
+    is_run = Path(args.run, "config.toml").is_file()
+    cfg = run_config(Path(args.run)) if is_run else recorded_config(checkpoint)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     model = models.build(models.described(cfg.model).model).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
@@ -148,12 +157,24 @@ def run_config(run_dir: Path) -> config.Config:
     """The configuration a run was started with.
 
     Raises:
-        ValueError: no such run.
+        ValueError: its config.toml is no configuration.
     """
     path = run_dir / "config.toml"
-    if not path.is_file():
-        raise ValueError(f"{run_dir} is not a run directory: it has no config.toml (--run)")
     return config.validate(tomli.loads(path.read_text(encoding="utf-8")), str(path))
+
+
+def recorded_config(checkpoint: Checkpoint) -> config.Config:
+    """The configuration of the run that saved a checkpoint, as it is recorded there.
+
+    Raises:
+        ValueError: it is of weights only, which `convert` has made: nothing says how text becomes tokens.
+    """
+    from dtmega.checkpoint.resume import state_of
+
+    recorded = state_of(checkpoint).config
+    if "data" not in recorded:
+        raise ValueError(f"{checkpoint.path} holds weights only, and no tokenizer: name a run, or a checkpoint of one")
+    return config.validate(recorded, checkpoint.path)
 
 
 if __name__ == "__main__":

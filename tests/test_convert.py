@@ -16,6 +16,7 @@ from dtmega.__main__ import main as command
 from dtmega.__main__ import run_config
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
+from dtmega.config import Config
 from tests.test_train import corpus, metrics, run  # noqa: F401 - a fixture
 
 PADDED = {"model__pad_vocab_to_multiple": 8, "model__layer_norm_eps": 1e-4}
@@ -27,6 +28,18 @@ def trained(tmp_path_factory, corpus) -> Path:  # noqa: F811
     folder = tmp_path_factory.mktemp("trained")
     assert run(folder / "run", corpus, **PADDED) == job.DONE
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory, corpus) -> Path:  # noqa: F811
+    """A working directory in which `run` trained 30 steps, with its checkpoints, of steps 15 and 30, in `kept`."""
+    folder = tmp_path_factory.mktemp("apart")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        keys = {"checkpoint__dir": "kept", "checkpoint__interval": 15, "train__steps": 30, "eval__interval": 0}
+        assert run(Path("run"), corpus, **PADDED, **keys) == job.DONE
+    assert not (folder / "run" / "checkpoints").exists()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +122,74 @@ def test_a_folder_of_plain_dcp_becomes_a_checkpoint(tmp_path, trained, capsys):
     ours, before = weights(tmp_path / "ours"), weights(trained)
     assert ours.keys() == before.keys()
     assert all(torch.equal(ours[name], before[name]) for name in ours)
+
+
+def most_probable(path: Path, prompt: str, n: int, cfg: Config) -> str:
+    """What a plain loop over forward passes with the weights of a checkpoint puts after the prompt: n bytes."""
+    model = models.build(cfg.model).eval()
+    model.init_buffers(cfg.run.seed)
+    model.load_state_dict(weights(path), strict=False)
+    ids = list(prompt.encode())
+    for _ in range(n):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]))[0, -1, :257].argmax()))
+    return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("named", "of"),
+    [
+        ("run", "step-00000030"),
+        ("kept", "step-00000030"),
+        ("kept/step-00000030", "step-00000030"),
+        ("kept/step-00000015", "step-00000015"),
+    ],
+)
+def test_generate_takes_a_run_with_checkpoints_elsewhere_a_folder_of_them_and_any_single_one(
+    apart, monkeypatch, capsys, named, of
+):
+    monkeypatch.chdir(apart)
+    cfg = run_config(Path("run"))
+    expected = {path.name: most_probable(path, "ABCDEFGH", 4, cfg) for path in Path("kept").iterdir()}
+    assert len(set(expected.values())) == 2
+    greedy = ["--prompt", "ABCDEFGH", "--tokens", "4", "--temperature", "0"]
+    assert command(["generate", "--run", named, *greedy]) == job.DONE
+    assert capsys.readouterr().out == expected[of] + "\n"
+
+
+def test_inspect_convert_and_init_from_find_the_checkpoints_of_a_run_that_keeps_them_elsewhere(
+    apart,
+    corpus,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
+    monkeypatch.chdir(apart)
+    assert command(["inspect", "--quick", "run"]) == job.DONE
+    assert "checkpoint  kept/step-00000030\n" in capsys.readouterr().out
+    assert command(["convert", "--from", "dtmega", "run", "--to", "dtmega", "weights"]) == job.DONE
+    before, after = weights(Path("kept", "step-00000030")), weights(Path("weights"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert run(Path("second"), corpus, **PADDED, model__init_from="run", train__steps=1) == job.DONE
+    (last,) = [line["val_loss"] for line in metrics(Path("run")) if "val_loss" in line and line["step"] == 30]
+    assert metrics(Path("second"))[0]["val_loss"] == pytest.approx(last, rel=1e-6)
+
+
+def test_a_run_whose_checkpoint_folder_is_not_where_config_toml_says_is_refused_with_that_place(
+    apart, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert command(["inspect", str(apart / "run")]) == job.REFUSED
+    assert (
+        f"config.toml has its checkpoints in kept ([checkpoint] dir; relative to the working directory, {tmp_path})"
+        in (capsys.readouterr().err)
+    )
+
+
+def test_generate_refuses_weights_without_a_tokenizer(apart, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(apart)
+    assert command(["convert", "--from", "dtmega", "run", "--to", "dtmega", str(tmp_path / "w")]) == job.DONE
+    assert command(["generate", "--run", str(tmp_path / "w"), "--prompt", "a"]) == job.REFUSED
+    assert "holds weights only, and no tokenizer" in capsys.readouterr().err
 
 
 def test_inspect_says_what_there_is_and_that_it_is_intact(trained, capsys):

@@ -296,7 +296,7 @@ def test_generate_continues_a_prompt_from_the_last_checkpoint(tmp_path, corpus, 
 
 def test_generate_without_a_run_says_so(tmp_path, capsys):
     assert command(["generate", "--run", str(tmp_path), "--prompt", "x"]) == 2
-    assert "config.toml" in capsys.readouterr().err
+    assert "neither a checkpoint nor a run directory" in capsys.readouterr().err
 
 
 def test_help_lists_every_key(capsys):

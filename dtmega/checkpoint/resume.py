@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import tomli
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -103,6 +104,8 @@ def root_of(cfg: config.Config) -> str:
 def open_checkpoint(path: str) -> Checkpoint:
     """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
 
+    A run directory whose `config.toml` has `[checkpoint] dir` has them there, and nowhere else.
+
     Raises:
         ValueError: nothing like that there.
         Damaged: nothing intact.
@@ -112,7 +115,8 @@ def open_checkpoint(path: str) -> Checkpoint:
     if folder in files.folders() and manifest.NAME in files.sizes(folder):
         return Checkpoint(files, folder)
     damage = []
-    for root in (f"{path}/checkpoints", path):
+    elsewhere = _dir_of_run(path)
+    for root in [elsewhere] if elsewhere else [f"{path}/checkpoints", path]:
         files = open_root(root)
         for folder in finished(files)[::-1]:
             try:
@@ -121,7 +125,23 @@ def open_checkpoint(path: str) -> Checkpoint:
                 damage.append(f"{files.path(folder)}: {error}")
     if damage:
         raise Damaged("\n".join(damage))
+    if elsewhere:
+        raise ValueError(
+            f"{path}/config.toml has its checkpoints in {elsewhere} ([checkpoint] dir; relative to the working "
+            f"directory, {Path.cwd()}), and there are none"
+        )
     raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
+
+
+def _dir_of_run(run_dir: str) -> str:
+    """`[checkpoint] dir` of the run in this directory; '' where there is none, or no run."""
+    try:
+        table = tomli.loads(Path(run_dir, "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    section = table.get("checkpoint")
+    found = section.get("dir") if isinstance(section, dict) else None
+    return found if isinstance(found, str) else ""
 
 
 def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoint], list[str]]:
