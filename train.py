@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config, drift, job, mesh, models, optim
+from dtmega import config, drift, job, mesh, models, optim, output
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
@@ -28,13 +28,14 @@ from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.config import Config
 from dtmega.data.loader import IGNORED, StepBatch, TrainBatches, eval_batches
 from dtmega.data.text import Text, open_text
-from dtmega.job import Claim, Watch
+from dtmega.job import Claim
 from dtmega.mesh import World
 from dtmega.metrics import Metrics, describe
 from dtmega.models.generate import generate
 from dtmega.optim import Spikes
 from dtmega.parallelize import ShardedModel, check, parallelize, starting_weights
 from dtmega.pipelining.draw import draw_schedule
+from dtmega.watch import SAVING, Watch
 
 SIGNALLED = "a signal asked for it"
 
@@ -54,6 +55,7 @@ class Run(NamedTuple):
     watch: Watch
 
 
+@output.guarded()
 def main(argv: list[str]) -> int:
     """Returns the exit code; the process group is left to the caller, and to the end of the process."""
     job.die_with_parent()
@@ -163,7 +165,7 @@ def train(run: Run, at: Progress) -> int:
         stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
         last = at.step == total_steps or stopping != ""
         if due(at.step, cfg.checkpoint.interval) or last:
-            watch.beat(at.step, job.SAVING)
+            watch.beat(at.step, SAVING)
             state = State.of(
                 cfg.model_dump(),
                 progress=at,
@@ -287,9 +289,10 @@ def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    job.leave(code)
+    with output.guarded():
+        try:
+            code = main(sys.argv[1:])
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        job.leave(code)

@@ -13,8 +13,9 @@ REPO = Path(__file__).resolve().parent.parent
 ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
     "config": (0, set()),
+    "output": (0, set()),  # lines for people; imports nothing of dtmega
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
-    "job": (1, set()),  # what a process owes its launcher; imports nothing of dtmega
+    "job": (1, set()),  # what a process owes its launcher
     "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega
     "mesh": (1, set()),
     "recompute": (1, set()),  # imports nothing of dtmega
@@ -24,6 +25,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "drift": (1, {"shards"}),
     "optim": (1, set()),
     "metrics": (1, {"cost"}),
+    "watch": (1, {"job"}),  # how it ends the process
     "data": (1, set()),
     "models": (2, set()),
     "plans": (2, set()),

@@ -26,11 +26,11 @@ PATIENCE_S = 300.0
 WORKER = """
 import os, runpy, sys, time
 from pathlib import Path
-from dtmega import job
+from dtmega.watch import Watch
 from dtmega.data.loader import TrainBatches
 
 RANK, here, watches = os.environ["RANK"], Path.cwd(), []
-watch, batch = job.Watch.__init__, TrainBatches.__next__
+watch, batch = Watch.__init__, TrainBatches.__next__
 
 def remembered(self, *arguments):
     watch(self, *arguments)
@@ -43,7 +43,7 @@ def stopping(self):
         fault(watches[0])
     return batch(self)
 
-job.Watch.__init__, TrainBatches.__next__ = remembered, stopping
+Watch.__init__, TrainBatches.__next__ = remembered, stopping
 """
 AND_TRAIN = f"""
 runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")

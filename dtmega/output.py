@@ -1,0 +1,62 @@
+"""Lines for people, who may be gone: a full disk, a closed pipe, a dead terminal end no run and change no exit code.
+
+with guarded():      # from here on print, tqdm, warnings and tracebacks cannot fail
+    print("a line")
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+
+class Guarded:
+    """A text stream; what cannot be written to it is lost.
+
+    Args:
+        stream: None where the process was started without one, as Python has it then.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:  # a sample in letters that the terminal does not have
+            self.write(text.encode("ascii", "backslashreplace").decode())
+        except (OSError, ValueError, AttributeError):  # cannot be written, is closed, is None
+            pass
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except (ValueError, AttributeError):
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Let stdout and stderr be `Guarded`. Also a decorator."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Guarded(sys.stdout), Guarded(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def say(text: str) -> None:
+    """Lines on stderr in one write, so that those of several ranks do not mix."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,183 @@
+"""Claims about watch.py: signals and hangs, with real launchers, in small workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from dtmega.watch import Watch
+from tests.test_job import PATIENCE_S, START, TORCHRUN, script, started, wait_for
+
+START += "from dtmega.watch import Watch\n"
+
+
+@pytest.fixture
+def watches() -> Iterator[list[Watch]]:
+    """Of four ranks, in this process."""
+    with ExitStack() as stack:
+        made = []
+        for rank in range(4):
+            made.append(Watch(grace_s=60, timeout_s=0, rank=rank))
+            stack.callback(made[-1].close)
+        yield made
+
+
+def test_the_ranks_that_did_not_come_as_far_as_the_others_are_named_with_step_and_phase(watches):
+    store = HashStore()
+    for watch in watches[:3]:
+        watch.share(store, 4)
+        watch.beat(6, "checkpoint")
+        watch.beat(7, "data")
+    for watch in watches[:2]:
+        watch.beat(7, "step")
+    behind = watches[0].who_is_behind()
+    assert behind == watches[2].who_is_behind()
+    assert re.sub(r", for \d+ s", "", behind).splitlines() == [
+        "rank 3 behind: nothing heard since the start",
+        "rank 2 behind: step 7 in data",
+        "ranks 0, 1 in front: step 7 in step",
+    ]
+
+
+def test_a_phase_that_comes_twice_in_a_step_is_further_the_second_time(watches):
+    store = HashStore()
+    for watch, beats in zip(watches, (1, 2, 2, 2), strict=True):
+        watch.share(store, 4)
+        for _ in range(beats):
+            watch.beat(1, "evaluation")
+    assert watches[0].who_is_behind().startswith("rank 0 behind: step 1 in evaluation")
+    watches[0].beat(1, "evaluation")
+    assert watches[0].who_is_behind().startswith("ranks 0, 1, 2, 3 together: step 1 in evaluation")
+
+
+def test_of_very_many_ranks_sixteen_are_named(watches):
+    watches[0].share(HashStore(), 1000)
+    assert watches[0].who_is_behind().startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 983")
+
+
+def test_without_others_it_says_where_this_rank_is(watches):
+    watches[0].beat(3, "data")
+    assert watches[0].who_is_behind() == "rank 0: step 3 in data, for 0 s"
+
+
+def test_a_store_that_is_gone_ends_no_run_and_is_said_once(watches, capsys):
+    class Gone(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe")
+
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    watches[0].share(Gone(), 4)
+    watches[0].beat(1, "step")
+    assert capsys.readouterr().err == "rank 0: beats are no longer shared: Broken pipe\n"
+    assert watches[0].who_is_behind() == "the store does not say who is behind: Broken pipe"
+
+
+def test_signals_are_collected_and_afterwards_do_what_they_did():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    watch = Watch(grace_s=60, timeout_s=0, rank=0)
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    assert watch.signals == [signal.SIGTERM, signal.SIGINT]
+    watch.close()
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+STUCK = """
+watch = Watch(grace_s=1, timeout_s=0, rank=mesh.rank())
+world = start()
+watch.share(mesh.store(), world.size)
+watch.beat(3, "step" if world.rank == 0 else "checkpoint")
+Path(f"pid-{world.rank}.tmp").write_text(str(os.getpid()))
+os.rename(f"pid-{world.rank}.tmp", f"pid-{world.rank}")
+if world.rank == 0:
+    dist.recv(torch.zeros(1), src=1)  # nobody sends
+while not watch.signals:
+    time.sleep(0.05)
+time.sleep(3)
+Path("saved").touch()
+watch.beat(3, "leaving")
+watch.close()
+job.leave(job.PREEMPTED)
+"""
+
+
+def test_a_signal_ends_a_process_that_sits_in_a_collective_and_leaves_one_that_saves_in_peace(tmp_path):
+    with started(
+        *TORCHRUN, "--standalone", "--nproc-per-node", 2, script(tmp_path, START + STUCK), cwd=tmp_path
+    ) as agent:
+        wait_for(lambda: len([*tmp_path.glob("pid-?")]) == 2, agent)
+        os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGTERM)  # rank 1 gets it from the agent
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert "rank 0: a signal came, and no step boundary in 1 s: leaving without a save, at step 3 in step" in output
+    assert re.search(r"exitcode\s*: 76 ", output)
+    assert (tmp_path / "saved").exists()
+    assert "rank 1: a signal" not in output
+    assert "Unable to shutdown" not in output  # what torchrun says before it sends SIGKILL
+
+
+HANG = """
+def wait_for_data_that_never_comes():
+    while True:
+        time.sleep(1)
+
+world = start()
+impatient = dist.new_group(timeout=timedelta(seconds=2))
+dist.barrier()
+watch = Watch(grace_s=20, timeout_s=5, rank=world.rank)
+watch.share(mesh.store(), world.size)
+watch.beat(7, "data")
+if world.rank == 1:
+    wait_for_data_that_never_comes()
+watch.beat(7, "step")
+try:
+    dist.all_reduce(torch.ones(1), group=impatient)
+except RuntimeError as error:
+    print(f"caught {error}: " + watch.who_is_behind().replace(chr(10), "; "), file=sys.stderr)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_hang_ends_the_job_and_names_rank_step_and_phase_with_stacks_and_so_does_a_timeout(tmp_path):
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--redirects", 3, "--log-dir", tmp_path / "logs"]
+    with started(*command, script(tmp_path, START + HANG), cwd=tmp_path) as agent:
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert re.search(r"exitcode\s*: 77 ", output)
+    waiting, hanging = ((next(tmp_path.glob(f"logs/*/attempt_0/{rank}")) / "stderr.log").read_text() for rank in (0, 1))
+    assert re.search(r"caught .*imed out.*: rank 1 behind: step 7 in data, for \d+ s; rank 0 in front", waiting)
+    assert re.search(r"rank 0: nothing for \d+ s, at step 7 in step \(exit code 77\)", waiting)
+    assert re.search(r"rank 1: nothing for \d+ s, at step 7 in data \(exit code 77\)", hanging)
+    assert "in wait_for_data_that_never_comes" in hanging
+    assert len(re.findall(r"^rank 1 behind: step 7 in data, for \d+ s$", waiting + hanging, re.MULTILINE)) == 1
+
+
+def test_a_process_that_was_stopped_did_not_hang(tmp_path):
+    worker = """
+import sys
+from dtmega.watch import Watch
+watch = Watch(grace_s=20, timeout_s=4, rank=0)
+print("ready", flush=True)
+sys.stdin.readline()
+watch.close()
+"""
+    with started(sys.executable, script(tmp_path, worker), cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)  # in which a watch that looked at the clock alone would report
+        output, _ = process.communicate("\n", timeout=PATIENCE_S)
+    assert (process.returncode, output) == (0, "")
