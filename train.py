@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega import config, drift, job, mesh, models, optim, output
+from dtmega import config, drift, durable, job, mesh, models, optim, output
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
@@ -104,7 +104,8 @@ def main(argv: list[str]) -> int:
         batches.load_state_dict({"samples": at.samples})
         if world.rank == 0:
             resume.set_aside_newer(cfg, at.step)
-            Path(cfg.run.dir, "config.toml").write_text(cfg.to_toml(), encoding="utf-8")
+            with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
+                file.write(cfg.to_toml())
         metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
         lines = [describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *models.notes(cfg.model)]
@@ -166,6 +167,7 @@ def train(run: Run, at: Progress) -> int:
         last = at.step == total_steps or stopping != ""
         if due(at.step, cfg.checkpoint.interval) or last:
             watch.beat(at.step, SAVING)
+            metrics.sync()
             state = State.of(
                 cfg.model_dump(),
                 progress=at,

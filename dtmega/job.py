@@ -28,7 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtmega import output
+from dtmega import durable, output
 
 DONE = 0
 REFUSED = 2
@@ -51,7 +51,7 @@ class Claim:
     def __init__(self, run_dir: Path, patience_s: float = 5.0) -> None:
         path = run_dir / ".lock"
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(run_dir)
             # Not inherited by what this process starts, which may outlive it.
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:

@@ -27,7 +27,7 @@ import torch
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from dtmega import cost
+from dtmega import cost, durable
 from dtmega.config import Config
 
 
@@ -56,10 +56,11 @@ class Metrics:
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
 
         run_dir = Path(config.run.dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(run_dir)
         path = run_dir / "metrics.jsonl"
         keep_until(path, start_step, finished=start_step >= self._total_steps)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time: what a killed run wrote is there
+        durable.sync_folder(run_dir)
         self._tensorboard = None
         if config.log.tensorboard:
             purge_step = start_step + 1 if start_step else 0
@@ -138,14 +139,31 @@ class Metrics:
             self._record(step, test_loss=loss)
             self._line(step, f"test loss {loss:.4f} | ppl {perplexity(loss):.2f}")
 
-    def saved(self, step: int, checkpoint: int, stall_s: float, error: str) -> None:
-        """After `step`: the checkpoint of step `checkpoint` is there, or is not, and training stood still for it."""
+    def saved(self, step: int, checkpoint: int, stall_s: float, error: str, warning: str = "") -> None:
+        """After `step`: the checkpoint of step `checkpoint` is there, or is not, and training stood still for it.
+
+        Args:
+            error: why it is not there, or ''.
+            warning: why a power cut may undo it, or ''.
+        """
         if not self.write:
             return
         failed = {"checkpoint_error": error} if error else {}
         self._record(step, checkpoint=checkpoint, checkpoint_stall_s=stall_s, **failed)
         if error:
             self._line(step, f"WARNING: no checkpoint of step {checkpoint}, the ones before stay: {error}")
+        if warning:
+            self._line(step, f"WARNING: a power cut may undo the checkpoint of step {checkpoint}: {warning}")
+
+    def sync(self) -> None:
+        """Put the record on the disk: before a checkpoint, which must not outlive the lines of its steps."""
+        if not self.write:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.message(f"WARNING: metrics.jsonl may not survive a power cut: {error}")
 
     def message(self, text: str) -> None:
         """A line of its own on stdout, above the bar if there is one."""
@@ -158,7 +176,8 @@ class Metrics:
             return
         if self._bar:
             self._bar.close()
-        with contextlib.suppress(OSError):  # as above
+        self.sync()
+        with contextlib.suppress(OSError):  # a full disk, as above
             self._file.close()
         if self._tensorboard:
             with contextlib.suppress(OSError):
@@ -224,8 +243,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     if step == 0:
         path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
         return
-    aside = path.with_suffix(".jsonl.tmp")
-    with path.open(encoding="utf-8", errors="replace") as old, aside.open("w", encoding="utf-8") as new:
+    with path.open(encoding="utf-8", errors="replace") as old, durable.replaced(path) as new:
         for line in old:
             try:
                 record = json.loads(line)
@@ -234,9 +252,6 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
             again = finished and record["step"] == step and ("val_loss" in record or "test_loss" in record)
             if line.endswith("\n") and record["step"] <= step and not again:
                 new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-    aside.replace(path)
 
 
 def perplexity(loss: float) -> float:

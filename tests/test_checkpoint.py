@@ -291,6 +291,27 @@ def test_a_full_disk_is_reported_with_what_is_free_and_the_older_checkpoint_stay
     assert run.finished() == [3]
 
 
+def test_a_parent_that_cannot_be_synced_is_a_warning_and_the_older_checkpoint_stays(tmp_path, monkeypatch):
+    run = Run(str(tmp_path), keep=1)
+    run.save(1)
+    fsync = os.fsync
+
+    def failing(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), tmp_path.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    with monkeypatch.context() as failed:
+        failed.setattr(os, "fsync", failing)
+        (outcome,) = run.save(2)
+    assert (outcome.step, outcome.error, outcome.warning) == (2, "", "[Errno 5] Input/output error")
+    assert run.finished() == [1, 2]
+    assert open_checkpoint(str(tmp_path)).manifest.step == 2
+    (outcome,) = run.save(3)
+    assert (outcome.error, outcome.warning) == ("", "")
+    assert run.finished() == [3]
+
+
 @pytest.mark.parametrize("where", ["make", "data-00000.bin", "manifest.json"])
 def test_a_url_that_fails_is_reported_and_the_older_checkpoint_stays(monkeypatch, where):
     run = Run(f"memory://{uuid4().hex}", keep=1)

@@ -13,6 +13,7 @@ REPO = Path(__file__).resolve().parent.parent
 ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
     "config": (0, set()),
+    "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
     "job": (1, set()),  # what a process owes its launcher

@@ -144,6 +144,35 @@ def test_exit_duration_saves_after_the_step_that_passes_it(tmp_path, corpus):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
+def test_a_checkpoint_outlives_no_line_of_metrics_and_no_configuration_in_a_power_cut(tmp_path, corpus, monkeypatch):
+    """At each rename of a checkpoint, what has been synced of the files and folders that belong to it."""
+    synced: dict[str, str] = {}
+    published: list[tuple[int, dict[str, str]]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        inside = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else path.read_bytes()
+        synced[path.name] = str(inside)
+        fsync(fd)
+
+    def noted_rename(old: Path, new: Path) -> None:
+        if new.name.startswith("step-"):
+            published.append((int(new.name[5:]), dict(synced)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    folder = tmp_path / "runs" / "a"
+    assert run(folder, corpus, checkpoint__interval=4, checkpoint__keep=9) == 0
+    assert [step for step, _ in published] == [4, 8, 10]
+    for step, there in published:
+        assert f'"step": {step}, "loss"' in there["metrics.jsonl"]
+        assert "'runs'" in there[tmp_path.name]
+        assert "'a'" in there["runs"]
+        assert all(f"'{name}'" in there["a"] for name in ("checkpoints", "config.toml", "metrics.jsonl"))
+
+
 def test_a_finished_run_only_evaluates_again(tmp_path, corpus, capsys):
     run(tmp_path, corpus)
     before = metrics(tmp_path)

@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
+from dtmega import durable
 from dtmega.checkpoint.manifest import NAME, Damaged
 
 
@@ -59,7 +60,8 @@ class Disk:
     def make(self, folder: str) -> None:
         """An empty folder, whatever a killed save left there."""
         self.remove(folder)
-        os.makedirs(self.root / folder)
+        durable.make_folder(self.root)
+        os.mkdir(self.root / folder)  # its name need not be on the disk before `rename`
 
     @contextlib.contextmanager
     def create(self, folder: str, name: str) -> Iterator[Any]:
@@ -80,18 +82,16 @@ class Disk:
 
     def sync(self, folder: str) -> None:
         """A folder's names are on the disk."""
-        fd = os.open(self.root / folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        durable.sync_folder(self.root / folder)
 
     def rename(self, folder: str, to: str) -> None:
         os.rename(self.root / folder, self.root / to)
 
     def move(self, folder: str, into: str) -> None:
-        os.makedirs(self.root / into, exist_ok=True)
+        durable.make_folder(self.root / into)
         os.rename(self.root / folder, self.root / into / folder)
+        durable.sync_folder(self.root / into)
+        durable.sync_folder(self.root)
 
     def remove(self, folder: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -37,11 +37,13 @@ class Outcome(NamedTuple):
         step: that was saved.
         stall_s: how long training stood still for it.
         error: why there is no new checkpoint; '' if there is one.
+        warning: what is wrong with one that is there.
     """
 
     step: int
     stall_s: float
     error: str
+    warning: str = ""
 
 
 class Checkpoints:
@@ -101,21 +103,23 @@ class Checkpoints:
             return []
         started = time.perf_counter()
         (step, stall_s, future), self._in_flight = self._in_flight, None
-        error = [""]
+        error, warning = "", ""
         try:
             written = future.result()
             if written is not None:
-                self._publish(written)
-                self._purge(name(step))
+                warning = self._publish(written)
+                if not warning:
+                    self._purge(name(step))
         except Failed as e:
-            error = [str(e)]
+            error = str(e)
             if dist.get_rank() == 0:
-                error[0] += self._free()
+                error += self._free()
                 with contextlib.suppress(Exception):
                     if self._aside(step) not in finished(self._files):
                         self._files.remove(self._aside(step))
-        dist.broadcast_object_list(error, src=0, group=self._group)
-        return [Outcome(step, stall_s + time.perf_counter() - started, error[0])]
+        told = [error, warning]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        return [Outcome(step, stall_s + time.perf_counter() - started, *told)]
 
     def load(
         self,
@@ -197,9 +201,14 @@ class Checkpoints:
     def _aside(self, step: int) -> str:
         return f".tmp-{name(step)}" if self._files.renames else name(step)
 
-    def _publish(self, written: Manifest) -> None:
-        """Raises:
-        Failed: whatever the disk, or the library behind a URL, has against it; the other ranks are waiting for that.
+    def _publish(self, written: Manifest) -> str:
+        """Let the folder count.
+
+        Returns:
+            Why a power cut may undo that; '' as a rule.
+
+        Raises:
+            Failed: whatever the disk, or the library behind a URL, has against it; the other ranks are waiting for it.
         """
         files, aside = self._files, self._aside(written.step)
         try:
@@ -208,9 +217,13 @@ class Checkpoints:
             if files.renames:
                 files.sync(aside)
                 files.rename(aside, name(written.step))
-                files.sync("")
         except Exception as error:
             raise Failed(f"{type(error).__name__}: {error}") from error
+        try:
+            files.sync("")
+        except OSError as error:
+            return str(error)
+        return ""
 
     def _purge(self, newest: str) -> None:
         """Only `keep` stay. What cannot be deleted takes room, no more."""

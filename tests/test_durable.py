@@ -1,0 +1,73 @@
+"""durable.py: what is on the disk, and in which order; power cuts themselves are not made here."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from dtmega import durable
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """Each fsync and rename from now on, by the name of the file or folder."""
+    seen: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(fd: int) -> None:
+        seen.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        fsync(fd)
+
+    def noted_replace(old: Path, new: Path) -> None:
+        seen.append(f"rename {old.name} to {new.name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    return seen
+
+
+def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_anything_else(tmp_path, events):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with durable.replaced(folder / "config.toml") as file:
+        file.write("[run]\n")
+    assert events == ["fsync .tmp-config.toml", "rename .tmp-config.toml to config.toml", "fsync run"]
+    assert (folder / "config.toml").read_text() == "[run]\n"
+
+
+def test_a_file_whose_successor_cannot_be_written_stays_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "config.toml").write_text("old")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"), durable.replaced(tmp_path / "config.toml") as file:
+        file.write("new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.toml", "old")]
+
+
+def test_each_folder_that_is_made_is_on_the_disk_and_one_that_was_there_is_not_touched(tmp_path, events):
+    durable.make_folder(tmp_path / "runs" / "a" / "b")
+    assert sorted(events) == sorted([f"fsync {tmp_path.name}", "fsync runs", "fsync a"])
+    durable.make_folder(tmp_path / "runs" / "a")
+    assert len(events) == 3
+
+
+@pytest.mark.parametrize(("number", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_a_folder_is_used_and_one_that_fails_is_not(
+    tmp_path, monkeypatch, number, raises
+):
+    def fsync(fd: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if raises:
+        with pytest.raises(OSError, match="Input/output error"):
+            durable.sync_folder(tmp_path)
+    else:
+        durable.sync_folder(tmp_path)
