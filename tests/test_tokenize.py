@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -498,6 +499,31 @@ def test_ctrl_c_ends_the_run_with_nothing_written(tmp_path, endless):
     assert err.endswith("tokenize: interrupted; nothing was written to out\n")
     assert "Traceback" not in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "script.py"]
+
+
+def test_a_worker_whose_parent_ended_in_the_middle_of_a_message_ends_too():
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=in_a_fork, args=(theirs, ours))
+    worker.start()
+    theirs.close()
+    os.write(ours.fileno(), struct.pack("!i", 1000) + b"not all of them")  # as a Ctrl-C during `send` leaves it
+    ours.close()
+    worker.join(timeout=20)
+    assert worker.exitcode == 0
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_message_is_a_worker_that_died():
+    ours, theirs = multiprocessing.Pipe()
+    os.write(theirs.fileno(), struct.pack("!i", 1000) + b"not all of them")
+    theirs.close()
+    with pytest.raises(EOFError):
+        tokenize._receive(ours)
+    ours.close()
+
+
+def in_a_fork(pipe, parents_end):
+    parents_end.close()
+    tokenize._serve(pipe, tokenize.Job("bytes", "text", append_eod=False))
 
 
 def test_kill_9_leaves_nothing_under_the_final_name_and_no_worker_behind(tmp_path, endless):

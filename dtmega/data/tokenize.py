@@ -176,18 +176,30 @@ def _in_order(batches: Iterator[text_files.Batch], job: Job, n_workers: int) -> 
             if n_sent < n_workers:
                 workers.append(_start_worker(job))
             if n_sent - n_received == 2 * n_workers:
-                yield workers[n_received % n_workers][1].recv()
+                yield _receive(workers[n_received % n_workers][1])
                 n_received += 1
             workers[n_sent % n_workers][1].send(batch)
             n_sent += 1
         for n in range(n_received, n_sent):
-            yield workers[n % n_workers][1].recv()
+            yield _receive(workers[n % n_workers][1])
     except (EOFError, ConnectionError):
         raise ChildProcessError("a worker process died (if it was killed for memory: fewer --workers)") from None
     finally:
         for process, pipe in workers:
             pipe.close()
             process.join()
+
+
+def _receive(pipe: Connection) -> Result:
+    """The next result of a worker.
+
+    Raises:
+        EOFError: the worker died, be it in the middle of a message.
+    """
+    try:
+        return pipe.recv()
+    except OSError as error:
+        raise EOFError from error
 
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
@@ -213,7 +225,7 @@ def _serve(pipe: Connection, job: Job) -> None:
 
     # Receiving goes on while computing, else parent and worker could each wait for the other to take what it sends.
     def receive() -> None:
-        with contextlib.suppress(EOFError, ConnectionError):
+        with contextlib.suppress(EOFError, OSError):  # the second where the parent ended in the middle of a message
             while True:
                 batches.put(pipe.recv())
         os._exit(0)
