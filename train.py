@@ -85,8 +85,7 @@ def main(argv: list[str]) -> int:
         return refuse(error)
 
     with closing:
-        # Twice: a collective that times out cannot say who is behind, the watch can, and must come first.
-        world = mesh.start(device, sizes, 2 * cfg.run.timeout_s)
+        world = mesh.start(device, sizes, cfg.run.collective_timeout_s())
         watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
         closing.callback(watch.close)
         watch.share(mesh.store(), world.size)

@@ -42,6 +42,10 @@ class Run(Section):
     timeout_s: float = key(600.0, "a process that does nothing for so long hangs: the job ends and names it", gt=0)
     grace_s: float = key(20.0, "after SIGTERM, how long a step may take before the process leaves unsaved", gt=0)
 
+    def collective_timeout_s(self) -> float:
+        """A collective that times out cannot say who is behind; the watch can, and must come first."""
+        return 2 * self.timeout_s
+
 
 class Model(Section):
     name: Literal["bloom", "hf"] = key("bloom", "which file of dtmega/models; hf = the model of transformers in `path`")

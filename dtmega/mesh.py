@@ -17,7 +17,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,7 +32,7 @@ from torch.distributed import (  # documented, missing in __all__
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     distributed_c10d,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtmega import config
 
@@ -128,10 +128,15 @@ def embedding_groups(sizes: dict[str, int]) -> list[list[int]]:
     return [sorted({column[0], column[-1]}) for column in rank_groups(sizes, ("pp",))]
 
 
+def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
+    """The ranks of every group, by name: each axis, what is derived from them, and the embedding."""
+    named = {axis: (axis,) for axis in AXES} | DERIVED
+    return {name: rank_groups(sizes, axes) for name, axes in named.items()} | {"embedding": embedding_groups(sizes)}
+
+
 def describe(sizes: dict[str, int]) -> str:
     """Every group of the mesh with its ranks, one name a line."""
-    named = {axis: (axis,) for axis in AXES} | DERIVED
-    lists = {name: rank_groups(sizes, axes) for name, axes in named.items()} | {"embedding": embedding_groups(sizes)}
+    lists = group_lists(sizes)
     return "\n".join(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in g) for name, g in lists.items())
 
 
@@ -162,10 +167,11 @@ def start(device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOU
     """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
 
     Args:
-        timeout_s: of the rendezvous and of every collective.
+        timeout_s: of the rendezvous and of every collective; a process group that is there already keeps its own.
 
     Raises:
         RuntimeError: not all ranks came in time.
+        ValueError: the caller has made other groups before, not on every rank as many.
     """
     on_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     if on_gpu:
@@ -180,15 +186,9 @@ def start(device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOU
             device_id=device if on_gpu else None,
         )
     me = dist.get_rank()
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-    groups = {axis: mesh.get_group(axis) for axis in AXES}
-    lists = {name: rank_groups(sizes, axes) for name, axes in DERIVED.items()} | {"embedding": embedding_groups(sizes)}
-    for name, ranks in lists.items():
-        for members in ranks:  # every process makes every group, in the same order
-            group = dist.new_group(members, timeout=timeout)
-            if me in members:
-                assert isinstance(group, dist.ProcessGroup)
-                groups[name] = group
+    groups = make_groups(sizes, device, timeout)
+    grid = torch.arange(dist.get_world_size()).view([sizes[axis] for axis in AXES])
+    mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, grid, mesh_dim_names=AXES)
     data_rank, data_size = data_coordinate(sizes, me)
     fsdp = mesh["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else mesh["dp_shard"]
     return World(
@@ -203,6 +203,52 @@ def start(device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOU
         data_size=data_size,
         groups=groups,
     )
+
+
+def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
+    """Each group that this process is in, by name; names of which all groups have the same ranks share them.
+
+    A process makes no group that it is not in, and as many as there are kinds, whatever the number of processes. All
+    make the same kinds in the same order: groups that overlap cannot wait for each other in a circle, and the names of
+    groups, into which torch puts how many a process has made, are equal on all members.
+    """
+    me = dist.get_rank()
+    made = len(distributed_c10d._world.pg_names)
+    most_least = torch.tensor([made, -made], device=device)
+    dist.all_reduce(most_least, dist.ReduceOp.MAX)
+    if most_least.sum() != 0:
+        raise ValueError(
+            f"ranks are in {-int(most_least[1])} to {int(most_least[0])} process groups, expected equally many on all: "
+            f"start the mesh before you make groups of some ranks"
+        )
+    kinds: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for name, lists in group_lists(sizes).items():
+        kinds.setdefault(tuple(map(tuple, lists)), []).append(name)
+    groups: dict[str, dist.ProcessGroup] = {}
+    for lists, names in kinds.items():
+        members = {rank for ranks in lists for rank in ranks}
+        # Stages between the first and the last have no part in the embedding, but must make a group as all do.
+        alone = [(rank,) for rank in range(dist.get_world_size()) if rank not in members]
+        group = _make_group([*lists, *alone], " ".join(names), timeout)
+        if me in members:
+            groups |= dict.fromkeys(names, group)
+    return groups
+
+
+def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
+    """This process's group of those that `lists` makes of all processes. Every process calls it."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    if len(lists) == 1:
+        return everyone
+    if everyone.bound_device_id is not None:
+        # nccl splits a communicator, and all of its processes take part in that: one call makes all groups of a kind.
+        group = dist.split_group(split_ranks=[list(ranks) for ranks in lists], timeout=timeout, group_desc=names)
+    else:
+        (mine,) = (ranks for ranks in lists if dist.get_rank() in ranks)
+        group = dist.new_group(list(mine), timeout=timeout, use_local_synchronization=True, group_desc=names)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _rendezvous(timeout: timedelta) -> Store:

@@ -1,8 +1,19 @@
 """Claims about mesh.py; the lists are those in the comments of Megatron's `mpu/initialize.py`."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtmega import config, mesh
+from dtmega.checkpoint.run import Checkpoints
+from tests import ranks
+
+CPU = torch.device("cpu")
 
 MEGATRON = mesh.resolve(config.Mesh(pp=4, tp=2), 16)  # its example: 16 GPUs, tp 2, pp 4
 
@@ -66,3 +77,135 @@ def test_minus_one_is_what_is_left():
 def test_sizes_that_do_not_multiply_to_the_world_show_the_equation(sizes, world, message):
     with pytest.raises(ValueError, match=message):
         mesh.resolve(config.Mesh(**sizes), world)
+
+
+class Calls:
+    """What is asked of torch's functions that make groups."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.new: list[list[int]] = []
+        self.split: list[list[list[int]]] = []
+        honest = dist.new_group
+
+        def new_group(members: list[int], **keywords: Any) -> Any:
+            self.new.append(members)
+            return honest(members, **keywords)
+
+        def split_group(split_ranks: list[list[int]], **keywords: Any) -> Any:
+            self.split.append(split_ranks)
+            return dist.group.WORLD
+
+        monkeypatch.setattr(dist, "new_group", new_group)
+        monkeypatch.setattr(dist, "split_group", split_group)
+
+
+@pytest.fixture
+def pretended():
+    """A process group of that many ranks, of which one is here and none is heard."""
+
+    def pretend(n: int, rank: int) -> dist.ProcessGroup:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    yield pretend
+    dist.destroy_process_group()
+
+
+MANY = mesh.resolve(config.Mesh(pp=8, dp_replicate=4, tp=8), 16384)
+
+
+@pytest.mark.parametrize("rank", [0, 9000, 16383])
+def test_each_of_16384_ranks_makes_one_group_of_a_kind_and_none_that_it_is_not_in(monkeypatch, pretended, rank):
+    pretended(16384, rank)
+    calls = Calls(monkeypatch)
+    world = mesh.start(CPU, MANY)
+    mine = {name: next((g for g in lists if rank in g), None) for name, lists in mesh.group_lists(MANY).items()}
+    # The middle stages of a pipeline have no part in the embedding; a group of their own keeps the count.
+    assert calls.new == [members or [rank] for members in mine.values()]
+    assert calls.split == []
+    assert {name: dist.get_process_group_ranks(group) for name, group in world.groups.items()} == {
+        name: members for name, members in mine.items() if members
+    }
+    assert [world.mesh.get_group(axis) for axis in mesh.AXES] == [world.groups[axis] for axis in mesh.AXES]
+
+
+def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_rank(monkeypatch, pretended):
+    """As nccl needs it: a process that stays away from a split would be waited for."""
+    splits = []
+    for rank in (0, 9000):
+        everyone = pretended(16384, rank)
+        calls = Calls(monkeypatch)
+        everyone.bound_device_id = torch.device("cuda", 0)
+        mesh.make_groups(MANY, CPU, timedelta(seconds=9))
+        splits.append(calls.split)
+        assert calls.new == []
+        dist.destroy_process_group()
+    pretended(1, 0)
+    assert splits[0] == splits[1]
+    for split, lists in zip(splits[0], mesh.group_lists(MANY).values(), strict=True):
+        assert split[: len(lists)] == lists
+        assert sorted(rank for members in split for rank in members) == list(range(16384))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared"),
+    [
+        ({}, [{"pp", "dp_replicate", "cp", "tp"}, {"dp_shard", "data", "loss", "shards"}]),
+        ({"pp": 2, "dp_shard": 4}, [{"pp", "model", "embedding"}, {"loss", "shards"}, {"dp_shard", "data"}]),
+    ],
+)
+def test_names_with_the_same_ranks_share_one_group(pretended, sizes, shared):
+    pretended(8, 5)
+    world = mesh.start(CPU, mesh.resolve(config.Mesh(**sizes), 8))
+    for names in shared:
+        assert len({id(world.groups[name]) for name in names}) == 1, names
+
+
+def meet(sizes: dict[str, int], folder: str) -> dict[str, Any]:
+    """What this rank finds in its groups; the process group itself, too, is made by `mesh.start`."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    cfg = config.load(["--config", "bloom", "--run.timeout_s", "33", "--run.dir", folder])
+    honest = dist.init_process_group
+
+    def init_process_group(backend: str, *, timeout: timedelta, **others: Any) -> None:
+        honest(backend, store=dist.FileStore(f"{folder}/store", n), rank=me, world_size=n, timeout=timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", init_process_group)
+        world = mesh.start(CPU, mesh.resolve(config.Mesh(**sizes), n), cfg.run.collective_timeout_s())
+    Checkpoints(cfg, CPU).close()
+    sums = {}
+    for name, group in world.groups.items():
+        total = torch.tensor(2**me)
+        dist.all_reduce(total, group=group)
+        sums[name] = total.item()
+    every_group = distributed_c10d._world.pg_names
+    timeouts = {group._get_backend(CPU).options._timeout.total_seconds() for group in every_group}
+    return {"sums": sums, "timeouts": timeouts, "groups": len(every_group)}
+
+
+def test_every_group_joins_its_ranks_and_lets_the_watch_come_first(tmp_path):
+    """Of 8 processes: with 4 stages, the middle ones have no part in the embedding."""
+    sizes = mesh.resolve(config.Mesh(pp=4, tp=2), 8)
+    found = ranks.run(8, meet, {"pp": 4, "tp": 2}, str(tmp_path))
+    for rank, here in enumerate(found):
+        lists = {name: next((g for g in lists if rank in g), []) for name, lists in mesh.group_lists(sizes).items()}
+        assert here["sums"] == {name: sum(2**other for other in g) for name, g in lists.items() if g}
+        assert here["timeouts"] == {66.0}
+        assert here["groups"] == 6  # all, pp, tp, each one alone, embedding, and one for checkpoints
+
+
+def meet_unprepared() -> str:
+    dist.new_group([0], use_local_synchronization=True)
+    try:
+        mesh.start(CPU, mesh.resolve(config.Mesh(), 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_of_some_ranks_made_before_are_refused_where_torch_would_wait_for_names_that_differ():
+    for message in ranks.run(2, meet_unprepared):
+        assert "1 to 2 process groups, expected equally many" in message

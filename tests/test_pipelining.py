@@ -537,6 +537,24 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step(trained: Any,
         assert seen == {"allgather": groups, "reduce_scatter": groups}
 
 
+def first_messages(wanted: config.Pipeline) -> list[tuple[str, int]]:
+    """(send or receive, peer) of the messages with which torch 2.11 starts this rank's stages."""
+    group, held = dist.group.WORLD, plan_stages(settings(pipeline=wanted), dist.get_world_size()).ranks
+    assert group is not None
+    modules = {number: torch.nn.Identity() for number in held[dist.get_rank()]}
+    hidden, n_stages = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta"), sum(map(len, held))
+    runner = Pipeline(wanted, modules, n_stages, group, hidden, torch.device("cpu"))
+    schedule: Any = runner._build(4, torch.empty(2, SEQ_LEN, dtype=torch.int64, device="meta"))
+    return [(op.op.__name__, op.group_peer) for stage in schedule._stages for op in stage._get_init_p2p_neighbors_ops()]
+
+
+def test_no_stage_of_a_v_sends_to_the_stage_beside_it_on_its_own_rank():
+    """As torch 2.11 lets it, which gloo refuses."""
+    here, there = ranks.run(2, first_messages, ALL["ZBVZeroBubble"])
+    assert sorted(here) == sorted([("isend", 1), ("irecv", 1)] * 2)
+    assert sorted(there) == sorted([("isend", 0), ("irecv", 0)] * 2)
+
+
 def test_a_v_needs_no_group_for_its_tied_weight():
     stages = {0: copy.deepcopy(whole()), 3: copy.deepcopy(whole())}
     stages[0].keep([0], is_first=True, is_last=False)

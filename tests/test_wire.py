@@ -78,8 +78,8 @@ class Wire(TorchDispatchMode):
     On a CPU autograd runs backward in the thread that called it, so the mode is active there too.
 
     Attributes:
-        seen: (group, kind, payload bytes) -> operations. A group is called by all its names: an axis that spans all
-            ranks shares their group.
+        seen: (group, kind, payload bytes) -> operations. A group is called by all its names: those with the same
+            ranks share one.
     """
 
     def __init__(self, groups: dict[str, dist.ProcessGroup]) -> None:
@@ -214,9 +214,9 @@ def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
 
 def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():
     ((counted, expected),) = ranks.run(2, wasteful, [settings({"mesh": {"tp": 2}}, 3, 1)])[0]
-    assert counted - expected == {("tp = world", "all-gather", 3 * 8 * 16 * 4): 2 * 3 + 1}
+    assert counted - expected == {("tp = shards = model = world", "all-gather", 3 * 8 * 16 * 4): 2 * 3 + 1}
 
 
 def test_operations_count_the_same_in_place_and_functional():
-    gathered = {("tp = world", kind, 32): 2 for kind in ("all-gather", "reduce-scatter")}
-    assert ranks.run(2, in_both_vocabularies)[0] == {("tp = world", "all-reduce", 16): 2, **gathered}
+    gathered = {("tp = shards = model = world", kind, 32): 2 for kind in ("all-gather", "reduce-scatter")}
+    assert ranks.run(2, in_both_vocabularies)[0] == {("tp = shards = model = world", "all-reduce", 16): 2, **gathered}

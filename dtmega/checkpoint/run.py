@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -59,7 +60,7 @@ class Checkpoints:
         self._files, self._device = open_root(root_of(cfg)), device
         self._keep, self._named = cfg.checkpoint.keep, Path(cfg.checkpoint.resume).name
         # Its own group: a save in a thread and the training loop must not mix their messages.
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.run.collective_timeout_s()))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._check_one_file_system()

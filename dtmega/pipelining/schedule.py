@@ -191,7 +191,14 @@ class Pipeline:
 
 
 class Stage(PipelineStage):
-    """torch's stage; where two neighbours are on one rank (V shapes), evaluation has no gradient to hand over."""
+    """torch's stage, where two neighbours may be on one rank (V shapes): they have no message to exchange.
+
+    In evaluation there is no gradient to hand over either.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The first messages of torch 2.11, which sends them to a neighbour on its own rank, too: gloo fails there."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
