@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
         metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
         lines = [describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *models.notes(cfg.model)]
-        metrics.message("\n".join([*lines, *damage]))
+        metrics.message("\n".join([*lines, *text.notes, *damage]))
         spikes = Spikes(cfg.train.skip_spikes, recent)
         return train(Run(cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at)
 

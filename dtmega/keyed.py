@@ -8,6 +8,7 @@ so the bits do not depend on the device, the number of threads, or where in a te
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -35,6 +36,28 @@ def keep(p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
     hashed = mix(rows.unsqueeze(-1) ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
+
+
+ROUNDS = 8  # of the Feistel network; four make a permutation pseudo-random (Luby, Rackoff 1988), small n want more
+
+
+def permuted(i: int, n: int, name: str) -> int:
+    """Where place i of 0 to n - 1 goes in a permutation that is a function of (n, name), without a table of n entries.
+
+    A Feistel network on two digits in base ceil(sqrt(n)) permutes the n or a few more numbers that two such digits
+    write; what falls outside 0 to n - 1 goes through again until it is inside, which keeps it a permutation (Black,
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+    assert 0 <= i < n
+    base = math.isqrt(n - 1) + 1
+    while True:
+        high, low = divmod(i, base)
+        for r in range(ROUNDS):
+            drawn = hashlib.blake2b(f"{name}/{r}/{low}".encode(), digest_size=8).digest()
+            high, low = low, (high + int.from_bytes(drawn, "little")) % base
+        i = high * base + low
+        if i < n:
+            return i
 
 
 def normal(seed: int, name: str, index: Tensor) -> Tensor:

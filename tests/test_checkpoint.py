@@ -567,6 +567,15 @@ def test_another_seed_data_or_tokenizer_is_refused_unless_that_is_allowed(root, 
     assert len(resume.find(run.with_keys(allow_changed_data=True), identity)[0]) == 1
 
 
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_run_of_another_order_of_samples_is_never_continued(root, allow):
+    run = Run(root)
+    run.save(1)
+    cfg = run.with_keys(allow_changed_data=allow)
+    with pytest.raises(ValueError, match=r"order number 1, .* 2: .* finish that run with the version that wrote it"):
+        resume.find(cfg, IDENTITY | {"order": 2})
+
+
 def test_another_model_is_refused_with_the_key(root):
     run = Run(root)
     run.save(1)

@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "optim": (1, set()),
     "metrics": (1, {"cost"}),
     "watch": (1, {"job"}),  # how it ends the process
-    "data": (1, set()),
+    "data": (1, {"keyed"}),  # the order of samples
     "models": (2, set()),
     "plans": (2, set()),
     "fsdp": (2, set()),

@@ -1,8 +1,10 @@
 """Randomness without state: claims about keyed.py."""
 
 import math
+from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from dtmega import keyed
@@ -77,3 +79,28 @@ def test_keep_drops_the_share_it_is_told_and_neighbours_are_independent():
 
 def test_keep_with_probability_zero_keeps_everything():
     assert keyed.keep(0.0, torch.arange(100, dtype=torch.int32), torch.arange(100, dtype=torch.int32)).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 9, 10, 1000, 1024, 1025])
+def test_a_permutation_without_a_table_reaches_each_number_once(n):
+    assert sorted(keyed.permuted(i, n, "seed") for i in range(n)) == list(range(n))
+
+
+def test_permutations_of_different_names_are_uniform_over_all_orders():
+    orders = Counter(tuple(keyed.permuted(i, 4, f"{name}") for i in range(4)) for name in range(4800))
+    assert len(orders) == 24
+    chi_square = sum((seen - 200) ** 2 / 200 for seen in orders.values())
+    assert chi_square < 49.7  # 23 degrees of freedom: one in a thousand
+
+
+def test_places_that_are_neighbours_go_far_apart():
+    n = 10**12
+    places = [keyed.permuted(i, n, "seed") for i in range(2000)]
+    steps = np.abs(np.diff(places)) / n
+    assert abs(steps.mean() - 1 / 3) < 0.02  # as for uniform and independent places
+    assert steps.min() < 0.01 < 0.9 < steps.max()
+
+
+def test_a_permutation_stays_what_it_was():
+    # Another version of this file must not reorder anybody's run.
+    assert [keyed.permuted(i, 10, "1234/train/0/0/samples") for i in range(10)] == [7, 8, 6, 4, 5, 9, 2, 3, 0, 1]

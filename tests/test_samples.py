@@ -7,17 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dtmega.config import Data
+from dtmega import keyed
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
-from dtmega.data.samples import (
-    BLEND_BLOCK,
-    Blend,
-    Samples,
-    blend_order,
-    build_samples,
-    permutation,
-    split_documents,
-)
+from dtmega.data.samples import Samples, permutation
 
 LENGTHS = [5, 0, 31, 1, 7, 2, 0, 12, 3, 1, 9, 4]  # 75 tokens; documents without any, and one longer than some samples
 
@@ -81,7 +73,7 @@ def test_samples_are_those_of_megatrons_loop_over_the_shuffled_documents(corpus,
     for epoch in range(epochs):
         inside = [i for i in range(len(stream)) if epoch * n_tokens <= i * seq_len < (epoch + 1) * n_tokens]
         if epoch < epochs - 1:  # the last one's last sample would need a fifth epoch
-            order += [inside[k] for k in permutation(len(inside), f"7/train/0/{epoch}/samples")]
+            order += [inside[keyed.permuted(i, len(inside), f"7/train/0/{epoch}/samples")] for i in range(len(inside))]
     np.testing.assert_array_equal(read(all_of(corpus, seq_len), len(order)), stream[order])
 
 
@@ -146,91 +138,3 @@ def test_a_part_shorter_than_one_sample_is_an_error_that_names_file_split_and_ke
 
 def test_the_shortest_part_is_one_sample_long(corpus):
     assert sorted(Samples(corpus, (0, 2), 4, 0, "train")[0]) == [0, 1, 2, 3, 4]
-
-
-def megatron_split(weights, size):
-    splits = [weight / sum(weights) for weight in weights]
-    index = [0]
-    for i, split in enumerate(splits):
-        index.append(index[i] + int(round(split * float(size))))  # noqa: RUF046
-    diff = index[-1] - size
-    for i in range(1, len(index)):
-        index[i] -= diff
-    return [(index[0], index[1]), (index[1], index[2]), (index[2], index[3])]
-
-
-def test_documents_are_split_with_megatrons_rounding():
-    for weights in [(969.0, 30.0, 1.0), (1.0, 1.0, 1.0), (0.9, 0.05, 0.05), (98.0, 2.0, 0.0), (1.0, 0.0, 0.0)]:
-        for size in [0, 1, 2, 3, 5, 10, 33, 100, 1729, 10**9 + 7]:
-            assert split_documents(size, weights) == megatron_split(weights, size)
-
-
-def megatron_blend(weights, size):
-    counts = [0] * len(weights)
-    corpora, before = [], []
-    for i in range(size):
-        best, max_error = 0, weights[0] * max(float(i), 1.0) - counts[0]
-        for k in range(1, len(weights)):
-            error = weights[k] * max(float(i), 1.0) - counts[k]
-            if error > max_error:
-                best, max_error = k, error
-        corpora.append(best)
-        before.append(counts[best])
-        counts[best] += 1
-    return corpora, before
-
-
-@pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [0.25] * 4, [1e-7, 1 - 1e-7], [1 / 3] * 3])
-def test_the_blend_is_megatrons_greedy_loop(weights):
-    n = BLEND_BLOCK if len(weights) == 3 else 1000
-    corpora, before = blend_order(np.array(weights), n)
-    assert (corpora.tolist(), before.tolist()) == megatron_blend(weights, n)
-
-
-def two_parts(tmp_path):
-    """Corpora of 75 and 150 tokens with S = 5: 15 and 30 samples in an epoch."""
-    prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, LENGTHS * 2, "twice")]
-    return [Samples(IndexedDataset(prefix), (0, 12 * (k + 1)), 5, 7, "train", k) for k, prefix in enumerate(prefixes)]
-
-
-def test_a_blend_repeats_its_order_while_each_corpus_goes_on(tmp_path):
-    parts = two_parts(tmp_path)
-    blend, (corpora, before) = Blend(parts, [3, 1]), megatron_blend([0.75, 0.25], BLEND_BLOCK)
-    for g in [0, 1, 77, BLEND_BLOCK - 1, BLEND_BLOCK, BLEND_BLOCK + 77, 5 * BLEND_BLOCK + 3]:
-        block, i = divmod(g, BLEND_BLOCK)
-        local = block * corpora.count(corpora[i]) + before[i]
-        np.testing.assert_array_equal(blend[g], parts[corpora[i]][local])
-
-
-def test_a_blend_without_weights_reads_all_corpora_at_the_same_pace(tmp_path):
-    samples = read(Blend(two_parts(tmp_path), []), 45)  # 15 + 30: one epoch of both
-    np.testing.assert_array_equal(np.bincount(samples[:, :-1].ravel()), [2] * 75 + [1] * 75)
-
-
-def data(**keys):
-    return Data(**{"seq_len": 5, "split": "8,4,0"} | keys)
-
-
-def test_each_corpus_is_split_by_document_and_then_blended(tmp_path):
-    prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, LENGTHS * 2, "twice")]
-    built = build_samples(data(path=prefixes, weights=[1.0, 1.0]), prefixes, seed=3)
-    parts = [
-        Samples(IndexedDataset(prefix), ((0, 8), (0, 16))[k], 5, 3, "train", k) for k, prefix in enumerate(prefixes)
-    ]
-    expected = Blend(parts, [0.5, 0.5])
-    np.testing.assert_array_equal(read(built["train"], 60), read(expected, 60))
-
-
-def test_a_part_with_weight_0_is_none(tmp_path):
-    built = build_samples(data(), [write_corpus(tmp_path)], seed=3)
-    assert [name for name, samples in built.items() if samples is None] == ["test"]
-
-
-def test_a_split_that_leaves_a_part_without_documents_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"for 'valid', got 0 in 0 of 12 documents"):
-        build_samples(data(split="969,30,1"), [write_corpus(tmp_path, [100] * 12)], seed=3)
-
-
-def test_an_empty_corpus_is_an_error_that_names_the_file(tmp_path):
-    with pytest.raises(ValueError, match=r"corpus: .* for 'train', got 0 in 0 of 0 documents"):
-        build_samples(data(), [write_corpus(tmp_path, [])], seed=3)

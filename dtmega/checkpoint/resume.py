@@ -194,6 +194,13 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
             )
     if not state.identity:
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
+    order = state.identity.get("order", 1)  # runs that do not name it are from before it was ever changed
+    if order != identity.get("order", order):
+        raise ValueError(
+            f"{checkpoint.path} is of a run that reads its samples in order number {order}, this dtmega in number "
+            f"{identity['order']}: the order of samples has changed, so finish that run with the version that wrote it "
+            f"(to start anew: another [run] dir or [checkpoint] resume = 'none')"
+        )
     differing = [k for k in {**state.identity, **identity} if state.identity.get(k) != identity.get(k)]
     if differing and not cfg.checkpoint.allow_changed_data:
         lines = "; ".join(f"{k} was {state.identity.get(k)}, is {identity.get(k)}" for k in differing)

@@ -29,7 +29,8 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtmega.config import Batch, Data
-from dtmega.data.samples import Blend, Samples
+from dtmega.data.blend import Blend
+from dtmega.data.samples import Samples
 
 IGNORED = -100  # torch's cross_entropy leaves it out
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import xxhash
 
 from dtmega.config import Config
+from dtmega.data.blend import Blend, build_samples
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset, check_token_ids
-from dtmega.data.samples import Blend, Samples, build_samples
+from dtmega.data.samples import Samples
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
 
 SAMPLED_BYTES, SAMPLES = 2**16, 64
+ORDER = 2  # raise it when sample g of the same data, keys and seed becomes another one: older runs are then refused
 
 
 class Text(NamedTuple):
@@ -22,11 +24,13 @@ class Text(NamedTuple):
     Attributes:
         identity: TOML key -> digest or value of all that decides which tokens and which dropout step n sees. A run that
             goes on must find it unchanged.
+        notes: lines that the run should show once.
     """
 
     tokenizer: Tokenizer
     splits: dict[str, Samples | Blend | None]
     identity: dict[str, Any]
+    notes: list[str]
 
     def samples(self, split: str) -> Samples | Blend:
         found = self.splits[split]
@@ -49,7 +53,8 @@ def open_text(cfg: Config) -> Text:
     prefixes = [prepare_stdlib(tokenizer) if path == "stdlib" else path for path in cfg.data.paths]
     for prefix in prefixes:
         check_token_ids(IndexedDataset(prefix), cfg.model.vocab_size)
-    return Text(tokenizer, build_samples(cfg.data, prefixes, cfg.run.seed), identity(cfg, tokenizer, prefixes))
+    splits = build_samples(cfg.data, prefixes, cfg.run.seed)
+    return Text(tokenizer, splits.samples, identity(cfg, tokenizer, prefixes), splits.left_out)
 
 
 def identity(cfg: Config, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
@@ -60,6 +65,7 @@ def identity(cfg: Config, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str
         "[data] tokenizer": tokenizer.fingerprint,
         **{f"[data] {key}": getattr(cfg.data, key) for key in same},
         "[run] seed": cfg.run.seed,
+        "order": ORDER,
     }
 
 

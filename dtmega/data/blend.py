@@ -1,0 +1,145 @@
+"""Which corpus, and which of its samples, is sample g: corpora mixed by weight, each at its share of any prefix.
+
+    samples = build_samples(config.data, prefixes, config.run.seed)
+    samples["train"][g]  # [S + 1] token ids
+
+Megatron goes through the run from its beginning and always takes the corpus that is furthest behind, with a compiled
+helper and a table of the whole run. Here nothing is gone through and nothing is stored: the corpora are the leaves of a
+binary tree, and each node deals the samples it is given to its two sides in proportion, by a formula.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from dtmega.config import Data
+from dtmega.data.indexed import IndexedDataset
+from dtmega.data.samples import Samples
+
+SPLITS = ("train", "valid", "test")
+
+
+def split_documents(n_documents: int, weights: Sequence[float]) -> list[tuple[int, int]]:
+    """A (start, stop) range of documents for each weight, rounded as Megatron's `get_train_valid_test_split_` does."""
+    total = sum(weights)
+    bounds = [0]
+    for weight in weights:
+        bounds.append(bounds[-1] + round(weight / total * n_documents))
+    surplus = bounds[-1] - n_documents
+    bounds[1:] = [bound - surplus for bound in bounds[1:]]
+    return list(pairwise(bounds))
+
+
+class Node(NamedTuple):
+    """Some of the corpora of a blend: one, or two groups.
+
+    Attributes:
+        weight: of all of them, an integer.
+        corpus: which one it is, where it is one.
+    """
+
+    weight: int
+    corpus: int
+    left: Node | None = None
+    right: Node | None = None
+
+
+def huffman(weights: Sequence[float]) -> Node:
+    """The tree that joins the two lightest groups until one is left: what is read often is near the root."""
+    exact = [Fraction(weight) for weight in weights]  # a float is a fraction, so nothing is rounded
+    unit = math.lcm(*(weight.denominator for weight in exact))
+    groups = [(int(weight * unit), k, Node(int(weight * unit), k)) for k, weight in enumerate(exact)]
+    heapq.heapify(groups)
+    for number in range(len(weights), 2 * len(weights) - 1):  # tells groups of one weight apart
+        (light, _, left), (heavy, _, right) = heapq.heappop(groups), heapq.heappop(groups)
+        heapq.heappush(groups, (light + heavy, number, Node(light + heavy, -1, left, right)))
+    return groups[0][2]
+
+
+def deal(tree: Node, g: int) -> tuple[int, int]:
+    """Which corpus gives sample g of the blend, and how many it has given before."""
+    node = tree
+    while node.left is not None and node.right is not None:
+        before, after = (_share(n, node.left.weight, node.weight) for n in (g, g + 1))
+        node, g = (node.left, before) if after > before else (node.right, g - before)
+    return node.corpus, g
+
+
+def _share(n: int, part: int, whole: int) -> int:
+    """n part / whole, rounded: in integers, which have no largest n."""
+    return (2 * n * part + whole) // (2 * whole)
+
+
+class Blend:
+    """Samples of several corpora, mixed by weight; endless and pure like each of them.
+
+    Args:
+        weights: one positive number per part; empty = by number of tokens.
+    """
+
+    def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
+        self.parts = list(parts)
+        self.n_tokens = sum(part.n_tokens for part in parts)
+        self._tree = huffman(weights or [part.n_tokens for part in parts])
+
+    def __getitem__(self, g: int) -> NDArray[Any]:
+        """Tokens [S + 1] of sample g >= 0, in the dtype of the corpus it comes from."""
+        if g < 0:
+            raise IndexError(f"sample {g}: samples are numbered from 0")
+        corpus, sample = deal(self._tree, g)
+        return self.parts[corpus][sample]
+
+
+class Splits(NamedTuple):
+    """What `[data] split` makes of the corpora.
+
+    Attributes:
+        samples: of "train", "valid" and "test"; None where the split has weight 0.
+        left_out: for people, which corpus is too small to be in which split.
+    """
+
+    samples: dict[str, Samples | Blend | None]
+    left_out: list[str]
+
+
+def build_samples(data: Data, prefixes: Sequence[str], seed: int) -> Splits:
+    """The samples of each split: each corpus is split by document, then parts of one name are blended.
+
+    A small corpus may have no sample in the validation or the test part; the others are then blended without it.
+
+    Raises:
+        ValueError: a file is missing or damaged, a corpus has less than one sample to train on, or no corpus has one
+            for another part with a weight.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    ranges = [split_documents(len(dataset.document_index) - 1, data.split_weights) for dataset in datasets]
+    splits = Splits(dict.fromkeys(SPLITS), [])
+    for s, split in enumerate(SPLITS):
+        if data.split_weights[s] == 0:
+            continue
+        parts: dict[int, Samples] = {}
+        refusals = []
+        for corpus, dataset in enumerate(datasets):
+            try:
+                parts[corpus] = Samples(dataset, ranges[corpus][s], data.seq_len, seed, split, corpus)
+            except ValueError as error:
+                if split == "train":
+                    raise
+                refusals.append(error)
+        if not parts:
+            raise refusals[0]
+        weights = [data.weights[corpus] for corpus in parts] if data.weights else []
+        splits.samples[split] = Blend([*parts.values()], weights) if len(datasets) > 1 else parts[0]
+        splits.left_out.extend(
+            f"'{split}' is blended without {dataset.prefix}: its part has less than one sample"
+            for corpus, dataset in enumerate(datasets)
+            if corpus not in parts
+        )
+    return splits
