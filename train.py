@@ -21,20 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtmega import config, drift, durable, job, mesh, models, optim, output
-from dtmega.checkpoint import resume
+from dtmega.checkpoint import found, resume
 from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.config import Config
 from dtmega.data.loader import IGNORED, StepBatch, TrainBatches, eval_batches
 from dtmega.data.text import Text, open_text
-from dtmega.job import Claim
 from dtmega.mesh import World
 from dtmega.metrics import Metrics, describe
 from dtmega.models.generate import generate
 from dtmega.optim import Spikes
 from dtmega.parallelize import ShardedModel, check, parallelize, starting_weights
 from dtmega.pipelining.draw import draw_schedule
+from dtmega.startup import Refused, Startup, same_job
 from dtmega.watch import SAVING, Watch
 
 SIGNALLED = "a signal asked for it"
@@ -59,65 +59,81 @@ class Run(NamedTuple):
 def main(argv: list[str]) -> int:
     """Returns the exit code; the process group is left to the caller, and to the end of the process."""
     job.die_with_parent()
-    closing = ExitStack()
-    try:
+    with ExitStack() as closing:
+        try:
+            run, at = begin(argv, Startup(), closing)
+        except Refused as refused:
+            return refused.exit_code
+        return train(run, at)
+
+
+def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, Progress]:
+    """The start, in steps that all ranks take together. What is opened is closed by `closing`."""
+    with startup.step("configuration") as step:
         cfg = models.resolved(config.load(argv))
-        device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, mesh.world_size())
+        device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, startup.size)
         check(cfg, sizes, device)
+        startup.timeout_s = cfg.run.collective_timeout_s()
+        step.same = same_job(cfg, device)
+
+    with startup.step("data") as step:
         text = open_text(cfg)
-        candidates, damage = resume.find(cfg, text.identity)
-        init = None if candidates else starting_weights(cfg)
+        resume.named(cfg)  # before anything is made
+        data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
         batches = TrainBatches(
             text.samples("train"),
             cfg.data,
             cfg.batch,
             text.tokenizer.eod_id,
-            *mesh.data_coordinate(sizes, mesh.rank()),
+            data_rank,
+            data_size,
             pin_memory=device.type == "cuda",
         )
         closing.callback(batches.close)
-        if mesh.rank() == 0:
-            closing.callback(Claim(Path(cfg.run.dir)).close)
+        step.same = text.identity
+
+    with startup.step("run directory") as step:
+        if startup.rank == 0:
+            for claim in found.claims(cfg):
+                closing.callback(claim.close)
+            there = found.find(cfg, text.identity)
+            closing.callback(found.remove_probe, cfg, there)
+            step.tell = there._asdict()
             if cfg.pipeline.draw:
-                draw_schedule(cfg, sizes["pp"], mesh.data_coordinate(sizes, 0)[1])
-    except ValueError as error:
-        closing.close()
-        return refuse(error)
+                draw_schedule(cfg, sizes["pp"], data_size)
 
-    with closing:
-        world = mesh.start(device, sizes, cfg.run.collective_timeout_s())
-        watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
-        closing.callback(watch.close)
-        watch.share(mesh.store(), world.size)
-        try:
-            model = parallelize(cfg, world)
-            optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
-            checkpoints = Checkpoints(cfg, device)
-            closing.callback(checkpoints.close)
-            loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, damage)
-            if init is not None:
-                load_weights(init, model.named_parameters(), cfg.model.vocab_size)
-        except ValueError as error:
-            return refuse(error)
-        at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
-        batches.load_state_dict({"samples": at.samples})
-        if world.rank == 0:
-            resume.set_aside_newer(cfg, at.step)
-            with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
-                file.write(cfg.to_toml())
-        metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
-        closing.callback(metrics.close)
-        lines = [describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *models.notes(cfg.model)]
-        metrics.message("\n".join([*lines, *text.notes, *damage]))
-        spikes = Spikes(cfg.train.skip_spikes, recent)
-        return train(Run(cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at)
+    there = found.Found(**step.told)
+    with startup.step("checkpoints") as step:
+        candidates = found.see(cfg, there)
+        step.same = found.digests(candidates)
+        init = None if candidates else starting_weights(cfg)
 
+    with startup.step("process groups"):
+        world = mesh.start(device, sizes, startup.timeout_s, startup.store)
+    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
+    closing.callback(watch.close)
+    watch.share(mesh.store(), world.size)
+    with startup.step("model"):
+        model = parallelize(cfg, world)
+        optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+        checkpoints = Checkpoints(cfg, device)
+        closing.callback(checkpoints.close)
+        loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, there.damage)
+        if init is not None:
+            load_weights(init, model.named_parameters(), cfg.model.vocab_size)
 
-def refuse(error: Exception) -> int:
-    """Say why, once, and give the exit code."""
-    if mesh.rank() == 0:
-        print(f"dtmega: {error}", file=sys.stderr)
-    return getattr(error, "exit_code", job.REFUSED)
+    at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
+    batches.load_state_dict({"samples": at.samples})
+    if world.rank == 0:
+        resume.set_aside_newer(cfg, at.step)
+        with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
+            file.write(cfg.to_toml())
+    metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
+    closing.callback(metrics.close)
+    lines = [describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *models.notes(cfg.model)]
+    metrics.message("\n".join([*lines, *text.notes, *there.damage]))
+    spikes = Spikes(cfg.train.skip_spikes, recent)
+    return Run(cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at
 
 
 def train(run: Run, at: Progress) -> int:

@@ -41,28 +41,31 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Claim:
-    """The right to write in run_dir, made if need be, held by one process at a time until `close()` or its death.
+    """The right to write in a folder, made if need be, held by one process at a time until `close()` or its death.
+
+    Args:
+        key: of the configuration, that names the folder.
 
     Raises:
         ValueError: another process has it, and still had it after patience_s, in which an orphan may die; or the
             directory cannot be written.
     """
 
-    def __init__(self, run_dir: Path, patience_s: float = 5.0) -> None:
-        path = run_dir / ".lock"
+    def __init__(self, folder: Path, patience_s: float = 5.0, key: str = "[run] dir") -> None:
+        path = folder / ".lock"
         try:
-            durable.make_folder(run_dir)
+            durable.make_folder(folder)
             # Not inherited by what this process starts, which may outlive it.
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise ValueError(f"cannot write to {run_dir}: {error.strerror} ([run] dir)") from None
+            raise ValueError(f"cannot write to {folder}: {error.strerror} ({key})") from None
         deadline = time.monotonic() + patience_s
         while not self._lock(path):
             if time.monotonic() > deadline:
                 os.close(self._fd)
                 holder = _read_lock(path)
                 who = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
-                raise ValueError(f"{run_dir} is being written by {who} ([run] dir)")
+                raise ValueError(f"{folder} is being written by {who} ({key})")
             time.sleep(0.1)
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}

@@ -81,11 +81,15 @@ class World:
 
 
 def world_size() -> int:
-    """Processes that the launcher started; 1 without a launcher."""
+    """Processes of the process group, or that the launcher started; 1 without either."""
+    if dist.is_initialized():
+        return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
+    if dist.is_initialized():
+        return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
@@ -163,11 +167,14 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOUT_S) -> World:
+def start(
+    device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOUT_S, store: Store | None = None
+) -> World:
     """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
 
     Args:
         timeout_s: of the rendezvous and of every collective; a process group that is there already keeps its own.
+        store: what `rendezvous` gave, if it was called before.
 
     Raises:
         RuntimeError: not all ranks came in time.
@@ -179,7 +186,7 @@ def start(device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOU
     if not dist.is_initialized():  # by whoever calls the trainer as a library
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_rendezvous(timeout),
+            store=rendezvous(timeout_s) if store is None else store,
             rank=rank(),
             world_size=world_size(),
             timeout=timeout,
@@ -251,8 +258,8 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
     return group
 
 
-def _rendezvous(timeout: timedelta) -> Store:
-    """A store that only the processes of this attempt of the job use.
+def rendezvous(timeout_s: float) -> Store:
+    """A store that only the processes of this attempt of the job use; that of the process group if there is one.
 
     torchrun keeps one store over all restarts, in which the next attempt finds the addresses of dead processes; with
     gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT cannot tell attempts apart: each node counts its own
@@ -260,8 +267,12 @@ def _rendezvous(timeout: timedelta) -> Store:
     before a rank came is an earlier one.
 
     Raises:
-        RuntimeError: not all ranks came within `timeout`; rank 0 names those that did not.
+        ValueError: the launcher has told only half of what there is to know.
+        RuntimeError: not all ranks came within `timeout_s`; rank 0 names those that did not.
     """
+    timeout = timedelta(seconds=timeout_s)
+    if dist.is_initialized():
+        return store()
     if "WORLD_SIZE" not in os.environ:
         return HashStore()
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

@@ -60,3 +60,9 @@ def say(text: str) -> None:
     """Lines on stderr in one write, so that those of several ranks do not mix."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """[2] -> rank 2, [0, 1] -> ranks 0, 1; the first 16 of many."""
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more

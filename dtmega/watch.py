@@ -94,11 +94,13 @@ class Watch:
         for rank, beat in zip(begun, beats, strict=True):
             places.setdefault((beat.step, beat.nth, beat.phase), {})[rank] = beat.age_s()
         silent = [rank for rank in range(self._size) if rank not in begun]
-        lines = [f"{_name(silent)} behind: nothing heard since the start"] if silent else []
+        lines = [f"{output.name_ranks(silent)} behind: nothing heard since the start"] if silent else []
         for step, nth, phase in sorted(places):
             behind, ages_s = (step, nth) < max(places)[:2], places[step, nth, phase]
             how = "behind" if behind else "in front" if silent or len(places) > 1 else "together"
-            lines.append(f"{_name(list(ages_s))} {how}: step {step} in {phase}, for {max(ages_s.values()):.0f} s")
+            lines.append(
+                f"{output.name_ranks(list(ages_s))} {how}: step {step} in {phase}, for {max(ages_s.values()):.0f} s"
+            )
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -161,12 +163,6 @@ class Watch:
             return self._reader is None or self._reader.add("hung", 1) == 1
         except RuntimeError:
             return True
-
-
-def _name(ranks: list[int]) -> str:
-    """[2] -> rank 2, [0, 1] -> ranks 0, 1; the first 16 of many."""
-    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more
 
 
 def _parse(text: bytes) -> Beat:

@@ -48,6 +48,7 @@ class FileEvents:
         self.names: list[str] = []
         self.kernel: list[str] = []
         self._root, self._rank, self._die_at = root, rank, die_at
+        root.mkdir(parents=True, exist_ok=True)
         self._libc = ctypes.CDLL(None)
         self._inotify = self._libc.inotify_init1(os.O_NONBLOCK)
         self._wrap("mkdir", "mkdir {0}")

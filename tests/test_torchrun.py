@@ -16,6 +16,7 @@ import pytest
 
 import train
 from dtmega import job
+from dtmega.checkpoint import found
 from tests.layouts import ROOT, write_text
 from tests.resumed import KEYS, LAYOUTS, Record, Training, flags, train_all, whole
 from tests.test_job import TORCHRUN, alive, started, wait_for
@@ -148,7 +149,7 @@ def test_a_second_writer_is_refused_and_a_killed_agent_leaves_no_orphan_and_a_ru
 ):
     with torchrun(tmp_path, WAIT_FOR_A_SIGNAL, base.keys) as agent:
         pids = workers(tmp_path, agent)
-        monkeypatch.setattr(train, "Claim", partial(job.Claim, patience_s=0))
+        monkeypatch.setattr(found, "Claim", partial(job.Claim, patience_s=0))
         alone = base.keys | {"mesh.dp_shard": 1}
         assert train.main(flags(alone, tmp_path / "run")) == job.REFUSED
         assert re.search(r"is being written by process \d+ on .* since", capsys.readouterr().err)

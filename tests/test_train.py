@@ -91,7 +91,10 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
     assert validation[-1] < validation[0] - 1
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard", ".lock"}
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000020", "step-00000030"]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("[!.]*"))] == [
+        "step-00000020",
+        "step-00000030",
+    ]
     output = capsys.readouterr().out
     assert "ppl" in output
     assert "a sample:\ndef " in output
@@ -141,7 +144,7 @@ def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, co
 
 def test_exit_duration_saves_after_the_step_that_passes_it(tmp_path, corpus):
     assert run(tmp_path, corpus, train__exit_duration_min=1e-9) == 0
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("[!.]*")] == ["step-00000001"]
 
 
 def test_a_checkpoint_outlives_no_line_of_metrics_and_no_configuration_in_a_power_cut(tmp_path, corpus, monkeypatch):

@@ -101,6 +101,12 @@ def root_of(cfg: config.Config) -> str:
     return cfg.checkpoint.dir or str(Path(cfg.run.dir, "checkpoints"))
 
 
+def split(path: str) -> tuple[Disk | Remote, str]:
+    """A checkpoint's path -> what holds it, and its name in there."""
+    parent, _, folder = path.rstrip("/").rpartition("/")
+    return open_root(parent or ("/" if path.startswith("/") else ".")), folder
+
+
 def open_checkpoint(path: str) -> Checkpoint:
     """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
 
@@ -110,8 +116,7 @@ def open_checkpoint(path: str) -> Checkpoint:
         ValueError: nothing like that there.
         Damaged: nothing intact.
     """
-    parent, _, folder = path.rstrip("/").rpartition("/")
-    files = open_root(parent or ("/" if path.startswith("/") else "."))
+    files, folder = split(path)
     if folder in files.folders() and manifest.NAME in files.sizes(folder):
         return Checkpoint(files, folder)
     damage = []
@@ -144,6 +149,21 @@ def _dir_of_run(run_dir: str) -> str:
     return found if isinstance(found, str) else ""
 
 
+def named(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
+    """The checkpoint that `[checkpoint] resume` names, if it names one.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    path = cfg.checkpoint.resume
+    if path in ("auto", "none"):
+        return []
+    files, folder = split(path)
+    if folder not in files.folders():
+        raise ValueError(f"{path} is not a checkpoint: no such folder ([checkpoint] resume)")
+    return [(files, folder)]
+
+
 def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoint], list[str]]:
     """The checkpoints that `[checkpoint] resume` allows to go on from, the newest first; what is wrong with others.
 
@@ -154,12 +174,7 @@ def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoi
     resume, restarted = cfg.checkpoint.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     own = open_root(root_of(cfg))
     places = [(own, folder) for folder in finished(own)[::-1]] if resume == "auto" or restarted else []
-    if resume not in ("auto", "none"):
-        parent, _, folder = resume.rstrip("/").rpartition("/")
-        files = open_root(parent or ("/" if resume.startswith("/") else "."))
-        if folder not in files.folders():
-            raise ValueError(f"{resume} is not a checkpoint: no such folder ([checkpoint] resume)")
-        places.append((files, folder))
+    places += named(cfg)
     found, damage = [], []
     for files, folder in places:
         try:

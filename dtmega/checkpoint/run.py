@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from dtmega.checkpoint import dcp, manifest
 from dtmega.checkpoint.dcp import Checkpoint, Failed
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
-from dtmega.checkpoint.resume import State, finished, name, open_checkpoint, root_of, state_of
+from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
 from dtmega.shards import local
 
 
@@ -63,7 +62,6 @@ class Checkpoints:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.run.collective_timeout_s()))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        self._check_one_file_system()
         self._stager: DefaultStager | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
@@ -132,20 +130,19 @@ class Checkpoints:
         """Fill parameters and optimizer from the first intact candidate; None if there are none.
 
         Args:
+            candidates: the same on all ranks.
             parameters: of this rank; two of one name are both filled.
             damage: what was found damaged so far, one line each; more are added.
 
         Raises:
             Damaged: none is intact.
-            ValueError: a tensor is missing or of another shape.
-            RuntimeError: the ranks do not see the same candidates.
+            ValueError: a tensor is missing or of another shape, for any rank; on all of them.
         """
-        candidates = self._agree(candidates)
         parameters = list(parameters)
         for checkpoint in candidates:
             try:
                 state = state_of(checkpoint)
-                targets = _targets(checkpoint, parameters, optimizer, state.updates)
+                targets = self._targets(checkpoint, parameters, optimizer, state.updates)
                 dcp.load(checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group)
             except Damaged as error:
                 damage.append(f"damaged: {checkpoint.path}: {error}")
@@ -158,41 +155,18 @@ class Checkpoints:
             raise Damaged("\n".join(damage))
         return None
 
-    def _check_one_file_system(self) -> None:
-        """Every rank writes its part of a checkpoint into one folder."""
-        probe = [f".tmp-step-probe-{uuid4().hex}"]  # a name that the next start cleans up if this one is killed
-        dist.broadcast_object_list(probe, src=0, group=self._group)
-        if dist.get_rank() == 0:
-            self._files.make(probe[0])
-            with self._files.create(probe[0], "probe") as file:
-                file.write(b"is this one file system?")
-        dist.barrier(self._group)
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, probe[0] in self._files.folders(), group=self._group)
-        if dist.get_rank() == 0:
-            self._files.remove(probe[0])
-        if not all(seen):
-            blind = [rank for rank, sees in enumerate(seen) if not sees]
-            raise RuntimeError(
-                f"ranks {blind} do not see the checkpoints of rank 0 in {self._files.path('')} ([run] dir)"
-            )
-
-    def _agree(self, candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
-        """Those of rank 0; nodes count restarts each for itself, and so may look for different ones."""
-        paths = [[checkpoint.path for checkpoint in candidates]]
-        dist.broadcast_object_list(paths, src=0, group=self._group)
-        if paths[0] != [checkpoint.path for checkpoint in candidates]:
-            with contextlib.suppress(ValueError):  # which the comparison finds
-                candidates = [open_checkpoint(path) for path in paths[0]]
-        mine = [(checkpoint.path, manifest.digest(manifest.dump(checkpoint.manifest))) for checkpoint in candidates]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self._group)
-        if any(theirs != everyone[0] for theirs in everyone):
-            raise RuntimeError(
-                f"the ranks do not see the same checkpoints: {everyone}; are they on one file system, and does another "
-                f"run write there? ([run] dir, [checkpoint] dir)"
-            )
-        return candidates
+    def _targets(self, checkpoint: Checkpoint, *rest: Any) -> dict[str, list[Tensor]]:
+        """`_targets`, or the refusal of any rank: the others would wait for it in the collectives of loading."""
+        targets, mine = dict[str, list[Tensor]](), ""
+        try:
+            targets = _targets(checkpoint, *rest)
+        except ValueError as error:
+            mine = str(error)
+        refusals: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(refusals, mine, group=self._group)
+        if any(refusals):
+            raise ValueError(next(filter(None, refusals)))
+        return targets
 
     def close(self) -> None:
         self._thread.shutdown()

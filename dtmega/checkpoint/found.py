@@ -1,0 +1,91 @@
+"""Where a run writes and what it goes on from: claimed and found by rank 0, seen by all ranks, or refused.
+
+Rank 0 claims, then looks: another process may still be writing the checkpoint to go on from. The others open the
+paths that it tells them; that they see the same files is checked, as every rank writes its part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from dtmega import config, output
+from dtmega.checkpoint import manifest, resume
+from dtmega.checkpoint.dcp import Checkpoint
+from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.manifest import Damaged
+from dtmega.job import Claim
+
+
+class Found(NamedTuple):
+    """By rank 0.
+
+    Attributes:
+        paths: of checkpoints to go on from, the newest first.
+        damage: what is wrong with others, one line each.
+        probe: a folder that it has made where checkpoints are written, for the other ranks to see.
+    """
+
+    paths: list[str]
+    damage: list[str]
+    probe: str
+
+
+def claims(cfg: config.Config) -> Iterator[Claim]:
+    """The right to write in the run directory, and where the checkpoints are. To be closed.
+
+    Raises:
+        ValueError: somebody else has one of them, or it cannot be written.
+    """
+    run_dir, root = Path(cfg.run.dir), resume.root_of(cfg)
+    yield Claim(run_dir)
+    if "://" in root:
+        output.say(f"{root} cannot be locked: a second run that writes there would not be noticed")
+    elif not (Path(root).exists() and Path(root).samefile(run_dir)):
+        yield Claim(Path(root), key="[checkpoint] dir")
+
+
+def find(cfg: config.Config, identity: Mapping[str, Any]) -> Found:
+    """Raises:
+    ValueError: as `resume.find`; or nothing can be written where checkpoints are.
+    """
+    checkpoints, damage = resume.find(cfg, identity)
+    return Found([checkpoint.path for checkpoint in checkpoints], damage, _leave_probe(open_root(resume.root_of(cfg))))
+
+
+def see(cfg: config.Config, found: Found) -> list[Checkpoint]:
+    """What rank 0 found, opened on this rank.
+
+    Raises:
+        ValueError: this rank does not see it.
+    """
+    files = open_root(resume.root_of(cfg))
+    advice = "all ranks need one file system there ([run] dir, [checkpoint] dir)"
+    if found.probe not in files.folders():
+        raise ValueError(f"cannot see what rank 0 has written in {files.path('')}: {advice}")
+    try:
+        return [Checkpoint(*resume.split(path)) for path in found.paths]
+    except Damaged as error:
+        raise ValueError(f"cannot read what rank 0 has found, {', '.join(found.paths)}: {error}; {advice}") from None
+
+
+def digests(checkpoints: list[Checkpoint]) -> dict[str, str]:
+    """Path -> digest of the manifest, in which all ranks must agree."""
+    return {checkpoint.path: manifest.digest(manifest.dump(checkpoint.manifest)) for checkpoint in checkpoints}
+
+
+def remove_probe(cfg: config.Config, found: Found) -> None:
+    open_root(resume.root_of(cfg)).remove(found.probe)
+
+
+def _leave_probe(files: Disk | Remote) -> str:
+    probe = f".tmp-step-probe-{uuid4().hex}"  # a name that the next start cleans up if this one is killed
+    try:
+        files.make(probe)
+        with files.create(probe, "probe") as file:
+            file.write(b"is this one file system?")
+    except Exception as error:  # whatever the library behind a URL raises
+        raise ValueError(f"cannot write to {files.path('')}: {error} ([run] dir, [checkpoint] dir)") from None
+    return probe
