@@ -128,9 +128,11 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         resume.set_aside_newer(cfg, at.step)
         with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
             file.write(cfg.to_toml())
-    metrics = Metrics(cfg, device, world.size, start_step=at.step, write=world.rank == 0)
+    end = cfg.end(at.step, at.samples)
+    metrics = Metrics(cfg, device, world.size, end, start_step=at.step, write=world.rank == 0)
     closing.callback(metrics.close)
-    lines = [describe(cfg, device, world.size, text.samples("train").n_tokens, at.step), *models.notes(cfg.model)]
+    n_tokens = text.samples("train").n_tokens
+    lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *models.notes(cfg.model)]
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
     return Run(cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at
@@ -139,7 +141,9 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
 def train(run: Run, at: Progress) -> int:
     """The loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
     cfg, world, model, metrics, watch = run.cfg, run.world, run.model, run.metrics, run.watch
-    first_step, total_steps, started = at.step, cfg.total_steps(), time.monotonic()
+    first_step, started = at.step, time.monotonic()
+    end = cfg.end(at.step, at.samples)
+    total_steps = end.steps
     skipped_in_a_row, stopping, unsaved = 0, "", ""
     validating = cfg.eval.interval > 0 and run.text.splits["valid"] is not None
     if at.step >= total_steps:
@@ -153,7 +157,7 @@ def train(run: Run, at: Progress) -> int:
         if at.step == first_step:
             check_same_batch(batch, world)
         samples = range(batch.first_sample, batch.first_sample + batch.samples)
-        rate = optim.learning_rate(cfg.optim, *optim.progress(cfg, at.step + 1, samples.stop))
+        rate = optim.rate_at(cfg, at.step + 1, samples.stop, end)
         optim.set_learning_rate(run.optimizer, rate)
         watch.beat(at.step + 1, "step")
         step_started = time.perf_counter()

@@ -4,39 +4,43 @@
     config.optim.lr
 
 Every key is declared once, below, with its default and one line; `--help` prints exactly that. An interval of 0 is
-off, dtypes are torch's names. Reading is strict: no string is taken for a number, an unknown key names its neighbour.
+off, dtypes are torch's names. How they are read is in `sections.py`.
 """
 
 from __future__ import annotations
 
-import difflib
+import math
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import tomli
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import model_validator
+
+from dtmega import sections
+from dtmega.sections import ConfigError, Override, Section, key
 
 CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...]"
+HELP = """usage: torchrun [--nproc-per-node N] train.py --config NAME.toml
+       [--section.key value ...]
+NAME is a path, or a name under configs/. Every key, its default, what it is:"""
 
 
-class ConfigError(ValueError):
-    """What the user asked for cannot be; `train.py` prints it and exits with code 2."""
+class End(NamedTuple):
+    """Counts of what a run has done when it is done."""
 
-
-def key(default: Any, line: str, **bounds: Any) -> Any:
-    return Field(default, description=line, **bounds)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    steps: int
+    samples: int
 
 
 class Run(Section):
-    dir: str = key("runs/bloom", "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/")
+    dir: str = key(
+        "runs/bloom",
+        "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/",
+        min_length=1,
+    )
     seed: int = key(1234, "the one seed: initial values, data order and dropout are functions of it", ge=0, lt=2**31)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU where there is one")
     timeout_s: float = key(600.0, "a process that does nothing for so long hangs: the job ends and names it", gt=0)
@@ -98,7 +102,7 @@ class Data(Section):
     eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
     reset_position_ids: bool = key(False, "positions start again after each end-of-document")
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
-    num_workers: int = key(1, "loader processes per rank; 0 = in the trainer", ge=0)
+    num_workers: int = key(1, "loader processes per rank; 0 = in the trainer", ge=0, le=64)
 
     @model_validator(mode="after")
     def _check(self) -> Data:
@@ -110,7 +114,8 @@ class Data(Section):
             fractions = [float(x) for x in self.split.split(",")]
         except ValueError:
             fractions = []
-        if len(fractions) != 3 or min(fractions) < 0 or fractions[0] <= 0:
+        finite = all(math.isfinite(x) for x in fractions)
+        if len(fractions) != 3 or not finite or min(fractions) < 0 or fractions[0] <= 0:
             raise ValueError(f"[data] split is three weights 'train,valid,test' with train > 0, got '{self.split}'")
         return self
 
@@ -143,7 +148,7 @@ class Batch(Section):
                     f"of {increment}: ({self.global_batch_size} - {start}) % {increment} = "
                     f"{(self.global_batch_size - start) % increment}, expected 0 and start <= global_batch_size"
                 )
-        for size in {self.global_batch_size, *self.rampup[:2]}:
+        for size in self.sizes:
             if size % self.micro_batch_size:
                 raise ValueError(
                     f"micro_batch_size={self.micro_batch_size} does not divide {size} "
@@ -151,13 +156,26 @@ class Batch(Section):
                 )
         return self
 
+    @property
+    def sizes(self) -> range:
+        """The sizes that a step can have, ascending: those of the ramp-up, or one."""
+        start, increment = self.rampup[:2] if self.rampup else (self.global_batch_size, 1)
+        return range(start, self.global_batch_size + 1, increment)
+
     def size_at(self, samples: int) -> int:
         """Sequences in the step that starts after `samples` consumed ones (Megatron-LM `microbatches.py`)."""
-        if not self.rampup or samples > self.rampup[2]:
-            return self.global_batch_size
-        start, increment, ramp_samples = self.rampup
-        increments = (self.global_batch_size - start) // increment
-        return min(start + increment * (samples * increments // ramp_samples), self.global_batch_size)
+        size, _ = next(self.stairs(samples))
+        return size
+
+    def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
+        """(size, until) from `samples` consumed ones on: steps that start before `until` ones have that size."""
+        sizes = self.sizes
+        ramps = len(sizes) - 1
+        if ramps:
+            ramp_samples = self.rampup[2]
+            for i in range(min(samples * ramps // ramp_samples, ramps), ramps):
+                yield sizes[i], -(-(i + 1) * ramp_samples // ramps)
+        yield sizes[-1], sys.maxsize
 
 
 class Optim(Section):
@@ -178,6 +196,10 @@ class Optim(Section):
     def _check(self) -> Optim:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr} ([optim] min_lr, [optim] lr)")
+        if 0 < self.decay <= self.warmup:
+            raise ValueError(
+                f"decay={self.decay} does not come after warmup={self.warmup} ([optim] decay, [optim] warmup)"
+            )
         return self
 
 
@@ -294,37 +316,43 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.total_steps() < 1:
+        end = self.end(0, 0)
+        if end.steps < 1:
             raise ValueError(
                 f"the run is shorter than one step of {self.batch.size_at(0)} sequences x {self.data.seq_len} tokens "
                 f"([train] samples={self.train.samples} or tokens={self.train.tokens}, [batch] global_batch_size)"
             )
-        if self.optim.decay and self.optim.decay < self.optim.warmup:
+        ends = self.optim.decay or self.progress(*end)
+        room = ends - self.optim.warmup
+        if self.optim.schedule == "wsd" and 0 < room < self.optim.wsd_decay:
             raise ValueError(
-                f"decay={self.optim.decay} ends before warmup={self.optim.warmup} does ([optim] decay, [optim] warmup)"
+                f"wsd_decay={self.optim.wsd_decay} does not fit between the warm-up and the end of the schedule: "
+                f"{ends} - {self.optim.warmup} = {room} {self.optim.unit} ([optim] wsd_decay, warmup, decay)"
             )
         return self
 
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run; the last one is the last that fits whole in `samples` or `tokens`."""
-        return self._totals()[0]
+    def end(self, steps: int, samples: int) -> End:
+        """Where a run that has done so many steps and samples will end. On its way there this does not change.
 
-    def total_samples(self) -> int:
-        """Sequences of the whole run."""
-        return self._totals()[1]
-
-    def _totals(self) -> tuple[int, int]:
+        With [train] steps it is that step; with samples or tokens the last step that still fits whole.
+        """
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
-        steps = samples = 0
-        while self.batch.rampup and samples <= self.batch.rampup[2]:
-            if steps == most_steps or samples + self.batch.size_at(samples) > most_samples:
-                return steps, samples
-            samples += self.batch.size_at(samples)
-            steps += 1
-        size = self.batch.global_batch_size
-        more = min(most_steps - steps, (most_samples - samples) // size)
-        return steps + more, samples + more * size
+        for size, until in self.batch.stairs(samples):
+            on_this_stair = -(-(until - samples) // size)
+            fitting = max(0, min(most_steps - steps, (most_samples - samples) // size))
+            n = min(on_this_stair, fitting)
+            steps += n
+            samples += n * size
+            if fitting < on_this_stair:
+                break
+        return End(steps, samples)
+
+    def progress(self, steps: int, samples: int) -> int:
+        """The one of these counts that [optim] unit names, or the samples' tokens."""
+        if self.optim.unit == "steps":
+            return steps
+        return samples * (self.data.seq_len if self.optim.unit == "tokens" else 1)
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump())
@@ -339,107 +367,44 @@ def load(argv: list[str]) -> Config:
     if "--help" in argv or "-h" in argv:
         print(describe())
         sys.exit(0)
-    name, overrides = _parse_argv(argv)
-    path = find(name)
-    try:
-        values = tomli.loads(path.read_text(encoding="utf-8"))
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
-    for section, k, text in overrides:
-        # Names are checked here too, because only a known key tells how its text is to be read.
-        field = _field(section, k, f"--{section}.{k}")
-        table = values.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: '{section}' must be a table [{section}], got {table!r}")
-        table[k] = _parse_value(field, text)
-    return validate(values, str(path))
+    name, overrides = sections.read_argv(argv, USAGE)
+    return read(find(name), overrides)
+
+
+def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
+    """The configuration in a file.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    return validate(sections.read_toml(path), str(path), overrides)
 
 
 def find(name: str) -> Path:
+    """The file that `--config NAME` means.
+
+    Raises:
+        ConfigError: there is none.
+    """
     for path in (Path(name), CONFIGS_DIR / name, CONFIGS_DIR / f"{name}.toml"):
-        if path.is_file():
-            return path
+        try:
+            if path.is_file():
+                return path
+        except OSError as error:  # a name that is too long, a folder that may not be looked into
+            raise ConfigError(f"--config {name:.{sections.SHOWN}}: {error.strerror}") from None
     known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
     raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")
 
 
-def validate(values: dict[str, Any], source: str) -> Config:
-    """Typed sections from nested dicts; `source` names the file in messages."""
-    for section, table in values.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f"{source}: '{section}' stands outside any section; expected [section] tables with keys")
-        for k in table:
-            _field(section, k, source)
-    try:
-        return Config.model_validate({"train": {}} | values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from None
+def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()) -> Config:
+    """Typed sections from nested dicts; `source` names the file in messages.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    return sections.validate(Config, {"train": {}} | dict(values), source, overrides)
 
 
 def describe() -> str:
-    """What `--help` prints: every key, its default, one line."""
-    lines = [f"usage: {USAGE}", "NAME is a path, or a name under configs/. Every key, its default, and what it is:"]
-    for section, info in Config.model_fields.items():
-        lines += ["", f"[{section}]"]
-        for k, field in _section_class(info).model_fields.items():
-            default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]
-            lines.append(f"  --{section}.{k} {' '.join(default.split())}".ljust(48) + f"  {field.description}")
-    return "\n".join(lines)
-
-
-def _section_class(info: FieldInfo) -> type[Section]:
-    assert isinstance(info.annotation, type)
-    assert issubclass(info.annotation, Section)
-    return info.annotation
-
-
-def _field(section: str, k: str, source: str) -> FieldInfo:
-    if section not in Config.model_fields:
-        raise ConfigError(f"{source}: unknown section [{section}]{_nearest(section, list(Config.model_fields))}")
-    fields = _section_class(Config.model_fields[section]).model_fields
-    if k not in fields:
-        raise ConfigError(f"{source}: unknown key '{k}' in [{section}]{_nearest(k, list(fields))}")
-    return fields[k]
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
-
-
-def _parse_argv(argv: list[str]) -> tuple[str, list[tuple[str, str, str]]]:
-    name, overrides, rest = "", [], list(argv)
-    while rest:
-        flag, eq, text = rest.pop(0).partition("=")
-        if not flag.startswith("--") or (flag != "--config" and "." not in flag):
-            raise ConfigError(f"cannot read argument '{flag}'; usage: {USAGE}")
-        if not eq:
-            if not rest:
-                raise ConfigError(f"{flag} needs a value; usage: {USAGE}")
-            text = rest.pop(0)
-        if flag == "--config":
-            name = text
-        else:
-            section, _, k = flag[2:].partition(".")
-            overrides.append((section, k, text))
-    if not name:
-        raise ConfigError(f"--config is missing; usage: {USAGE}")
-    return name, overrides
-
-
-def _parse_value(field: FieldInfo, text: str) -> Any:
-    """A key of type str takes the text as it stands; any other is read as TOML (1e-3, true, [1, 2])."""
-    if field.annotation is str:
-        return text
-    try:
-        return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
-        return text
-
-
-def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"][:2])
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    section, _, k = where.partition(".")
-    return f"[{section}] {k}: {error['msg']}, got {error['input']!r}"
+    """What `--help` prints."""
+    return f"{HELP}\n{sections.describe(Config)}"

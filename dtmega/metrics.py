@@ -1,6 +1,6 @@
 """What a step reports, and where it goes: a progress line, `metrics.jsonl`, TensorBoard.
 
-    metrics = Metrics(config, device, world_size, start_step=step, write=rank == 0)
+    metrics = Metrics(config, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
     metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has it
     metrics.close()
@@ -28,7 +28,7 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from dtmega import cost, durable
-from dtmega.config import Config
+from dtmega.config import Config, End
 
 
 class Metrics:
@@ -36,12 +36,20 @@ class Metrics:
 
     Args:
         device: what this process computes on; the `world_size` processes are taken to have one like it each.
+        end: of the run, `config.end`.
         start_step: the step the run resumes after, 0 for a new run. Lines of later steps, left by a run that was killed
             after its last checkpoint, are cut from metrics.jsonl and hidden in TensorBoard; a new run starts both anew.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, world_size: int, *, start_step: int = 0, write: bool = True
+        self,
+        config: Config,
+        device: torch.device,
+        world_size: int,
+        end: End,
+        *,
+        start_step: int = 0,
+        write: bool = True,
     ) -> None:
         self.write = write
         if not write:
@@ -49,7 +57,7 @@ class Metrics:
         self._device = device
         self._seq_len = config.data.seq_len
         self._interval = config.log.interval
-        self._total_steps = config.total_steps()
+        self._total_steps = end.steps
         self._flops_per_token = cost.flops_per_token(config.model, config.data.seq_len)
         self._peak_flops = world_size * peak_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
@@ -212,21 +220,23 @@ class Metrics:
         return per_step * (self._total_steps - step)
 
 
-def describe(config: Config, device: torch.device, world_size: int, n_tokens: int, step: int) -> str:
+def describe(config: Config, device: torch.device, world_size: int, n_tokens: int, step: int, end: End) -> str:
     """The numbers that follow from the configuration, each once.
 
     Args:
         n_tokens: there are to train on.
         step: the run starts after.
+        end: where it ends.
     """
-    steps, samples, seq_len = config.total_steps(), config.total_samples(), config.data.seq_len
+    seq_len = config.data.seq_len
+    tokens = end.samples * seq_len
     return "\n".join(
         [
             f"{config.model.name}: {cost.parameters(config.model):,} parameters, "
             f"{cost.flops_per_token(config.model, seq_len) / 1e6:,.1f} MFLOP/token, "
             f"{config.precision.params} on {world_size} x {device.type}",
-            f"data: {n_tokens:,} training tokens; {steps:,} steps of {config.batch.global_batch_size} x {seq_len} "
-            f"tokens = {samples * seq_len:,} tokens, {samples * seq_len / n_tokens:.2f} epochs",
+            f"data: {n_tokens:,} training tokens; {end.steps:,} steps of {config.batch.global_batch_size} x {seq_len} "
+            f"tokens = {tokens:,} tokens, {tokens / n_tokens:.2f} epochs",
             f"run: {config.run.dir}, " + (f"resumed at step {step}" if step else "from the start"),
         ]
     )

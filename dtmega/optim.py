@@ -53,24 +53,26 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
         return peak * progress / optim.warmup
     if optim.schedule == "constant":
         return peak
+    if progress > end:
+        return low
     if optim.schedule == "inverse-sqrt":
         return max(low, peak * math.sqrt(max(optim.warmup, 1) / progress))
-    if progress >= end:
-        return low
     if optim.schedule == "wsd":
-        tail = optim.wsd_decay or max(1, end // 10)
+        # The configuration refuses a tail that begins before the warm-up ends, where the rate would jump.
+        tail = optim.wsd_decay or min(max(1, end // 10), end - optim.warmup)
         return low + (peak - low) * min(1.0, (end - progress) / tail)
     done = (progress - optim.warmup) / (end - optim.warmup)
     weight = 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return low + (peak - low) * weight
 
 
-def progress(cfg: config.Config, steps: int, samples: int) -> tuple[int, int]:
-    """(progress, total) for `learning_rate`, in `[optim] unit`, when that many steps and samples are done."""
-    if cfg.optim.unit == "steps":
-        return steps, cfg.total_steps()
-    unit = cfg.data.seq_len if cfg.optim.unit == "tokens" else 1
-    return samples * unit, cfg.total_samples() * unit
+def rate_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> float:
+    """The rate of the update that brings the run to so many steps and samples.
+
+    Args:
+        end: of the run, `cfg.end` of any point of it.
+    """
+    return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

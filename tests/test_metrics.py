@@ -39,7 +39,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
                 train=config.Train(steps=STEPS),
                 log=config.Log(**{"interval": 2, "tensorboard": False} | log),
             )
-            run = Metrics(settings, torch.device("cpu"), world_size, start_step=start_step, write=write)
+            end = settings.end(0, 0)
+            run = Metrics(settings, torch.device("cpu"), world_size, end, start_step=start_step, write=write)
             return stack.enter_context(contextlib.closing(run))
 
         yield start

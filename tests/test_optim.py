@@ -1,6 +1,7 @@
 """Claims about optim.py; the truth is Megatron's formulas, written out."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ def megatron(num: int, schedule: str, warmup: int, end: int, peak: float, low: f
         return peak * num / warmup
     if schedule == "constant":
         return peak
-    if schedule == "inverse-square-root":
-        return max(low, peak * max(warmup, 1) ** 0.5 / num**0.5)
     if num > end:
         return low
+    if schedule == "inverse-square-root":
+        return max(low, peak * max(warmup, 1) ** 0.5 / num**0.5)
     if schedule == "WSD":
         return peak if num <= end - tail else low + (1 - (num - (end - tail)) / tail) * (peak - low)
     ratio = (num - warmup) / (end - warmup)
@@ -50,6 +51,15 @@ def test_without_a_decay_length_the_decay_ends_with_the_training():
     optim = Optim(lr=1e-3, min_lr=1e-4, schedule="cosine", warmup=5)
     assert learning_rate(optim, 200, total=200) == 1e-4
     assert learning_rate(optim, 199, total=200) > 1e-4
+
+
+def test_no_length_of_the_warm_up_makes_the_default_tail_of_wsd_jump():
+    for warmup in (0, 50, 95, 99):
+        optim = Optim(lr=1.0, schedule="wsd", warmup=warmup)
+        rates = [learning_rate(optim, progress, total=100) for progress in range(warmup or 1, 101)]
+        steepest = max(before - after for before, after in pairwise(rates))
+        assert (rates[0], rates[-1]) == (1.0, 0.0)
+        assert steepest <= 1 / min(10, 100 - warmup) + 1e-12
 
 
 def test_the_first_update_already_moves():

@@ -200,9 +200,8 @@ def _microbatches(rows: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]
 
 
 def _check_sizes(batch: Batch, world: int) -> None:
-    start, increment = batch.rampup[:2] if batch.rampup else (batch.global_batch_size, 1)
     unit = batch.micro_batch_size * world
-    for size in range(start, batch.global_batch_size + 1, increment):
+    for size in batch.sizes:
         if size % unit:
             raise ValueError(
                 f"a global batch of {size} sequences does not divide into micro_batch_size x data ranks = "

@@ -37,8 +37,7 @@ def check(cfg: config.Config, pp: int, data_size: int, compiled: bool) -> None:
     plan_stages(cfg, pp)
     name = f"schedule '{cfg.pipeline.csv or cfg.pipeline.schedule}'"
     batch = cfg.batch
-    sizes = range(batch.rampup[0], batch.global_batch_size, batch.rampup[1]) if batch.rampup else ()
-    for size in (*sizes, batch.global_batch_size):
+    for size in batch.sizes:
         n_microbatches = size // (data_size * batch.micro_batch_size)
         if broken := _broken_rule(cfg.pipeline, pp, n_microbatches):
             raise ValueError(
