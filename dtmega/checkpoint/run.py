@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dtmega import config
 from dtmega.checkpoint import dcp, manifest
@@ -27,6 +26,7 @@ from dtmega.checkpoint.dcp import Checkpoint, Failed
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
+from dtmega.checkpoint.staging import Stager
 from dtmega.shards import local
 
 
@@ -62,12 +62,9 @@ class Checkpoints:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.run.collective_timeout_s()))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        self._stager: DefaultStager | None = None
+        self._stager = Stager() if cfg.checkpoint.mode == "async" else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
-        if cfg.checkpoint.mode == "async":
-            cuda = device.type == "cuda"
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[Outcome]:
         """Save now, or start to. Returns what has ended meanwhile: this save or, of an asynchronous run, the last."""
@@ -82,8 +79,7 @@ class Checkpoints:
                 done.set_exception(error)
             self._in_flight = step, time.perf_counter() - started, done
             return ended + self.wait()
-        staged = self._stager.stage(dict(tensors))
-        assert isinstance(staged, dict)
+        staged = self._stager.stage(tensors)
         future = self._thread.submit(dcp.save, *arguments, staged, step, state.model_dump(), self._group)
         self._in_flight = step, time.perf_counter() - started, future
         return ended
@@ -170,8 +166,6 @@ class Checkpoints:
 
     def close(self) -> None:
         self._thread.shutdown()
-        if self._stager is not None:
-            self._stager.close()
 
     def _aside(self, step: int) -> str:
         return f".tmp-{name(step)}" if self._files.renames else name(step)
