@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli
 
-from dtmega import config, job
+from dtmega import config, job, output
 from dtmega.data import tokenize
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     try:
         return table[args.command][2](args)
     except ValueError as error:
-        print(f"dtmega {args.command}: {error}", file=sys.stderr)
+        output.say(f"dtmega {args.command}: {error}")
         return getattr(error, "exit_code", job.REFUSED)
 
 

@@ -57,8 +57,8 @@ def guarded() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Lines on stderr in one write, so that those of several ranks do not mix."""
-    sys.stderr.write(text + "\n")
+    """Lines on stderr in one write, so that those of several ranks do not mix; `printable`, since they repeat names."""
+    sys.stderr.write(printable(text, keep="\n") + "\n")
     sys.stderr.flush()
 
 
@@ -66,3 +66,12 @@ def name_ranks(ranks: list[int]) -> str:
     """[2] -> rank 2, [0, 1] -> ranks 0, 1; the first 16 of many."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""The text with every character that steers a terminal, or hides, written out: "\x1b[2J" becomes "\\x1b[2J".
+
+    Args:
+        keep: characters that stay, such as line ends where the text may have several lines.
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

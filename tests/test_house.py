@@ -16,6 +16,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "config": (0, {"sections"}),
     "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
+    "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
     "job": (1, set()),  # what a process owes its launcher
     "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -401,6 +402,23 @@ def test_input_that_cannot_be_used_is_named_and_leaves_nothing(tmp_path, capsys,
     assert run(tmp_path, name) == 2
     assert re.search(message, capsys.readouterr().err)
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.zst", ".jsonl.gz", ".txt.zst", ".txt.gz"])
+def test_a_few_bytes_that_decompress_to_one_endless_document_are_refused_long_before_its_end(
+    tmp_path, monkeypatch, suffix
+):
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 8 << 20)
+    endless = b'{"text": "' + b"a" * (2 << 27)
+    compress = gzip.compress if suffix.endswith(".gz") else zstandard.ZstdCompressor(level=1).compress
+    (tmp_path / f"in{suffix}").write_bytes(compress(endless))
+    del endless
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"the document in line 1 has more than 8,388,608 bytes when decompressed"):
+        list(text_files.read([str(tmp_path / f"in{suffix}")], "text"))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 160 << 20
 
 
 def test_a_pattern_without_a_file_is_named(tmp_path, capsys):

@@ -14,18 +14,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dtmega.checkpoint.cover import cover
 from dtmega.checkpoint.inert import Made, count, counts, decode, described, fields, of_type
 from dtmega.checkpoint.torch_save import DTYPES, SavedTensor, find_tensor, read_bytes, regular_file
 
 MAX_METADATA_BYTES = 1 << 30  # about 150 bytes a chunk: 7 million chunks
-MAX_CUT_DIMS = 8
 FILE_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -202,24 +201,10 @@ def _tensor(name: str, there: dict[str, Any], items: _Items) -> tuple[torch.dtyp
             )
         chunks.append(_Chunk(offsets, sizes, item))
     if 0 not in shape:
-        _check_cover(name, shape, chunks)
+        try:
+            whole = cover(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        except ValueError as error:
+            raise ValueError(f"'{name}': {error}") from None
+        if not whole:
+            raise ValueError(f"the chunks of '{name}' do not cover its shape {shape} exactly once")
     return dtype, shape, chunks
-
-
-def _check_cover(name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
-    """Boxes cover each element of a whole once exactly if their signed corners add up to those of the whole.
-
-    The sign of a corner is the product of +1 for each dim where it is the lower end, -1 where it is the upper: that is
-    the mixed difference of a sum of boxes, which determines the sum. Linear in the number of boxes.
-    """
-    cut = [d for d, n in enumerate(shape) if any((c.offsets[d], c.sizes[d]) != (0, n) for c in chunks)]
-    if len(cut) > MAX_CUT_DIMS:
-        raise ValueError(f"expected '{name}' to be cut along at most {MAX_CUT_DIMS} dims, got {len(cut)}")
-    corners: Counter[tuple[int, ...]] = Counter()
-    boxes = [(1, chunk.offsets, chunk.sizes) for chunk in chunks] + [(-1, (0,) * len(shape), shape)]
-    for sign, offsets, sizes in boxes:
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(offsets[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
-            corners[corner] += sign * (-1) ** sum(ends)
-    if any(corners.values()):
-        raise ValueError(f"the chunks of '{name}' do not cover its shape {shape} exactly once")

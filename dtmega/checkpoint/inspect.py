@@ -12,6 +12,7 @@ from dtmega import job
 from dtmega.checkpoint.dcp import Checkpoint
 from dtmega.checkpoint.manifest import Entry
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.output import printable
 
 SHOWN = 10  # differing tensors
 
@@ -26,9 +27,9 @@ def main(path: str, other: str | None, verify: bool) -> int:
     checkpoint = open_checkpoint(path)
     if other is not None:
         found = list(differences(checkpoint, open_checkpoint(other)))
-        print("\n".join(found) or "no differences")
+        print("\n".join(map(printable, found)) or "no differences")
         return 1 if found else job.DONE
-    print("\n".join(describe(checkpoint)))
+    print("\n".join(map(printable, describe(checkpoint))))
     if verify:
         started = time.perf_counter()
         checkpoint.verify()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 import xxhash
 
 from dtmega import job
+from dtmega.checkpoint.cover import cover
+from dtmega.strangers import parse_object
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -139,14 +140,14 @@ def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
     if raw != body + _tail(body):
         raise Damaged(f"{NAME}: its digest does not match its content")
     try:
-        content = json.loads(body[len(b'{"content":') :])
+        content = parse_object(body[len(b'{"content":') :], NAME)
         if content["format"] != FORMAT:
-            raise OtherFormat(f"a checkpoint of format {content['format']}; this dtmega reads {FORMAT}")
+            raise OtherFormat(f"a checkpoint of format {content['format']!r:.40}; this dtmega reads {FORMAT}")
         manifest = Manifest(
             _count(content["step"]),
             _typed(content["state"], dict),
             {_file_name(name): _count(size) for name, size in _typed(content["files"], dict).items()},
-            {_typed(name, str): _entry(entry) for name, entry in _typed(content["tensors"], dict).items()},
+            {_tensor_name(name): _entry(entry) for name, entry in _typed(content["tensors"], dict).items()},
         )
         _check_places(manifest)
     except (OtherFormat, Damaged):
@@ -176,9 +177,7 @@ def _check_places(manifest: Manifest) -> None:
     """Each chunk inside its tensor and its file, all of a tensor there once, no byte used twice."""
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, entry in manifest.tensors.items():
-        elements = 0
         for c in entry.chunks:
-            elements += math.prod(c.sizes)
             n_bytes = math.prod(c.sizes) * entry.dtype.itemsize
             fits = len(c.offsets) == len(c.sizes) == len(entry.shape) and all(
                 o + n <= whole for o, n, whole in zip(c.offsets, c.sizes, entry.shape, strict=True)
@@ -186,7 +185,8 @@ def _check_places(manifest: Manifest) -> None:
             if not fits or c.file not in used or len(c.digests) != -(-n_bytes // BLOCK_BYTES):
                 raise Damaged(f"{NAME}: '{name}' has a chunk {c.offsets} + {c.sizes} that does not fit {entry.shape}")
             used[c.file].append((c.start, c.start + n_bytes))
-        if elements != math.prod(entry.shape) or overlap(entry.chunks):
+        boxes = [(c.offsets, c.sizes) for c in entry.chunks if 0 not in c.sizes]
+        if 0 not in entry.shape and not cover(entry.shape, boxes):
             raise Damaged(f"{NAME}: the chunks of '{name}' do not make {list(entry.shape)}")
     for file, ranges in used.items():
         end = 0
@@ -196,20 +196,6 @@ def _check_places(manifest: Manifest) -> None:
             end = stop
         if end > manifest.files[file]:
             raise Damaged(f"{NAME}: an entry ends at byte {end} of {file}, which has {manifest.files[file]}")
-
-
-def overlap(chunks: Iterable[Chunk]) -> bool:
-    """Do two boxes share an element? Sorted by their first row, so that only near ones are compared."""
-    active: list[Chunk] = []
-    for c in sorted(chunks, key=lambda c: c.offsets):
-        active = [a for a in active if not c.offsets or a.offsets[0] + a.sizes[0] > c.offsets[0]]
-        for a in active:
-            if all(
-                max(o, p) < min(o + n, p + m) for o, n, p, m in zip(a.offsets, a.sizes, c.offsets, c.sizes, strict=True)
-            ):
-                return True
-        active.append(c)
-    return False
 
 
 def _typed(value: Any, kind: type) -> Any:
@@ -228,6 +214,12 @@ def _counts(values: Any) -> tuple[int, ...]:
     if len(_typed(values, list)) > MAX_DIMS:
         raise TypeError(f"expected at most {MAX_DIMS} dims, got {len(values)}")
     return tuple(_count(value) for value in values)
+
+
+def _tensor_name(value: Any) -> str:
+    if not _typed(value, str).isprintable():
+        raise TypeError(f"expected a printable name, got {value!a:.200}")
+    return value
 
 
 def _file_name(value: Any) -> str:

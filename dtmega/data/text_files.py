@@ -23,6 +23,8 @@ from typing import IO
 KINDS = (".txt", ".jsonl", ".json", ".parquet")
 LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow"}  # of the optional extra dtmega[data]
 CHUNK_BYTES = 1 << 20  # text per batch of lines; a line or a .txt file that is longer comes whole
+MAX_RECORD_BYTES = 1 << 28  # of a compressed file: 22 kB of zstd can be one line of 3 GB
+ZSTD_BYTES = 4096  # decompressed at a time, to 128 MiB at most: a block of 4 bytes holds up to 128 KiB
 PARQUET_ROWS = 256  # the same for rows, whose size is known only after reading
 
 
@@ -90,7 +92,11 @@ def read(paths: list[str], column: str) -> Iterator[Batch]:
 
 
 def _read_whole(path: str, _: str) -> Iterator[tuple[int, bytes, int]]:
-    yield 1, b"".join(chunk for chunk, _ in _chunks(path)), os.path.getsize(path)
+    parts: list[bytes] = []
+    for chunk, _position in _chunks(path):
+        parts.append(chunk)
+        _check_size(path, 1, parts)
+    yield 1, b"".join(parts), os.path.getsize(path)
 
 
 def _read_lines(path: str, _: str) -> Iterator[tuple[int, bytes, int]]:
@@ -103,7 +109,17 @@ def _read_lines(path: str, _: str) -> Iterator[tuple[int, bytes, int]]:
             first += data.count(b"\n") + 1
             parts = []
         parts.append(rest)
+        _check_size(path, first, parts)
     yield first, b"".join(parts), os.path.getsize(path)
+
+
+def _check_size(path: str, line: int, parts: list[bytes]) -> None:
+    """A plain file says by its size what it holds; a compressed one can hold a thousand times more, or a million."""
+    if path.endswith((".gz", ".zst")) and sum(map(len, parts)) > MAX_RECORD_BYTES:
+        raise ValueError(
+            f"{path}: the document in line {line} has more than {MAX_RECORD_BYTES:,} bytes when decompressed; if that "
+            f"is meant, decompress the file first"
+        )
 
 
 def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
@@ -125,20 +141,26 @@ def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
     """Like zstandard's own stream reader, which however takes a file that was cut off for a whole one."""
     import zstandard
 
-    # Windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora.
+    # Windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd's memory for one is used
+    # only as far as the text goes.
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, is_open = decompressor.decompressobj(), False
-    while data := raw.read(CHUNK_BYTES // 8):
+    parts: list[bytes] = []
+    while data := raw.read(ZSTD_BYTES):
         while data:
             try:
-                yield frame.decompress(data)
+                parts.append(frame.decompress(data))
             except zstandard.ZstdError as error:
                 raise EOFError(error) from None
             is_open, data = not frame.eof, frame.unused_data
             if frame.eof:
                 frame = decompressor.decompressobj()
+        if sum(map(len, parts)) >= CHUNK_BYTES:
+            yield b"".join(parts)
+            parts = []
     if is_open:
         raise EOFError("the last zstd frame has no end")
+    yield b"".join(parts)
 
 
 def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | None], int]]:

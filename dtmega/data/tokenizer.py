@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
+
+from dtmega.strangers import read_object
 
 # cl100k_base's rule, written so that tiktoken and Hugging Face's `tokenizers` both read it: contractions; words with
 # one mark before them; digits by three; punctuation with its newlines; blank lines; indentation but for its last blank.
@@ -168,10 +169,11 @@ def _from_huggingface(spec: str) -> Tokenizer:
 def _eos_token(path: Path) -> list[str]:
     """What the directory of a model says of it: a string, or a token written out."""
     try:
-        token = json.loads(path.with_name("tokenizer_config.json").read_bytes())["eos_token"]
-        return [token["content"] if isinstance(token, dict) else token]
-    except (OSError, ValueError, KeyError, TypeError):
+        token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
+    except ValueError:
         return []
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
 
 
 def _read(path: Path) -> bytes:
