@@ -189,7 +189,15 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
         init_weights(stage, cfg.run.seed)
     if table:
         shard_buffers(stage, world.tp, table)
+    _move_buffers(stage, world.device)
     return partial
+
+
+def _move_buffers(stage: Stage, device: torch.device) -> None:
+    """FSDP brings offloaded parameters to the computing device when they are needed; buffers have to be there."""
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def starting_weights(cfg: config.Config) -> Source | None:

@@ -1,10 +1,14 @@
 """What cannot be combined is refused before anything starts, with the reason."""
 
+import dataclasses
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from dtmega import config, mesh
-from dtmega.parallelize import check
+from dtmega import config, mesh, models
+from dtmega.parallelize import check, parallelize
+from tests import hf_models
 
 CPU = torch.device("cpu")
 
@@ -50,3 +54,29 @@ def test_a_combination_that_cannot_work_is_refused(world, overrides, message):
 def test_what_works_is_let_through(world, overrides):
     cfg = sections(**overrides)
     check(cfg, mesh.resolve(cfg.mesh, world), CPU)
+
+
+def places(values: dict[str, dict[str, object]]) -> dict[str, set[str]]:
+    """The kinds of devices of parameters and of buffers, where "meta" stands for a GPU that computes."""
+    cfg = models.resolved(config.validate(values | {"train": {"steps": 1}, "fsdp": {"cpu_offload": True}}, "test"))
+    try:
+        world = mesh.start(CPU, mesh.resolve(cfg.mesh, 1))
+        (stage,) = parallelize(cfg, dataclasses.replace(world, device=torch.device("meta"))).stages.values()
+    finally:
+        dist.destroy_process_group()
+    buffers = {f"buffer {name.rpartition('.')[2]}": {b.device.type} for name, b in stage.named_buffers()}
+    return {"parameters": {p.device.type for p in stage.parameters()}, **buffers}
+
+
+def test_offloaded_parameters_are_in_host_memory_and_buffers_where_the_model_computes():
+    dropout = {"model": {"hidden_dropout": 0.1}}
+    assert places(dropout) == {"parameters": {"cpu"}} | {
+        f"buffer {name}": {"meta"} for name in ("slopes", "head_ids", "key")
+    }
+
+
+def test_rotary_frequencies_of_a_transformers_model_are_where_it_computes():
+    case = hf_models.Case("llama")
+    found = places({"model": {"name": "hf", "path": hf_models.saved([case])[case]}, "data": {"tokenizer": "bytes"}})
+    assert found["parameters"] == {"cpu"}
+    assert found["buffer inv_freq"] == {"meta"}
