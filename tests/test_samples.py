@@ -9,7 +9,8 @@ import pytest
 
 from dtmega import keyed
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
-from dtmega.data.samples import Samples, permutation
+from dtmega.data.order import permutation
+from dtmega.data.samples import Samples
 
 LENGTHS = [5, 0, 31, 1, 7, 2, 0, 12, 3, 1, 9, 4]  # 75 tokens; documents without any, and one longer than some samples
 

@@ -104,12 +104,14 @@ class IndexedDataset:
             raise ValueError(
                 f"{path}: expected a document index from 0 to {n}, got {index[[0, -1]] if len(index) else []}"
             )
-        falls = index[1:] < index[:-1]
-        if falls.any():
-            d = int(np.argmax(falls))
-            raise ValueError(
-                f"{path}: expected a document index that rises, got {index[d]}, {index[d + 1]} at entry {d}"
-            )
+        for start in range(0, len(index) - 1, CHUNK):
+            piece = index[start : start + CHUNK + 1]
+            falls = piece[1:] < piece[:-1]
+            if falls.any():
+                d = start + int(np.argmax(falls))
+                raise ValueError(
+                    f"{path}: expected a document index that rises, got {index[d]}, {index[d + 1]} at entry {d}"
+                )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -128,6 +130,14 @@ class IndexedDataset:
             raise IndexError(f"{self.prefix}: tokens {offset} to {offset + length} of the {size} in sequence {i}")
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
+
+    def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
+        """Where documents start in the .bin file, in tokens; where it ends for one past the last."""
+        sequences = self.document_index[documents]
+        starts = np.full(len(sequences), self.n_tokens)
+        inside = sequences < len(self)
+        starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
+        return starts
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (self.prefix,)

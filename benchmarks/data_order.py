@@ -1,0 +1,79 @@
+"""What a loader worker takes of a corpus of many documents: memory of its own, and time to its first sample.
+
+    python benchmarks/data_order.py [--documents 20000000] [--workers 2] [--samples 2000]
+
+The corpus has documents of 1 to 39 tokens. Workers start together, as those of one node do; the figures of each are its
+private memory (what it shares with the others, mapped files above all, is not in it) and seconds since its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import numpy as np
+
+from dtmega.data.indexed import HEADER, MAGIC, IndexedDataset
+from dtmega.data.samples import Samples
+
+
+def write_corpus(prefix: Path, n: int) -> None:
+    sizes = np.random.default_rng(0).integers(1, 40, n).astype("<i4")
+    ends = np.cumsum(sizes, dtype="<i8")
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, n, n + 1))
+        for values in (sizes, (ends - sizes) * 2, np.arange(n + 1, dtype="<i8")):
+            file.write(values.data)
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(2 * int(ends[-1]))  # zeros, without the disk they would take
+
+
+def private_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def worker(samples: Samples, n_samples: int, results: Queue[Any]) -> None:
+    before_bytes, started_s = private_bytes(), time.time()
+    _ = samples[0]
+    first_s = time.time() - started_s
+    for g in range(1, n_samples):
+        _ = samples[g]
+    each_s = (time.time() - started_s - first_s) / max(1, n_samples - 1)
+    results.put((private_bytes() - before_bytes, first_s, each_s))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20_000_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=2000)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        write_corpus(Path(folder, "corpus"), args.documents)
+        samples = Samples(IndexedDataset(Path(folder, "corpus")), (0, args.documents), 2048, 1234, "train")
+        context = multiprocessing.get_context("spawn")
+        for attempt in ("first start", "again"):
+            results = context.Queue()
+            processes = [
+                context.Process(target=worker, args=(samples, args.samples, results)) for _ in range(args.workers)
+            ]
+            for process in processes:
+                process.start()
+            for _ in processes:
+                own_bytes, first_s, each_s = results.get()
+                figures = f"{own_bytes / 1e6:.0f} MB of its own, first sample after {first_s:.2f} s"
+                print(f"{attempt}: {figures}, then {each_s * 1e6:.0f} us each", flush=True)
+            for process in processes:
+                process.join()
+
+
+if __name__ == "__main__":
+    main()

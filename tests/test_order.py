@@ -1,0 +1,127 @@
+"""The order of documents as a file: the same as in memory, made once, made again when damaged or stale."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtmega.data import cache_dir, order
+from dtmega.data.indexed import IndexedDataset
+from dtmega.data.order import document_order, permutation
+from dtmega.data.samples import Samples
+from tests import ranks
+from tests.test_samples import LENGTHS, read, write_corpus
+
+PART, STREAM = (1, 11), "7/train/0"
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """A corpus whose orders are worth a file, and a cache directory of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(order, "LONG", 1)
+    return IndexedDataset(write_corpus(tmp_path))
+
+
+def files():
+    return sorted(path for path in cache_dir().glob("order-*") if path.suffix == ".bin")
+
+
+def made(path: Path):
+    """What tells one making of a file from the next."""
+    return path.stat().st_ino, path.stat().st_mtime_ns
+
+
+def expected(epoch: int, lengths=LENGTHS):
+    documents = permutation(PART[1] - PART[0], f"{STREAM}/{epoch}/documents")
+    return documents.tolist(), np.cumsum([0, *np.array(lengths)[PART[0] + documents]]).tolist()
+
+
+def found(dataset: IndexedDataset, epoch: int = 0):
+    documents, starts = document_order(dataset, PART, STREAM, epoch)
+    return documents.tolist(), starts.tolist()
+
+
+@pytest.mark.parametrize("long", [1, 1000])
+def test_an_order_is_the_shuffled_documents_and_where_each_starts_in_the_file_and_in_memory(corpus, monkeypatch, long):
+    monkeypatch.setattr(order, "LONG", long)
+    monkeypatch.setattr(order, "CHUNK", 3)
+    assert found(corpus) == expected(0)
+    assert len(files()) == (long == 1)
+
+
+def test_samples_read_through_the_file_are_those_read_from_memory(corpus, monkeypatch):
+    through_file = read(Samples(corpus, PART, 4, 7, "train"), 60)
+    monkeypatch.setattr(order, "LONG", 1000)
+    np.testing.assert_array_equal(read(Samples(corpus, PART, 4, 7, "train"), 60), through_file)
+
+
+def test_an_order_is_made_once_and_mapped_by_all(corpus):
+    found(corpus)
+    (path,) = files()
+    before = made(path)
+    again = document_order(corpus, PART, STREAM, 0)
+    assert made(path) == before
+    assert all(isinstance(array.base, np.memmap) and not array.flags.writeable for array in again)
+
+
+def make_on_rank(folder: str, prefix: str) -> list[int]:
+    os.environ["XDG_CACHE_HOME"] = folder
+    order.LONG = 1
+    makings = []
+    make = order._OrderFile._make
+
+    def counted(self):
+        makings.append(1)
+        time.sleep(0.2)  # the others come while one is at it
+        make(self)
+
+    order._OrderFile._make = counted
+    assert found(IndexedDataset(prefix)) == expected(0)
+    return makings
+
+
+def test_of_processes_that_come_together_one_makes_the_file_and_all_read_it(corpus, tmp_path):
+    makings = ranks.run(3, make_on_rank, str(tmp_path / "cache"), corpus.prefix)
+    assert sum(map(len, makings)) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "longer", "a start", "a document", "the digest"])
+def test_a_damaged_file_is_made_again(corpus, damage):
+    found(corpus)
+    (path,) = files()
+    content = bytearray(path.read_bytes())
+    place = {"a start": 10, "a document": 8 * 11 + 3, "the digest": len(content) - 1}
+    if damage in place:
+        content[place[damage]] ^= 1
+    content = {"truncated": content[:-5], "empty": b"", "longer": content + b"\0"}.get(damage, content)
+    path.write_bytes(content)
+    assert found(corpus) == expected(0)
+
+
+def test_a_file_of_data_that_have_changed_is_made_again(corpus, tmp_path):
+    found(corpus)
+    lengths = LENGTHS[:2] + LENGTHS[2:][::-1]  # as many documents and tokens
+    changed = IndexedDataset(write_corpus(tmp_path, lengths))
+    assert found(changed) == expected(0, lengths)
+    assert len(files()) == 1
+
+
+def test_streams_parts_and_epochs_have_files_of_their_own_and_old_epochs_none(corpus):
+    for epoch in range(4):
+        assert found(corpus, epoch) == expected(epoch)
+    document_order(corpus, PART, "8/train/0", 0)
+    document_order(corpus, (0, 12), STREAM, 0)
+    assert sorted(path.stem.rpartition("-")[2] for path in files()) == ["0", "0", "2", "3"]
+
+
+def test_without_room_for_the_file_the_order_is_kept_in_memory_and_that_is_said(corpus, monkeypatch, capfd):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert found(corpus) == expected(0)
+    assert "No space left on device: the order of 10 documents is kept in the memory" in capfd.readouterr().err
+    assert [path for path in cache_dir().iterdir() if path.suffix != ".lock"] == []
