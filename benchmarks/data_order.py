@@ -2,8 +2,8 @@
 
     python benchmarks/data_order.py [--documents 20000000] [--workers 2] [--samples 2000]
 
-The corpus has documents of 1 to 39 tokens. Workers start together, as those of one node do; the figures of each are its
-private memory (what it shares with the others, mapped files above all, is not in it) and seconds since its start.
+The corpus has documents of 1 to 39 tokens. Workers start together, as those of one node do; the figures of each are the
+memory of its own that the samples take (mapped files are not in it) and seconds since it has opened the corpus.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ def write_corpus(prefix: Path, n: int) -> None:
         file.truncate(2 * int(ends[-1]))  # zeros, without the disk they would take
 
 
-def private_bytes() -> int:
+def own_bytes() -> int:
+    """Of this process alone: without mapped files, whose pages the kernel shares and can drop."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 def worker(samples: Samples, n_samples: int, results: Queue[Any]) -> None:
-    before_bytes, started_s = private_bytes(), time.time()
+    before_bytes, started_s = own_bytes(), time.time()
     _ = samples[0]
     first_s = time.time() - started_s
     for g in range(1, n_samples):
         _ = samples[g]
     each_s = (time.time() - started_s - first_s) / max(1, n_samples - 1)
-    results.put((private_bytes() - before_bytes, first_s, each_s))
+    results.put((own_bytes() - before_bytes, first_s, each_s))
 
 
 def main() -> None:
@@ -68,8 +69,8 @@ def main() -> None:
             for process in processes:
                 process.start()
             for _ in processes:
-                own_bytes, first_s, each_s = results.get()
-                figures = f"{own_bytes / 1e6:.0f} MB of its own, first sample after {first_s:.2f} s"
+                grown_bytes, first_s, each_s = results.get()
+                figures = f"{grown_bytes / 1e6:.0f} MB of its own, first sample after {first_s:.2f} s"
                 print(f"{attempt}: {figures}, then {each_s * 1e6:.0f} us each", flush=True)
             for process in processes:
                 process.join()

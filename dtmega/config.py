@@ -100,7 +100,7 @@ class Data(Section):
     seq_len: int = key(256, "S; a sample is S + 1 tokens", ge=1)
     split: str = key("969,30,1", "documents to train, valid, test, by weight")
     eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
-    reset_position_ids: bool = key(False, "positions start again after each end-of-document")
+    reset_position_ids: bool = key(False, "positions start again after each end-of-document; ALiBi (bloom) has none")
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
     num_workers: int = key(1, "loader processes per rank; 0 = in the trainer", ge=0, le=64)
 

@@ -60,6 +60,17 @@ def test_every_corpus_is_within_one_sample_of_its_share_at_every_prefix_and_give
         assert np.abs(counts - (g + 1) * shares).max() < 1
 
 
+def test_no_mixture_is_off_by_more_than_the_fibonacci_numbers_allow():
+    rng = np.random.default_rng(0)
+    bound = (1 + 1 + 1 / 2 + 1 / 3 + 1 / 5 + 1 / 8 + 1 / 13 + 1 / 5) / 2
+    for _ in range(20):
+        weights = rng.random(8) ** rng.uniform(0.5, 6)
+        tree, counts = huffman(weights.tolist()), np.zeros(8)
+        for g in range(1000):
+            counts[deal(tree, g)[0]] += 1
+            assert np.abs(counts - (g + 1) * weights / weights.sum()).max() < bound
+
+
 def test_a_corpus_of_one_in_a_trillion_has_its_share_after_a_quadrillion_samples():
     tree = huffman([1, 10**12 - 1])
     for g in (10**12, 10**15, 10**18 + 12345):

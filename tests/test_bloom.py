@@ -131,6 +131,16 @@ def test_a_document_in_a_packed_row_gives_the_logits_it_gives_alone():
     torch.testing.assert_close(packed[:, 30:], model(tokens[:, 30:]), atol=1e-5, rtol=1e-5)
 
 
+def test_positions_that_restart_change_nothing_as_alibi_is_of_distance_in_the_sequence():
+    model = small(6).eval()
+    tokens, _ = batch()
+    restarted = torch.arange(tokens.shape[1]).expand_as(tokens) % 10
+    documents = (torch.arange(tokens.shape[1]).expand_as(tokens) // 10).contiguous()
+    assert torch.equal(model(tokens, position_ids=restarted), model(tokens))
+    packed = model(tokens, document_ids=documents)
+    assert torch.equal(model(tokens, position_ids=restarted, document_ids=documents), packed)
+
+
 def test_dropout_repeats_for_the_same_samples_and_differs_for_others():
     model = small(6, hidden_dropout=0.1, attention_dropout=0.1)
     tokens, labels = batch()

@@ -211,11 +211,12 @@ def test_bf16_follows_fp32_within_its_rounding(tmp_path, corpus):
     assert losses(tmp_path / "bf16") != losses(tmp_path / "fp32")
 
 
-def test_masks_and_resets_change_the_loss_and_train(tmp_path, corpus):
+def test_masks_change_the_loss_and_train(tmp_path, corpus):
     run(tmp_path / "plain", corpus)
     for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         assert run(tmp_path / key, corpus, **{f"data__{key}": "true"}) == 0
-        assert losses(tmp_path / key) != losses(tmp_path / "plain"), key
+        # ALiBi has no positions that could start again.
+        assert (losses(tmp_path / key) == losses(tmp_path / "plain")) == (key == "reset_position_ids"), key
 
 
 @pytest.mark.parametrize(

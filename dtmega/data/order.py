@@ -72,12 +72,20 @@ def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: 
 
 def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
     """Where each document ends, which is where the next one starts, in pieces."""
+    n = len(order)
+    # The file is read along, and only the lengths, in as few bytes as they need, are then looked up out of order.
+    lengths = np.concatenate([_lengths(dataset, first + i, first + min(i + CHUNK, n)) for i in range(0, n, CHUNK)])
     end = 0
-    for i in range(0, len(order), CHUNK):
-        numbers = order[i : i + CHUNK].astype(np.int64) + first
-        ends = end + np.cumsum(dataset.first_token(numbers + 1) - dataset.first_token(numbers))
+    for i in range(0, n, CHUNK):
+        ends = end + np.cumsum(lengths[order[i : i + CHUNK]], dtype=np.int64)
         end = int(ends[-1])
         yield ends
+
+
+def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
+    """Tokens of the documents from start to stop, in the smallest dtype that holds them."""
+    lengths = np.diff(dataset.first_token(np.arange(start, stop + 1)))
+    return lengths.astype(np.min_scalar_type(lengths.max()))
 
 
 class _OrderFile:

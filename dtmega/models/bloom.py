@@ -126,7 +126,7 @@ class Bloom(Stage):
             tokens: [B, S] int64, or on later stages the hidden state [B, S / sequence_shards, D].
             labels: [B, S] int64; -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
-            position_ids: [B, S] int64; ALiBi's distances are differences of these (default: of places in the sequence).
+            position_ids: [B, S] int64, of no effect: ALiBi measures distance in the sequence, as Megatron's does.
             document_ids: [B, S] int64; attention stays inside a document.
 
         Returns:
@@ -139,7 +139,7 @@ class Bloom(Stage):
             raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         fused = not (self.training and self.cfg.attention_dropout > 0)
         seq_len = tokens.shape[1] * (1 if self.embed is not None else self.sequence_shards)
-        bias = causal_alibi(self.slopes, seq_len, position_ids, document_ids, fused)
+        bias = causal_alibi(self.slopes, seq_len, document_ids, fused)
         h = tokens
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             h = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids)
