@@ -80,8 +80,8 @@ def _share(n: int, part: int, whole: int) -> int:
 class Blend:
     """Samples of several corpora, mixed by weight; endless and pure like each of them.
 
-    At every prefix each corpus is within a sample or so of its share: a node is off by half a sample at most, and what is
-    above it counts by the share that the corpus has there. That sums to less than 1.7 in any Huffman tree.
+    At every prefix each corpus is within a sample or so of its share: a node is off by half a sample at most, and what
+    is above it counts by the share that the corpus has there. That sums to less than 1.7 in any Huffman tree.
 
     Args:
         weights: one positive number per part; empty = by number of tokens.
