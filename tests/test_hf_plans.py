@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -124,6 +125,9 @@ def structure(mesh: DeviceMesh) -> dict[str, Any]:
         embedding = model.get_input_embeddings().weight
         found[name] = {
             "same names": [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()],
+            "plain functions": all(
+                inspect.isfunction(m.forward.__func__) for m in model.modules() if "forward" in vars(m)
+            ),
             "same keys": sorted(model.state_dict()) == sorted(whole.state_dict()),
             "all DTensors": all(isinstance(p, DTensor) and p.device_mesh == mesh for p in model.parameters()),
             "head is the embedding": model.get_output_embeddings().weight is embedding,

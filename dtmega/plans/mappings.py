@@ -19,11 +19,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 # torch 2.13 renamed these two; the old names warn there, the new ones are unknown to 2.11.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -52,23 +53,14 @@ def whole(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     return cast(Tensor, _Whole.apply(x, group, dim, size))
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = x.new_empty(group.size(), *x.shape)
-    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    parts = _all_gather(x, group).unflatten(0, (group.size(), -1))
     return parts.transpose(0, 1).flatten(1, 2)  # [tp, B, S/tp, D] -> [B, S, D]; no copy if B = 1
 
 
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()  # [B, S, D] -> [tp, B, S/tp, D]
-    mine = torch.empty_like(parts[0])
-    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
-    return mine
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [B, S, D] -> [tp, B, S/tp, D]
+    return _reduce_scatter(parts.flatten(0, 1), group)
 
 
 def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -76,13 +68,44 @@ def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
-    rows = x.movedim(dim, 0).contiguous()
+    rows = x.movedim(dim, 0)
     most = -(-size // group.size())  # all but the last rank have so many
     padded = rows if len(rows) == most else torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
-    parts = rows.new_empty(group.size() * most, *rows.shape[1:])
-    _all_gather(parts, padded, group=group)
+    parts = _all_gather(padded, group)
     # Never a view, which FSDP2 warns of at the end of a block.
     return parts[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
+
+
+# The collectives, each with its result in memory of its own. In a compiled block they are the functional ones: torch
+# 2.11 compiles those that write to a given tensor too, but then loses the gradient of what they wrote.
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(x, "sum", group)
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, ...] of each rank -> [tp n, ...]"""
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(x, 0, group)
+    parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    _all_gather_into(parts, x, group=group)
+    return parts
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[tp n, ...] -> [n, ...]"""
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.reduce_scatter_tensor(x, "sum", 0, group)
+    mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    _reduce_scatter_into(mine, x, group=group)
+    return mine
 
 
 class _Copy(torch.autograd.Function):
@@ -93,13 +116,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad_outputs[0], ctx.group), None
+        return _all_reduce(grad_outputs[0], ctx.group), None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:

@@ -13,7 +13,7 @@ Megatron's `allreduce_layernorm_grads`).
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,7 +46,7 @@ class Style(ParallelStyle):
         self.enter = mappings.gather if sequence_parallel else mappings.copy
         self.leave = mappings.scatter if sequence_parallel else mappings.add_up
         # One function for all modules of a style: with one for each, torch.compile would compile each block anew.
-        self._method = self.forward
+        self._function = as_function(self.forward)
 
     @property
     def partial_gradients(self) -> set[str]:
@@ -79,7 +79,7 @@ class Style(ParallelStyle):
         self.check(module, device_mesh.size())
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, distribute(parameter, device_mesh, self.placements[name]))
-        module.forward = types.MethodType(self._method, module)
+        module.forward = types.MethodType(self._function, module)
         return module
 
 
@@ -208,6 +208,19 @@ def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) ->
     """The DTensor of a parameter that every rank holds whole, or of one on meta; nothing is communicated."""
     cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
+
+
+def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function that calls a method of a style, to be bound to a module.
+
+    The method itself is bound already, to the style. Bound once more to a module it is a call that Dynamo of torch 2.11
+    does not follow: a graph break in every block.
+    """
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return method(module, *args, **kwargs)
+
+    return forward
 
 
 def group_of(module: Any) -> ProcessGroup:

@@ -22,7 +22,7 @@ from dtmega.plans.hf.plan import HFPlan, add_head, dropouts
 from dtmega.plans.hf.regions import Guard
 from dtmega.plans.hf.styles import Stack
 from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
-from dtmega.plans.styles import distribute
+from dtmega.plans.styles import as_function, distribute
 
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
@@ -105,7 +105,7 @@ class GlobalForward(ParallelStyle):
         module.config.use_cache = False
         if getattr(module, "generation_config", None) is not None:
             module.generation_config.use_cache = False
-        module.forward = types.MethodType(self.forward, module)
+        module.forward = types.MethodType(as_function(self.forward), module)
         return module
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

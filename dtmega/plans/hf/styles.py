@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.plans import mappings, styles
 from dtmega.plans.hf.dropout import RandomStream
-from dtmega.plans.styles import distribute, group_of, local
+from dtmega.plans.styles import as_function, distribute, group_of, local
 
 
 class Stack:
@@ -162,7 +162,7 @@ class Whole(ParallelStyle):
 
     def __init__(self, stack: Stack | None = None, of_heads: bool = False) -> None:
         self.stack, self.of_heads = plain(stack), of_heads
-        self._method = self.forward
+        self._function = as_function(self.forward)
         each = "backward all-reduce of the weight"
         self.cost = (each if of_heads else "", each if of_heads or self.stack.sequence_parallel else "")
 
@@ -184,7 +184,7 @@ class Whole(ParallelStyle):
         for name, parameter in own:
             module.register_parameter(name, distribute(parameter, device_mesh, Replicate()))
         if own:
-            module.forward = types.MethodType(self._method, module)
+            module.forward = types.MethodType(self._function, module)
         return module
 
 

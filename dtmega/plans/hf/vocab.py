@@ -70,7 +70,7 @@ class VocabHead(styles._Vocabulary):
     def fuse(self, module: Any) -> None:
         """For one rank: the module keeps its parameters, only the loss is another one."""
         self.check(module, 1)
-        module.forward = types.MethodType(self._method, module)
+        module.forward = types.MethodType(self._function, module)
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         cut, size = isinstance(module.weight, DTensor), module.weight.shape[0]
