@@ -190,7 +190,7 @@ def train(run: Run, at: Progress) -> int:
             state = State.of(
                 cfg.model_dump(),
                 progress=at,
-                updates=optim.updates(run.optimizer),
+                updates=at.step - at.skipped,
                 recent=run.spikes.recent,
                 identity=run.text.identity,
                 layout={"processes": world.size, **world.sizes},

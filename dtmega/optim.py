@@ -15,26 +15,22 @@ from dtmega import config
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: config.Optim) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101); biases and LayerNorms are not decayed, embeddings are (Megatron `get_param_groups`)."""
-    parameters = list(parameters)
+    """AdamW (arXiv:1711.05101); biases and LayerNorms are not decayed, embeddings are (Megatron `get_param_groups`).
+
+    Frozen parameters are left out; a pipeline stage may have no others, and then a group of none.
+    """
+    parameters = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
+        [g for g in groups if g["params"]] or groups[:1],
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         fused=True,
     )
-
-
-def updates(optimizer: torch.optim.Optimizer) -> int:
-    """How often it has changed the weights, each of them."""
-    counts = {int(state["step"]) for state in optimizer.state.values()}
-    assert len(counts) <= 1, f"parameters have been updated {counts} times"
-    return max(counts, default=0)
 
 
 def learning_rate(optim: config.Optim, progress: int, total: int) -> float:

@@ -67,11 +67,22 @@ class ShardedModel:
                 loss = model(**microbatch)
                 (loss / n_tokens).backward()
                 total += loss.detach()
+        self._count_missing_gradients_as_zero()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
         if self.tied is not None:
             self.tied.sum_gradients()
         return total
+
+    def _count_missing_gradients_as_zero(self) -> None:
+        """A parameter that no token of this rank has used.
+
+        Left without a gradient it would be skipped by AdamW, so that decay and moments depended on which tokens and
+        layers a rank has. Frozen parameters stay without.
+        """
+        for _, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:

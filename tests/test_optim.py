@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtmega.config import Optim
-from dtmega.optim import Spikes, build_optimizer, clip_gradients, count_zeros, learning_rate, total_norm, updates
+from dtmega.optim import Spikes, build_optimizer, clip_gradients, count_zeros, learning_rate, total_norm
 
 
 def megatron(num: int, schedule: str, warmup: int, end: int, peak: float, low: float, tail: int = 0) -> float:
@@ -157,13 +157,3 @@ def test_the_window_moves_and_takes_no_nan():
     assert list(spikes.recent) == quiet(128)
     spikes.is_spike(2.0, 1.0)
     assert list(spikes.recent) == [*quiet(128)[1:], (2.0, 1.0)]
-
-
-def test_updates_counts_what_changed_the_weights():
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer([parameter], Optim())
-    assert updates(optimizer) == 0
-    for _ in range(3):
-        parameter.grad = torch.ones(2)
-        optimizer.step()
-    assert updates(optimizer) == 3

@@ -216,12 +216,15 @@ class Checkpoints:
 def tensors_of(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What is saved: `model/NAME`, and for each tensor of its optimizer state `optimizer/KEY/NAME`.
 
-    A count of updates, one number for all, is in `State`.
+    A frozen parameter has no such state. A count of updates, one number for all, is in `State`.
     """
+    trained = {n: p for n, p in parameters.items() if p.requires_grad}
     # A module that FSDP has left gathered would give parameters the optimizer never saw.
-    assert not optimizer.state or all(p in optimizer.state for p in parameters.values())
+    assert not optimizer.state or all(p in optimizer.state for p in trained.values())
+    counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
+    assert len(counts) <= 1, f"parameters have been updated {counts} times"
     found: dict[str, Tensor] = {f"model/{n}": p.detach() for n, p in parameters.items()}
-    for n, p in parameters.items():
+    for n, p in trained.items():
         found |= {f"optimizer/{key}/{n}": t for key, t in optimizer.state.get(p, {}).items() if key != "step"}
     return found
 
@@ -239,12 +242,18 @@ def _targets(
     optimizer.state.clear()
     for n, p in parameters:
         targets.setdefault(f"model/{n}", []).append(p.detach())
-        moments = {kind: torch.zeros_like(p) for kind in kinds}
+        moments = {kind: torch.zeros_like(p) for kind in kinds if p.requires_grad}
         for kind, moment in moments.items():
             targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
         if moments:
             optimizer.state[p] = {"step": torch.tensor(float(n_updates), device=p.device), **moments}
     for n, copies in targets.items():
+        name = n.split("/")[-1]
+        if n not in there and n != f"model/{name}" and f"model/{name}" in there:
+            raise ValueError(
+                f"{checkpoint.path} has no moments of '{name}', which was frozen then and is trained now: freeze it, or "
+                f"start a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
+            )
         if n not in there:
             raise ValueError(f"{checkpoint.path} is of another model: it has no '{n}' ([model])")
         if there[n].shape != tuple(copies[0].shape):

@@ -51,6 +51,9 @@ def apply_fsdp(
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+            # A parameter that only some data ranks have used: the others reduce a zero, and do not leave it out.
+            module.set_reduce_scatter_unused_params(True)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, not one multiplied by 1.0, which gloo lacks
 
 

@@ -46,9 +46,12 @@ class TiedWeight:
         self._group = group
 
     def sum_gradients(self) -> None:
-        """Give both copies the sum of their gradients. After backward, before the norm; every rank calls it once."""
+        """Give both copies the sum of their gradients. After backward, before the norm; every rank calls it once.
+
+        Frozen copies have none.
+        """
         gradients = [local(copy.grad) for copy in self.copies if copy.grad is not None]
-        assert len(gradients) == len(self.copies)
+        assert len(gradients) == sum(copy.requires_grad for copy in self.copies)
         if len(gradients) == 2:
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
