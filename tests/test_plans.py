@@ -349,7 +349,8 @@ def compiled(mesh: DeviceMesh) -> dict[str, Any]:
     called: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        called.extend(str(n.target) for m in graph.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes)
+        graphs = [m.graph for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        called.extend(str(node.target) for one in graphs for node in one.nodes)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     for block in model.layers.values():

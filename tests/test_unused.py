@@ -1,4 +1,4 @@
-"""Claims about parameters that a step does not use, and frozen ones: they train, are saved and go on as on one process."""
+"""Claims about parameters that a step does not use, and frozen ones: trained and saved as on one process, anywhere."""
 
 from __future__ import annotations
 

@@ -251,8 +251,8 @@ def _targets(
         name = n.split("/")[-1]
         if n not in there and n != f"model/{name}" and f"model/{name}" in there:
             raise ValueError(
-                f"{checkpoint.path} has no moments of '{name}', which was frozen then and is trained now: freeze it, or "
-                f"start a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
+                f"{checkpoint.path} has no moments of '{name}', which was frozen then and is trained now: freeze it, "
+                f"or start a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
             )
         if n not in there:
             raise ValueError(f"{checkpoint.path} is of another model: it has no '{n}' ([model])")
