@@ -1,58 +1,39 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
 The story, top to bottom: configuration and data (what is wrong with them ends here, with exit code 2), process group,
-model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM or Ctrl-C: the step is
-finished, saved, exit 75; the same command goes on from there, with the numbers it would have had anyway. All exit codes
-are in `dtmega/job.py`.
+model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM, Ctrl-C or
+a closed terminal: the step is finished, saved, exit 75; the same command goes on from there, with the numbers it would
+have had anyway. All exit codes are in `dtmega/job.py`.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from dtmega import config, drift, durable, job, mesh, models, optim, output
+from dtmega import config, durable, job, mesh, models, optim, output
 from dtmega.checkpoint import found, resume
 from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
-from dtmega.config import Config
-from dtmega.data.loader import IGNORED, StepBatch, TrainBatches, eval_batches
-from dtmega.data.text import Text, open_text
-from dtmega.mesh import World
+from dtmega.data.loader import TrainBatches
+from dtmega.data.text import open_text
+from dtmega.evaluate import evaluate, show_sample
 from dtmega.metrics import Metrics, describe
-from dtmega.models.generate import generate
 from dtmega.optim import Spikes
-from dtmega.parallelize import ShardedModel, check, parallelize, starting_weights
+from dtmega.parallelize import check, parallelize, starting_weights
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.startup import Refused, Startup, same_job
+from dtmega.step import Run, check_same_batch, train_step
 from dtmega.watch import SAVING, Watch
 
 SIGNALLED = "a signal asked for it"
-
-
-class Run(NamedTuple):
-    """What the loop works with."""
-
-    cfg: Config
-    world: World
-    text: Text
-    model: ShardedModel
-    optimizer: torch.optim.Optimizer
-    batches: TrainBatches
-    spikes: Spikes
-    checkpoints: Checkpoints
-    metrics: Metrics
-    watch: Watch
 
 
 @output.guarded()
@@ -89,7 +70,6 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
             data_size,
             pin_memory=device.type == "cuda",
         )
-        closing.callback(batches.close)
         step.same = text.identity
 
     with startup.step("run directory") as step:
@@ -111,7 +91,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     with startup.step("process groups"):
         world = mesh.start(device, sizes, startup.timeout_s, startup.store)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
-    closing.callback(watch.close)
+    closing.callback(watch.close)  # the last of those that take time: until then it hears a second signal
+    closing.callback(batches.close)
     watch.share(mesh.store(), world.size)
     with startup.step("model"):
         model = parallelize(cfg, world)
@@ -124,13 +105,14 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
 
     at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
     batches.load_state_dict({"samples": at.samples})
-    if world.rank == 0:
-        resume.set_aside_newer(cfg, at.step)
-        with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
-            file.write(cfg.to_toml())
     end = cfg.end(at.step, at.samples)
-    metrics = Metrics(cfg, device, world.size, end, start_step=at.step, write=world.rank == 0)
-    closing.callback(metrics.close)
+    with startup.step("files of the run"):
+        if world.rank == 0:
+            resume.set_aside_newer(cfg, at.step)
+            with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
+                file.write(cfg.to_toml())
+        metrics = Metrics(cfg, device, world.size, end, start_step=at.step, write=world.rank == 0)
+        closing.callback(metrics.close)
     n_tokens = text.samples("train").n_tokens
     lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *models.notes(cfg.model)]
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
@@ -144,14 +126,15 @@ def train(run: Run, at: Progress) -> int:
     first_step, started = at.step, time.monotonic()
     end = cfg.end(at.step, at.samples)
     total_steps = end.steps
-    skipped_in_a_row, stopping, unsaved = 0, "", ""
+    skipped_in_a_row, stopping, unsaved, newest = 0, "", "", at.step
     validating = cfg.eval.interval > 0 and run.text.splits["valid"] is not None
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
-    if validating and at.step == 0:
-        metrics.validation(0, mean_loss(run, 0, "valid"))
+    if validating and at.step == 0 and not evaluate(run, 0, "valid"):
+        stopping = SIGNALLED
 
     while at.step < total_steps and not stopping:
+        step_started = time.perf_counter()
         watch.beat(at.step + 1, "data")
         batch = next(run.batches)
         if at.step == first_step:
@@ -159,8 +142,6 @@ def train(run: Run, at: Progress) -> int:
         samples = range(batch.first_sample, batch.first_sample + batch.samples)
         rate = optim.rate_at(cfg, at.step + 1, samples.stop, end)
         optim.set_learning_rate(run.optimizer, rate)
-        watch.beat(at.step + 1, "step")
-        step_started = time.perf_counter()
         loss, grad_norm, skipped = train_step(run, batch)
         step_time_s = time.perf_counter() - step_started
 
@@ -181,10 +162,10 @@ def train(run: Run, at: Progress) -> int:
         if due(at.step, cfg.train.drift_interval):
             model.check_copies()
         if validating and due(at.step, cfg.eval.interval) and at.step < total_steps:
-            metrics.validation(at.step, mean_loss(run, at.step, "valid"))
+            evaluate(run, at.step, "valid")
         stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
         last = at.step == total_steps or stopping != ""
-        if due(at.step, cfg.checkpoint.interval) or last:
+        if due(at.step, cfg.checkpoint.interval) or stopping or (last and cfg.checkpoint.final):
             watch.beat(at.step, SAVING)
             metrics.sync()
             state = State.of(
@@ -196,95 +177,27 @@ def train(run: Run, at: Progress) -> int:
                 layout={"processes": world.size, **world.sizes},
             )
             ended = run.checkpoints.save(tensors_of(model.owned(), run.optimizer), state)
-            ended += run.checkpoints.wait() if last else []
         else:
             ended = run.checkpoints.poll()
+        ended += run.checkpoints.wait() if last else []
         for outcome in ended:
             metrics.saved(at.step, *outcome)
             unsaved = outcome.error
+            newest = newest if unsaved else outcome.step
 
     if at.step >= total_steps:
-        finish(run, at)
-    else:
+        whole = evaluate(run, at.step, "valid") and evaluate(run, at.step, "test") and show_sample(run, at.step)
+        stopping = "" if whole else SIGNALLED
+    if stopping:
         metrics.message(
             f"stopped after step {at.step} of {total_steps}: {stopping}; the same command goes on from there"
         )
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
         return job.STUCK
-    metrics.message(
-        f"written: config.toml and metrics.jsonl in {cfg.run.dir}, {resume.root_of(cfg)}/{resume.name(at.step)}"
-    )
+    checkpoint = f", {resume.root_of(cfg)}/{resume.name(newest)}" if newest else ""
+    metrics.message(f"written: config.toml and metrics.jsonl in {cfg.run.dir}{checkpoint}")
     return job.PREEMPTED if stopping == SIGNALLED else job.DONE
-
-
-def train_step(run: Run, batch: StepBatch) -> tuple[float, float, bool]:
-    """One optimizer step on one global batch: loss and gradient norm, in which all ranks agree, and if it was skipped.
-
-    The loss is the sum over all tokens divided by their number, so microbatches and layout cannot change it. A loss or
-    gradient that is not finite, or a spike, changes no weight.
-    """
-    cfg, world, model = run.cfg, run.world, run.model
-    n_tokens = count_tokens(world, batch)
-    run.optimizer.zero_grad()
-    total = model.forward_backward(to(world.device, batch.microbatches), n_tokens)
-    dist.all_reduce(total, group=world.groups["loss"])
-    counted, gradients = model.gradients(), model.gradients(every=True)
-    loss, grad_norm = total.item() / n_tokens, optim.total_norm(counted, world.device, world.groups["shards"])
-    skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
-    if not skip:
-        optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
-        run.optimizer.step()
-    return loss, grad_norm, skip
-
-
-def mean_loss(run: Run, step: int, split: str) -> float:
-    """Per token, over the first `eval.steps` global batches of a split."""
-    cfg, world, text = run.cfg, run.world, run.text
-    total, n_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
-    slices = world.data_rank, world.data_size, cfg.eval.steps
-    for batch in eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices):
-        run.watch.beat(step, "evaluation")
-        total += run.model.losses(to(world.device, batch.microbatches))
-        n_tokens += count_tokens(world, batch)
-    dist.all_reduce(total, group=world.groups["loss"])
-    return total.item() / n_tokens
-
-
-def count_tokens(world: World, batch: StepBatch) -> float:
-    """Tokens of the global batch that have a loss; at least 1, to divide by."""
-    mine = sum(int((microbatch["labels"] != IGNORED).sum()) for microbatch in batch.microbatches)
-    count = torch.tensor(float(mine), dtype=torch.float64, device=world.device)
-    dist.all_reduce(count, group=world.groups["data"])
-    return max(count.item(), 1.0)
-
-
-def check_same_batch(batch: StepBatch, world: World) -> None:
-    """Ranks that compute a microbatch together were given the same one."""
-    tokens = torch.cat([microbatch["tokens"] for microbatch in batch.microbatches]).to(world.device)
-    drift.check_equal({"tokens": tokens}, world.groups["model"], "the first batch, which tp and pp ranks must share")
-
-
-def finish(run: Run, at: Progress) -> None:
-    """What a finished model is worth: validation and test loss, and how it goes on from `eval.prompt`."""
-    cfg, text, metrics = run.cfg, run.text, run.metrics
-    if text.splits["valid"] is not None:
-        metrics.validation(at.step, mean_loss(run, at.step, "valid"))
-    if text.splits["test"] is not None:
-        metrics.test(at.step, mean_loss(run, at.step, "test"))
-    run.watch.beat(at.step, "sample")
-    if run.model.pipeline is not None:
-        metrics.message(f"for a sample: python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}")
-    elif cfg.eval.prompt and cfg.eval.sample_tokens:
-        new = generate(
-            run.model.stages[0],
-            text.tokenizer.encode(cfg.eval.prompt),
-            cfg.eval.sample_tokens,
-            vocab_size=text.tokenizer.vocab_size,
-            eod_id=text.tokenizer.eod_id,
-            seed=cfg.run.seed,
-        )
-        metrics.message(f"a sample:\n{cfg.eval.prompt}{text.tokenizer.decode(new)}")
 
 
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:
@@ -303,10 +216,6 @@ def reason_to_stop(run: Run, step: int, minutes: float) -> str:
 
 def due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    return [{name: t.to(device, non_blocking=True) for name, t in m.items()} for m in microbatches]
 
 
 if __name__ == "__main__":

@@ -194,11 +194,18 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + slopes[h] * (j - i)
 
-    # Eager FlexAttention is the reference formula (it stores S x S scores); only the compiled one is a kernel.
-    kernel = _compiled_flex() if q.is_cuda else flex_attention
+    kernel = _flex_kernel(q.device.type)
     out = kernel(q, k, v, score_mod=score_mod, block_mask=bias.block_mask)
     assert isinstance(out, Tensor)
     return out
+
+
+def _flex_kernel(device_type: str) -> Callable[..., Any]:
+    """Eager FlexAttention is the reference formula, which stores S x S scores; only the compiled one is a kernel."""
+    # In a compiled block it becomes a kernel by itself, and Dynamo warns of every cached function that it meets there.
+    if device_type != "cuda" or torch.compiler.is_compiling():
+        return flex_attention
+    return _compiled_flex()
 
 
 @functools.lru_cache(maxsize=1)

@@ -240,7 +240,8 @@ class Log(Section):
 
 
 class Checkpoint(Section):
-    interval: int = key(100, "steps between checkpoints; one is written at the end in any case", ge=0)
+    interval: int = key(100, "steps between checkpoints; 0 = only at the end, and where a run is stopped", ge=0)
+    final: bool = key(True, "write one at the end, whatever the interval")
     keep: int = key(2, "how many finished checkpoints stay", ge=1)
     resume: str = key("auto", "auto = the newest intact one, none = start anew, or a checkpoint's folder")
     dir: str = key("", "where they are: a folder or an fsspec URL (s3://...); empty = DIR/checkpoints")

@@ -41,8 +41,8 @@ def replaced(path: Path) -> Iterator[TextIO]:
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, that will be there after a power cut."""
     absent = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in absent:
+    for folder in reversed(absent):
+        folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
 
 

@@ -319,6 +319,12 @@ def _find_attempt(job: Store, timeout: timedelta) -> int:
     raise RuntimeError(f"rank {rank()}: rank 0 did not bring all ranks together in {timeout.total_seconds():g} s")
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def store() -> Store:
     """A connection of its own to the store of the process group, for another thread or another timeout."""
     return distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub

@@ -105,6 +105,8 @@ class Startup:
             yield step
         except ValueError as error:
             refusal = Refusal(str(error), getattr(error, "exit_code", job.REFUSED))
+        except OSError as error:  # a disk that is full or may not be written
+            refusal = Refusal(f"{what}: {error}", job.REFUSED)
         except Exception:
             if self.size == 1:
                 raise

@@ -1,13 +1,25 @@
-"""A thread that watches the main one: ends what is stuck after a signal, or hangs, and says which rank is behind."""
+"""A thread that watches the main one: ends what is stuck after a signal, or hangs, and says which rank it is.
+
+    rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
+    ranks 0, 2, 3 in front: step 7 in forward, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
+
+Ranks that came equally far are told apart by the innermost frame of their main threads: one in a collective waits, one
+elsewhere does not come to it.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from dtmega import job, output
@@ -15,11 +27,12 @@ from dtmega import job, output
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented, missing in __all__
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAVING = "checkpoint"  # the phase in which a signal has to wait
 POLL_S = 0.2
 REPORT_S = 10.0  # for the report of a hang; the store may be what hangs
 CLOSE = 0  # no signal has this number
+OURS = str(Path(__file__).parent)
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class Beat(NamedTuple):
@@ -39,12 +52,25 @@ class Beat(NamedTuple):
         return max(0.0, time.time() - self.at_s)
 
 
+class Place(NamedTuple):
+    """Where in the code a main thread is.
+
+    Attributes:
+        waits: in a collective, for other ranks.
+        text: its innermost frame, and the innermost one that is not a library's; '' where that is not known.
+    """
+
+    waits: bool
+    text: str
+
+
 class Watch:
     """A thread that watches the main thread, which may sit in a collective where no Python handler runs.
 
-    From here to `close()` SIGTERM and SIGINT are only added to `signals`, for the loop to look at after each step.
-    What the thread does by itself is to end the process: with STUCK when a signal came and the loop did not come to
-    SAVING, nor to its end, in grace_s; with HUNG when there was no beat for timeout_s. Main thread only.
+    From here to `close()` `job.SIGNALS` are only added to `signals`, for the loop to look at after each step; a SIGHUP
+    that is ignored already, as `nohup` does it, stays so. What the thread does by itself is to end the process: with
+    STUCK when a signal came and the loop did not come to SAVING, nor to its end, in grace_s; with HUNG when there was
+    no beat for timeout_s. Main thread only.
 
     Args:
         grace_s: from the signal, and again from the end of a save; during a save there is no limit but torchrun's
@@ -57,6 +83,7 @@ class Watch:
         self.signals: list[int] = []
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
+        self._placed: Beat | None = None  # whose place in the code has been published
         self._store: Store | None = None
         self._reader: Store | None = None
         self._size = 1
@@ -64,7 +91,8 @@ class Watch:
         self._alarm.setblocking(False)
         # The C half of a signal handler writes the signal's number here at once, whatever the main thread is doing.
         self._fd_before = signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
-        self._before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in SIGNALS}
+        heard = [n for n in job.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        self._before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in heard}
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
 
@@ -74,33 +102,45 @@ class Watch:
         self._publish()
 
     def beat(self, step: int, phase: str) -> None:
-        """Say what this rank does from now on ("data", "step", "evaluation", SAVING, ...). Microseconds."""
+        """Say what this rank does from now on ("data", "forward", "evaluation", SAVING, ...). Microseconds."""
         last = self._last
         self._saves += last.phase == SAVING
         self._last = Beat(step, last.nth + 1 if step == last.step else 0, time.time(), phase)
         self._publish()
 
+    def enter(self, phase: str) -> None:
+        """`beat`, in the step of the last one."""
+        self.beat(self._last.step, phase)
+
     def who_is_behind(self) -> str:
-        """Which ranks did not come as far as the others, and where all of them are; one line per place."""
+        """Which ranks did not come as far as the others, and where all of them are; one line per place.
+
+        Where ranks are in the code is known of those that have been silent for half of timeout_s.
+        """
         last = self._last
         if self._reader is None:
             return f"rank {self.rank}: step {last.step} in {last.phase}, for {last.age_s():.0f} s"
         try:
-            begun = [rank for rank in range(self._size) if self._reader.check([f"beat/{rank}"])]
-            beats = [_parse(text) for text in self._reader.multi_get([f"beat/{rank}" for rank in begun])]
+            found = self._read(self._reader)
         except RuntimeError as error:
             return f"the store does not say who is behind: {error}"
-        places: dict[tuple[int, int, str], dict[int, float]] = {}
-        for rank, beat in zip(begun, beats, strict=True):
-            places.setdefault((beat.step, beat.nth, beat.phase), {})[rank] = beat.age_s()
-        silent = [rank for rank in range(self._size) if rank not in begun]
+        groups: dict[tuple[int, int, str, Place], dict[int, float]] = {}
+        for rank, (beat, place) in found.items():
+            groups.setdefault((beat.step, beat.nth, beat.phase, place), {})[rank] = beat.age_s()
+        silent = [rank for rank in range(self._size) if rank not in found]
+        front = max(groups)[:2] if groups else (0, 0)
+        together = not silent and all(group[:2] == front for group in groups)
+        waiting = {place.waits for *_, place in groups if place.text}
         lines = [f"{output.name_ranks(silent)} behind: nothing heard since the start"] if silent else []
-        for step, nth, phase in sorted(places):
-            behind, ages_s = (step, nth) < max(places)[:2], places[step, nth, phase]
-            how = "behind" if behind else "in front" if silent or len(places) > 1 else "together"
-            lines.append(
-                f"{output.name_ranks(list(ages_s))} {how}: step {step} in {phase}, for {max(ages_s.values()):.0f} s"
-            )
+        for (step, nth, phase, place), ages_s in sorted(groups.items()):
+            if not together:
+                how = "in front" if (step, nth) == front else "behind"
+            elif len(waiting) > 1 and place.text:
+                how = "waiting" if place.waits else "hanging"
+            else:
+                how = "together" if len(groups) == 1 else "as far as others"
+            for_s, where = max(ages_s.values()), f", in {place.text}" if place.text else ""
+            lines.append(f"{output.name_ranks([*ages_s])} {how}: step {step} in {phase}, for {for_s:.0f} s{where}")
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -123,6 +163,32 @@ class Watch:
             self._store = None
             output.say(f"rank {self.rank}: beats are no longer shared: {error}")
 
+    def _publish_place(self) -> None:
+        """Where the main thread is, for the report of whichever rank makes it."""
+        if self._reader is None:
+            return
+        beat = self._last
+        waits, text = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+        with suppress(RuntimeError):  # the report will say so
+            self._reader.set(f"place/{self.rank}", f"{beat.step} {beat.nth} {int(waits)} {text}")
+
+    def _read(self, store: Store) -> dict[int, tuple[Beat, Place]]:
+        """Of each rank that has been heard of: its last beat, and where it was then in the code.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        begun = [rank for rank in range(self._size) if store.check([f"beat/{rank}"])]
+        beats = [_parse(text) for text in store.multi_get([f"beat/{rank}" for rank in begun])]
+        found = {rank: (beat, Place(False, "")) for rank, beat in zip(begun, beats, strict=True)}
+        placed = [rank for rank in begun if store.check([f"place/{rank}"])]
+        for rank, value in zip(placed, store.multi_get([f"place/{rank}" for rank in placed]), strict=True):
+            step, nth, waits, text = value.decode().split(" ", 3)
+            beat, _ = found[rank]
+            if (beat.step, beat.nth) == (int(step), int(nth)):
+                found[rank] = beat, Place(waits == "1", text)
+        return found
+
     def _watch(self) -> None:
         seen, saves, signalled, idle_s, waited_s, before = self._last, self._saves, False, 0.0, 0.0, time.monotonic()
         while True:
@@ -130,7 +196,7 @@ class Watch:
                 arrived = self._inbox.recv(4096)
                 if CLOSE in arrived:
                     return
-                signalled = signalled or any(number in SIGNALS for number in arrived)
+                signalled = signalled or any(number in job.SIGNALS for number in arrived)
             # Seconds in which this thread ran too: a process that was stopped (Ctrl-Z, a debugger) did not hang.
             now = time.monotonic()
             passed_s, before = min(now - before, 5 * POLL_S), now
@@ -142,6 +208,9 @@ class Watch:
                 self._end(
                     job.STUCK, f"a signal came, and no step boundary in {self.grace_s:g} s: leaving without a save"
                 )
+            if 0 < self.timeout_s / 2 < idle_s and self._placed is not last:
+                self._placed = last
+                self._publish_place()
             if 0 < self.timeout_s < idle_s:
                 self._end(job.HUNG, f"nothing for {idle_s:.0f} s")
 
@@ -149,6 +218,7 @@ class Watch:
         # A C thread ends the process with code 1 if the report hangs too: in the store, or in a full stdout.
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
+            self._publish_place()
             text = f"rank {self.rank}: {why}, at step {self._last.step} in {self._last.phase} (exit code {code})"
             first = code == job.HUNG and self._is_first()
             output.say(f"{text}\n{self.who_is_behind()}" if first else text)
@@ -168,3 +238,29 @@ class Watch:
 def _parse(text: bytes) -> Beat:
     step, nth, at_s, phase = text.decode().split(" ", 3)
     return Beat(int(step), int(nth), float(at_s), phase)
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """Where a thread is whose innermost frame this is; it waits if it came there through torch.distributed."""
+    if frame is None:
+        return Place(False, "")
+    torch = getattr(sys.modules.get("torch"), "__path__", ["torch is not imported"])[0]
+    of_torch = (torch, STANDARD_LIBRARY, "<frozen")
+    innermost, waits, only_torch = frame, False, True
+    while frame is not None and _is_library(path := frame.f_code.co_filename, of_torch):
+        # A model that hangs may have been called by torch's pipeline schedule, which is there too, but further out.
+        only_torch = only_torch and path.startswith(of_torch)
+        waits = waits or (only_torch and path.startswith(os.path.join(torch, "distributed")))
+        frame = frame.f_back
+    called_by = f", called by {_line(frame)}" if frame is not None and frame is not innermost else ""
+    return Place(waits, _line(innermost) + called_by)
+
+
+def _is_library(path: str, of_torch: tuple[str, ...]) -> bool:
+    installed = f"{os.sep}site-packages{os.sep}" in path or path.startswith(of_torch)
+    return installed and not path.startswith(OURS)
+
+
+def _line(frame: FrameType) -> str:
+    """step (train.py:12)"""
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from dtmega.optim import Spikes
 from dtmega.parallelize import ShardedModel, check, parallelize, starting_weights
 from dtmega.plans.hf.verify import deviation
 from dtmega.shards import local
+from dtmega.step import count_tokens, train_step
 from tests import hf_models, ranks
 from tests.hf_models import Case
 
@@ -202,7 +204,7 @@ def numbers(world: World, keys: dict[str, Any], directories: dict[Case, str], pa
 def forward_backward(model: ShardedModel, world: World, cfg: config.Config) -> float:
     """The mean loss of the first step."""
     first = microbatches(world, cfg, 0)
-    n_tokens = train.count_tokens(world, first)
+    n_tokens = count_tokens(world, first)
     total = model.forward_backward(first.microbatches, n_tokens)
     dist.all_reduce(total, group=world.groups["loss"])
     return total.item() / n_tokens
@@ -211,8 +213,9 @@ def forward_backward(model: ShardedModel, world: World, cfg: config.Config) -> f
 def steps(cfg: config.Config, world: World, model: ShardedModel) -> tuple[list[float], torch.optim.Optimizer]:
     """Losses of three steps as the trainer does them."""
     optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
-    run: Any = SimpleNamespace(cfg=cfg, world=world, model=model, optimizer=optimizer, spikes=Spikes(0.0))
-    return [train.train_step(run, microbatches(world, cfg, i))[0] for i in range(STEPS)], optimizer
+    parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
+    run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock())
+    return [train_step(run, microbatches(world, cfg, i))[0] for i in range(STEPS)], optimizer
 
 
 def smoothing(world: World, keys: dict[str, Any], where: str) -> tuple[float, float]:
@@ -223,7 +226,7 @@ def smoothing(world: World, keys: dict[str, Any], where: str) -> tuple[float, fl
     first = microbatches(world, cfg, 0)
     total = model.losses(first.microbatches)
     dist.all_reduce(total, group=world.groups["loss"])
-    return training, total.item() / train.count_tokens(world, first)
+    return training, total.item() / count_tokens(world, first)
 
 
 def rounded(world: World, keys: dict[str, Any], where: str) -> dict[str, Any]:

@@ -162,6 +162,21 @@ def test_attention_within_documents_keeps_no_mask_for_backward():
     assert sum(kept.values()) < 10 * out.nbytes < 2 * H * s * s * 4
 
 
+def test_a_compiled_block_takes_in_the_gpu_kernel_without_a_warning():
+    q, k, v = qkv(64, torch.float32)
+    mask = A._causal_block_mask(64, torch.device("cpu"))
+
+    def block(q: Tensor) -> Tensor:
+        return A._flex_kernel("cuda")(q, k, v, block_mask=mask)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(block, backend="eager", fullgraph=True)(q)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected)
+    assert A._flex_kernel("cuda") is not A._flex_kernel("cpu")
+
+
 def test_no_bias_of_all_pairs_is_stored():
     bias = A.causal_alibi(A.alibi_slopes(H), 1024)
     storages = {chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes() for chunk in bias.chunks}

@@ -9,6 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import config, models
 from dtmega.models.bloom import HF_KEYS, Bloom
+from dtmega.models.generate import generate
 from dtmega.models.initial import init_weights
 
 V, S = 131, 77
@@ -186,3 +187,31 @@ def test_block_compiled_gives_the_same_loss_and_gradients():
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for eager, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_is_cut_into_equal_parts_and_padding_changes_no_token(monkeypatch):
+    model, lengths = small(6), list[int]()
+    forward = Bloom.forward
+
+    def noting(self, tokens, *args):
+        lengths.append(tokens.shape[1])
+        return forward(self, tokens, *args)
+
+    monkeypatch.setattr(Bloom, "forward", noting)
+    keys = {"vocab_size": V, "eod_id": V - 1, "seed": 5}
+    samples = [generate(model, [1, 2, 3], 70, multiple=parts, **keys) for parts in (1, 2, 3, 6, 7)]
+    assert samples == 5 * samples[:1]
+    assert len(samples[0]) == 70
+    assert set(lengths) == {64, 128, 192, 7 * 64}
+
+
+def test_a_sample_takes_the_tokens_that_are_settled_and_ends_where_they_say():
+    seen: list[int] = []
+
+    def settle(token: torch.Tensor) -> bool:
+        seen.append(int(token))
+        token.fill_(7)
+        return len(seen) < 4
+
+    new = generate(small(6), [1, 2, 3], 10, vocab_size=V, eod_id=V - 1, seed=5, settle=settle)
+    assert new == [7, 7, 7]

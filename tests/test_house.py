@@ -38,6 +38,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "checkpoint": (2, set()),
     "parallelize": (3, set()),
     "planner": (4, set()),
+    "step": (4, set()),
+    "evaluate": (4, {"step"}),  # what both loops do with a batch
     "__main__": (5, set()),
     "train": (5, set()),
 }

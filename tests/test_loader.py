@@ -230,7 +230,7 @@ from dtmega.data.samples import Samples
 
 def main(prefix, ending):
     heard = set()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: heard.add(number))
     samples = Samples(IndexedDataset(prefix), (0, 60), 8, 1234, "train")
     batches = TrainBatches(samples, Data(seq_len=8, num_workers=1), Batch(), 0, 0, 1)
@@ -274,8 +274,8 @@ def start_trainer(samples, tmp_path):
         trainer.communicate()
 
 
-def send_both(trainer):
-    for number in (signal.SIGINT, signal.SIGTERM):
+def send_all(trainer):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.killpg(trainer.pid, number)
 
 
@@ -290,10 +290,10 @@ def test_workers_sit_out_signals_to_the_process_group(start_trainer):
     trainer = start_trainer("return")
     for _ in range(3):
         while not select.select([trainer.stdout], [], [], 0.05)[0]:  # while the worker imports
-            send_both(trainer)
-        send_both(trainer)
+            send_all(trainer)
+        send_all(trainer)
     out, err = trainer.communicate("go on\n", timeout=20)
-    assert (trainer.returncode, out.splitlines()[1:], err) == (0, ["2"], "")
+    assert (trainer.returncode, out.splitlines()[1:], err) == (0, ["3"], "")
 
 
 def test_workers_end_with_a_trainer_that_is_killed(start_trainer):

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import train
-from dtmega import parallelize
+from dtmega import parallelize, step
+from dtmega.data.loader import IGNORED
 from dtmega.pipelining.tied import TiedWeight
 from dtmega.plans import styles
 from tests.layouts import FP32, LAYOUTS, TP2, Run, bound_of, deviation, train_debug_model, truth_keys, write_text
@@ -81,10 +82,10 @@ def mean_of_the_ranks_means() -> None:
     """Each rank divides by twice its own tokens instead of by those of both."""
 
     def count_tokens(world, batch):
-        mine = sum(int((m["labels"] != train.IGNORED).sum()) for m in batch.microbatches)
+        mine = sum(int((m["labels"] != IGNORED).sum()) for m in batch.microbatches)
         return 2.0 * mine
 
-    train.count_tokens = count_tokens
+    step.count_tokens = count_tokens
 
 
 def norm_gradients_of_the_own_tokens_only() -> None:

@@ -7,7 +7,9 @@ claimed holds without a launcher that ends the others.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -106,3 +108,61 @@ def test_ranks_with_other_keys_are_refused_in_seconds_with_one_line_that_names_k
     assert line.startswith("dtmega: the ranks do not have the same configuration: " + message)
     assert max(one.seconds for one in started) < 30
     assert not (tmp_path / "run").exists()
+
+
+def nothing(path: Path) -> None:
+    """A link to where nothing can be made."""
+    path.symlink_to("/proc/nowhere/file")
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "message"),
+    [
+        (".lock", Path.mkdir, "cannot write to .*run: Is a directory"),
+        ("config.toml", Path.mkdir, "files of the run: .* Is a directory: .*config.toml"),
+        ("metrics.jsonl", nothing, "files of the run: .* No such file or directory: .*metrics.jsonl"),
+        ("tensorboard", Path.touch, "files of the run: .* File exists: .*tensorboard"),
+        ("checkpoints", Path.touch, r"cannot write to .*checkpoints: .* \(\[checkpoint\] dir\)"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line_and_exit_code_2(tmp_path, text, name, plant, message):
+    (tmp_path / "run").mkdir()
+    plant(tmp_path / "run" / name)
+    (one,) = start(tmp_path, text | {"log.tensorboard": True})
+    assert one.code == job.REFUSED
+    (line,) = said([one])
+    assert re.match(f"dtmega: {message}", line), line
+
+
+def test_a_checkpoint_folder_that_cannot_be_made_names_its_key(tmp_path, text):
+    (tmp_path / "file").touch()
+    (one,) = start(tmp_path, text | {"checkpoint.dir": str(tmp_path / "file" / "checkpoints")})
+    assert one.code == job.REFUSED
+    (line,) = said([one])
+    assert re.match(r"dtmega: cannot write to .*checkpoints: Not a directory \(\[checkpoint\] dir\)$", line)
+
+
+def test_what_only_rank_0_cannot_write_is_said_once_and_ends_all_ranks(tmp_path, text):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").touch()
+    keys = text | {"log.tensorboard": True}
+    started = start(tmp_path, keys, keys)
+    assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
+    (line,) = said(started)
+    assert "tensorboard" in line
+
+
+def full_disk() -> None:
+    """When the process says in the lock that it is its own."""
+
+    def ftruncate(fd: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job.os.ftruncate = ftruncate
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, text):
+    (one,) = start(tmp_path, text, plant=full_disk)
+    assert one.code == job.REFUSED
+    (line,) = said([one])
+    assert re.match(r"dtmega: cannot write to .*run: No space left on device \(\[run\] dir\)$", line)

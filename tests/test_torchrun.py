@@ -80,7 +80,7 @@ class Base(NamedTuple):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Base:
     folder = tmp_path_factory.mktemp("torchrun")
-    short = {"train.steps": 12, "checkpoint.interval": 4, "run.timeout_s": 60}
+    short = {"train.steps": 12, "checkpoint.interval": 4, "run.timeout_s": 60, "log.tensorboard": True}
     keys = KEYS | write_text(folder) | LAYOUTS[LAYOUT][1] | short
     train_all([whole(LAYOUT, folder / "truth", keys)])
     return Base(keys, Record(folder / "truth"))
@@ -128,7 +128,7 @@ def test_sigterm_while_a_rank_waits_in_a_collective_ends_the_job_within_its_grac
         agent.terminate()
         output, _ = agent.communicate(timeout=PATIENCE_S)
     assert not any(map(alive, pids))
-    assert re.search(r"rank 0: a signal came, and no step boundary in 2 s.* at step 7 in step", output)
+    assert re.search(r"rank 0: a signal came, and no step boundary in 2 s.* at step 7 in forward", output)
     assert re.search(r"rank 1: a signal came, and no step boundary in 2 s.* at step 7 in data", output)
     assert "Unable to shutdown" not in output
     assert same_bits(go_on(tmp_path, base), base.truth)
@@ -138,8 +138,8 @@ def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again_and_finishes
     with torchrun(tmp_path, RANK_1_HANGS, base.keys, "--max-restarts", 3) as agent:
         output, _ = agent.communicate(timeout=PATIENCE_S)
     assert agent.returncode == 0, output
-    assert re.search(r"^rank 1 behind: step 7 in data, for \d+ s$", output, re.MULTILINE)
-    assert re.search(r"^rank 0 in front: step 7 in step, for \d+ s$", output, re.MULTILINE)
+    assert re.search(r"^rank 1 behind: step 7 in data, for \d+ s, in fault \(worker\.py:\d+\)$", output, re.MULTILINE)
+    assert re.search(r"^rank 0 in front: step 7 in forward, for \d+ s, in all_reduce \(", output, re.MULTILINE)
     assert "resumed at step 4" in output
     assert same_bits(Record(tmp_path / "run"), base.truth)
 

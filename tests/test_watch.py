@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.optim import AdamW
 
-from dtmega.watch import Watch
+import train
+from dtmega import job, optim
+from dtmega.models.bloom import Block
+from dtmega.watch import Place, Watch, place_of
+from tests.layouts import DEBUG, write_text
+from tests.ranks import forks
+from tests.resumed import flags
 from tests.test_job import PATIENCE_S, START, TORCHRUN, script, started, wait_for
 
 START += "from dtmega.watch import Watch\n"
@@ -160,7 +174,9 @@ def test_a_hang_ends_the_job_and_names_rank_step_and_phase_with_stacks_and_so_do
     assert re.search(r"rank 0: nothing for \d+ s, at step 7 in step \(exit code 77\)", waiting)
     assert re.search(r"rank 1: nothing for \d+ s, at step 7 in data \(exit code 77\)", hanging)
     assert "in wait_for_data_that_never_comes" in hanging
-    assert len(re.findall(r"^rank 1 behind: step 7 in data, for \d+ s$", waiting + hanging, re.MULTILINE)) == 1
+    place = r"in wait_for_data_that_never_comes \(worker\.py:\d+\)"
+    report = rf"^rank 1 behind: step 7 in data, for \d+ s, {place}$"
+    assert len(re.findall(report, waiting + hanging, re.MULTILINE)) == 1
 
 
 def test_a_process_that_was_stopped_did_not_hang(tmp_path):
@@ -181,3 +197,97 @@ watch.close()
         time.sleep(0.5)  # in which a watch that looked at the clock alone would report
         output, _ = process.communicate("\n", timeout=PATIENCE_S)
     assert (process.returncode, output) == (0, "")
+
+
+def never_comes() -> None:
+    while True:
+        time.sleep(1)
+
+
+def hang_in_training(argv: list[str], folder: str, where: str) -> None:
+    """train.py, whose rank 1 goes to sleep in a part of the third step; stderr goes to a file."""
+    rank, calls = dist.get_rank(), []
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    enter = Watch.enter
+
+    def impatient(self: Watch, phase: str) -> None:
+        if self._last.step == 3:
+            self.timeout_s = 6
+        enter(self, phase)
+
+    Watch.enter = impatient
+    owner, name = {"forward": (Block, "forward"), "reduce": (optim, "total_norm"), "optimizer": (AdamW, "step")}[where]
+    honest = getattr(owner, name)
+
+    def hanging(*args: Any, **keywords: Any) -> Any:
+        calls.append(None)
+        if rank == 1 and len(calls) == 3:
+            never_comes()
+        return honest(*args, **keywords)
+
+    setattr(owner, name, hanging)
+    with Path(folder, f"stderr-{rank}").open("w") as file, contextlib.redirect_stderr(file):
+        train.main(argv)
+
+
+@pytest.mark.parametrize("where", ["forward", "reduce", "optimizer"])
+def test_a_rank_that_hangs_inside_a_step_is_named_with_the_part_of_the_step_and_the_line(tmp_path, where):
+    keys = DEBUG | write_text(tmp_path) | {"mesh.tp": 2, "model.n_layers": 1, "batch.micro_batch_size": 8}
+    keys |= {"eval.interval": 0, "train.drift_interval": 0, "log.params_norm": False, "log.num_zeros": False}
+    ended = forks().run(2, hang_in_training, flags(keys, tmp_path / "run"), str(tmp_path), where)
+    assert job.HUNG in [rank.code for rank in ended]
+    report = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
+    sleeps = r"in never_comes \(test_watch\.py:\d+\)"
+    assert len(re.findall(rf"^rank 1 (?:behind|hanging): step 3 in {where}, for \d+ s, {sleeps}$", report, re.M)) == 1
+    waits = r"in \w+ \(distributed_c10d\.py:\d+\), called by \w+ \(\w+\.py:\d+\)"
+    assert len(re.findall(rf"^rank 0 (?:in front|waiting): step 3 in \w+, for \d+ s, {waits}$", report, re.M)) == 1
+
+
+def test_a_thread_waits_if_it_came_to_its_innermost_frame_through_torch_distributed():
+    def place(*files: str) -> Place:
+        frame: Any = None
+        for file in files:
+            frame = SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="f"), f_lineno=7, f_back=frame)
+        return place_of(frame)
+
+    torch_root, library = torch.__path__[0], "/usr/lib/python3/site-packages/transformers/modeling.py"
+    collective = f"{torch_root}/distributed/distributed_c10d.py"
+    ours, schedule = "/home/me/train.py", f"{torch_root}/distributed/pipelining/schedules.py"
+    assert place(ours) == (False, "f (train.py:7)")
+    assert place(ours, collective) == (True, "f (distributed_c10d.py:7), called by f (train.py:7)")
+    assert place(ours, collective, threading.__file__) == (True, "f (threading.py:7), called by f (train.py:7)")
+    assert place(ours, schedule, f"{torch_root}/nn/modules/module.py", library).waits is False
+    assert place(ours, schedule, ours) == (False, "f (train.py:7)")
+    assert place(ours, f"{torch_root}/autograd/graph.py").waits is False
+
+
+def test_ranks_that_wait_in_different_places_are_told_apart(watches, monkeypatch):
+    store = HashStore()
+    for watch in watches:
+        watch.share(store, 4)
+        watch.beat(7, "forward")
+    places = [Place(True, "a"), Place(True, "b"), Place(True, "b"), Place(False, "c")]
+    for watch, place in zip(watches, places, strict=True):
+        monkeypatch.setattr("dtmega.watch.place_of", lambda frame, place=place: place)
+        watch._publish_place()
+    assert re.sub(r", for \d+ s", "", watches[0].who_is_behind()).splitlines() == [
+        "rank 3 hanging: step 7 in forward, in c",
+        "rank 0 waiting: step 7 in forward, in a",
+        "ranks 1, 2 waiting: step 7 in forward, in b",
+    ]
+    watches[3].beat(7, "reduce")  # where it was then is of an earlier beat
+    assert "rank 3 in front: step 7 in reduce, for 0 s\n" in watches[0].who_is_behind() + "\n"
+
+
+def test_a_closed_terminal_is_a_signal_unless_the_run_was_told_to_ignore_it():
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for told, heard in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
+            signal.signal(signal.SIGHUP, told)
+            watch = Watch(grace_s=60, timeout_s=0, rank=0)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert watch.signals == heard
+            watch.close()
+            assert signal.getsignal(signal.SIGHUP) == told
+    finally:
+        signal.signal(signal.SIGHUP, before)

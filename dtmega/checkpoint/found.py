@@ -6,6 +6,7 @@ paths that it tells them; that they see the same files is checked, as every rank
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +78,9 @@ def digests(checkpoints: list[Checkpoint]) -> dict[str, str]:
 
 
 def remove_probe(cfg: config.Config, found: Found) -> None:
-    open_root(resume.root_of(cfg)).remove(found.probe)
+    """Whatever a library behind a URL has against it: what is left there is cleared up by the next start."""
+    with contextlib.suppress(Exception):
+        open_root(resume.root_of(cfg)).remove(found.probe)
 
 
 def _leave_probe(files: Disk | Remote) -> str:

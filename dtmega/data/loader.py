@@ -33,6 +33,7 @@ from dtmega.data.blend import Blend
 from dtmega.data.samples import Samples
 
 IGNORED = -100  # torch's cross_entropy leaves it out
+LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
 
 
@@ -92,9 +93,9 @@ class TrainBatches:
     ranks. StatefulDataLoader's own state does neither: another number of workers is an AssertionError, another number
     of data ranks silently repeats or skips data.
 
-    The worker processes sit out SIGINT and SIGTERM, which Ctrl-C, torchrun and Slurm send to all processes: how the run
-    ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or within seconds of the
-    trainer's death. They are spawned, so the script that iterates needs its `if __name__ == "__main__"`.
+    The worker processes sit out SIGINT, SIGTERM and SIGHUP, which terminals, torchrun and Slurm send to all processes:
+    how the run ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or within seconds of
+    the trainer's death. They are spawned, so the script that iterates needs its `if __name__ == "__main__"`.
 
     Args:
         eod_id: the tokenizer's end-of-document token.
@@ -212,9 +213,13 @@ def _check_sizes(batch: Batch, world: int) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Processes that start here inherit the mask: not even while they import does SIGINT or SIGTERM end them."""
-    resource_tracker.ensure_running()  # started inside, it would lift the mask (up to Python 3.11)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM} if CAN_TELL_SENDER else ())
+    """Processes that start here inherit the mask: not even while they import does such a signal end them."""
+    blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
+    # The tracker of semaphores, which they share, sits out the other two by itself; to do so it lifts their mask here
+    # (up to Python 3.11).
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked & {signal.SIGHUP})
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield
     finally:

@@ -137,7 +137,8 @@ class Bloom(Stage):
         """
         if self.training and sample_ids is None and max(self.cfg.hidden_dropout, self.cfg.attention_dropout) > 0:
             raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
-        fused = not (self.training and self.cfg.attention_dropout > 0)
+        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         seq_len = tokens.shape[1] * (1 if self.embed is not None else self.sequence_shards)
         bias = causal_alibi(self.slopes, seq_len, document_ids, fused)
         h = tokens

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from dtmega.models.stage import Stage
 
-PADDING = 64  # a multiple of any tp
+PADDING = 64  # lengths come in few sizes, as some kernels are made for one
 
 
 @torch.no_grad()
@@ -22,6 +25,8 @@ def generate(
     seed: int,
     temperature: float = 0.8,
     top_k: int = 50,
+    multiple: int = 1,
+    settle: Callable[[Tensor], bool] = lambda token: True,
 ) -> list[int]:
     """Up to `n` tokens that follow `tokens`; ends early before an end-of-document, and where positions end.
 
@@ -29,6 +34,8 @@ def generate(
         vocab_size: of the tokenizer; the model's may be larger.
         temperature: of the softmax; 0 takes the most probable token.
         top_k: only the k most probable tokens are drawn from; 0 = all.
+        multiple: how many equal parts a sequence must divide into.
+        settle: called with each token as it is drawn, int64 [1], which it may overwrite; False ends the sample.
 
     Raises:
         ValueError: an empty prompt, or one that leaves no position.
@@ -41,20 +48,23 @@ def generate(
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    unit = math.lcm(PADDING, multiple)
+    generator: torch.Generator | None = None
     new: list[int] = []
     while len(new) < min(n, longest - len(tokens)):
         sequence = [*tokens, *new]
-        # Padding behind the last token changes nothing before it, and lets tp cut the sequence evenly.
-        padded = (sequence + [eod_id] * (-len(sequence) % PADDING))[:longest]
+        # Padding behind the last token changes nothing before it.
+        padded = (sequence + [eod_id] * (-len(sequence) % unit))[:longest]
         logits = model(torch.tensor([padded], device=device))[0, len(sequence) - 1, :vocab_size].float()
+        if generator is None:  # parameters that FSDP keeps in host memory do not tell where logits are
+            generator = torch.Generator(logits.device).manual_seed(seed)
         if temperature == 0:
             token = logits.argmax(keepdim=True)
         else:
             if top_k:
                 logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -torch.inf
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        if token.item() == eod_id:
+        if not settle(token) or token.item() == eod_id:
             break
         new.append(int(token))
     model.train(was_training)

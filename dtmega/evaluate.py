@@ -1,0 +1,77 @@
+"""What a model is worth so far: its loss on the other splits, and how it goes on from a prompt.
+
+All ranks call these together. A signal ends them between two batches or tokens, so that the run can save in time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtmega.data.loader import eval_batches
+from dtmega.models.generate import generate
+from dtmega.step import Run, count_tokens, signalled, to
+
+
+def evaluate(run: Run, step: int, split: str) -> bool:
+    """Report the mean loss of a split, if there is such a split; False if a signal came before the end."""
+    if run.text.splits[split] is None:
+        return True
+    loss = mean_loss(run, step, split)
+    if loss is None:
+        return False
+    report = run.metrics.validation if split == "valid" else run.metrics.test
+    report(step, loss)
+    return True
+
+
+def mean_loss(run: Run, step: int, split: str) -> float | None:
+    """Per token, over the first `eval.steps` global batches of a split; None if a signal came between two of them."""
+    cfg, world, text = run.cfg, run.world, run.text
+    total, n_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
+    slices = world.data_rank, world.data_size, cfg.eval.steps
+    for batch in eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices):
+        if signalled(run):
+            return None
+        run.watch.beat(step, "evaluation")
+        total += run.model.losses(to(world.device, batch.microbatches))
+        n_tokens += count_tokens(world, batch)
+    dist.all_reduce(total, group=world.groups["loss"])
+    return total.item() / n_tokens
+
+
+def show_sample(run: Run, step: int) -> bool:
+    """Report how the model goes on from `eval.prompt`; False if a signal came before the end."""
+    cfg, tokenizer = run.cfg, run.text.tokenizer
+    if not cfg.eval.prompt or not cfg.eval.sample_tokens:
+        return True
+    if run.model.pipeline is not None:
+        how = f"python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}"
+        run.metrics.message(f"for a sample: {how}")
+        return True
+    stopped = False
+
+    def settle(token: Tensor) -> bool:
+        nonlocal stopped
+        run.watch.beat(step, "sample")
+        # Logits may differ in the last bit: a rank that drew another token and ended would leave the others waiting.
+        dist.broadcast(token, src=0)
+        stopped = signalled(run)
+        return not stopped
+
+    # Blocks are compiled for the shapes of training; those of a sample are not worth compiling for.
+    with torch.compiler.set_stance("force_eager"):
+        new = generate(
+            run.model.stages[0],
+            tokenizer.encode(cfg.eval.prompt),
+            cfg.eval.sample_tokens,
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id,
+            seed=cfg.run.seed,
+            multiple=run.world.sizes["tp"],
+            settle=settle,
+        )
+    if not stopped:
+        run.metrics.message(f"a sample:\n{cfg.eval.prompt}{tokenizer.decode(new)}")
+    return not stopped

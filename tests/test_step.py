@@ -1,0 +1,52 @@
+"""step.py: what the time of a step is the time of."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from dtmega import mesh
+from dtmega.data.loader import TrainBatches
+from dtmega.parallelize import ShardedModel
+from tests.layouts import DEBUG, write_text
+from tests.resumed import Record, flags
+
+# Seconds that each part takes on the clock of this test.
+PARTS = {"data": 1000, "rate": 100, "forward": 10, "optimizer": 1, "device": 0.125}
+
+
+def test_the_time_of_a_step_is_from_the_wait_for_data_until_the_device_is_done_with_the_update(tmp_path, monkeypatch):
+    clock, order = [0.0], []
+
+    def takes(part: str, owner: Any, name: str) -> None:
+        honest = getattr(owner, name)
+
+        def part_of_a_step(*args: Any, **keywords: Any) -> Any:
+            clock[0] += PARTS[part]
+            order.append(part)
+            return honest(*args, **keywords)
+
+        monkeypatch.setattr(owner, name, part_of_a_step)
+
+    takes("data", TrainBatches, "__next__")
+    takes("rate", train.optim, "rate_at")
+    takes("forward", ShardedModel, "forward_backward")
+    takes("optimizer", torch.optim.AdamW, "step")
+    takes("device", mesh, "synchronize")
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
+    keys = DEBUG | write_text(tmp_path) | {"train.steps": 2, "eval.interval": 1, "model.n_layers": 1}
+    try:
+        assert train.main(flags(keys, tmp_path / "run")) == 0
+    finally:
+        dist.destroy_process_group()
+    assert order == [*PARTS] * 2
+    tokens = keys["batch.global_batch_size"] * keys["data.seq_len"]
+    for line in Record(tmp_path / "run").steps.values():
+        assert line["step_time_s"] == sum(PARTS.values())
+        assert line["tokens_per_s"] == pytest.approx(tokens / sum(PARTS.values()))
