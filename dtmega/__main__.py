@@ -1,54 +1,106 @@
-"""`python -m dtmega {tokenize, generate, convert, inspect, verify-plan}`: what is done before and after training."""
+"""`python -m dtmega {tokenize, generate, convert, inspect, verify-plan}`: what is done before and after training.
+
+Whatever ends a command early is one line on stderr and an exit code: 2 for what its user can correct, 1 for what broke
+on the way (a full disk), 3 for a damaged checkpoint, 130 for Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
-from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tomli
 
-from dtmega import config, job, output
+from dtmega import arguments, config, job, output
 from dtmega.data import tokenize
 
 if TYPE_CHECKING:
     from dtmega.checkpoint.dcp import Checkpoint
 
+BROKEN = 1
+INTERRUPTED = 130  # as shells say it: 128 + SIGINT
+# A path that is not there, not of this kind, or not this user's; other errors are of the machine.
+WRONG_PATH = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+}
+
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dtmega", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    table: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-        "tokenize": ("text files -> .bin/.idx", tokenize.add_arguments, tokenize.main),
-        "generate": ("sample from a run's last checkpoint", _generate_arguments, _generate),
-        "convert": ("weights to and from Hugging Face's format", _convert_arguments, _convert),
-        "inspect": ("what a checkpoint holds, whether it is intact, how two differ", _inspect_arguments, _inspect),
-        "verify-plan": ("is the sharding plan of a Hugging Face model right?", _verify_arguments, _verify),
+    args = arguments.parse(argv)
+    commands = {
+        "tokenize": _tokenize,
+        "generate": _generate,
+        "convert": _convert,
+        "inspect": _inspect,
+        "verify-plan": _verify,
     }
-    for name, (line, add_arguments, _) in table.items():
-        add_arguments(commands.add_parser(name, help=line, description=line))
-    args = parser.parse_args(argv)
     try:
-        return table[args.command][2](args)
-    except ValueError as error:
-        output.say(f"dtmega {args.command}: {error}")
-        return getattr(error, "exit_code", job.REFUSED)
+        code = commands[args.command](args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads our output has left, as `| head` does
+        return BROKEN
+    except NothingWritten as stopped:
+        message, code = _explained(stopped.error)
+        message += f"; nothing was written to {args.output}"
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        message, code = _explained(error)
+    if _is_first(message):
+        with output.guarded():
+            output.say(f"dtmega {args.command}: {message}")
+    return code
 
 
-def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--run",
-        required=True,
-        metavar="PATH",
-        help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
-    )
-    parser.add_argument("--prompt", required=True, help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=128, help="how many to draw (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the most probable (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from the k most probable; 0 = all (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another sample (default 0)")
+class NothingWritten(Exception):
+    """A command has ended before any of its output stood under its name.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _is_first(message: str) -> bool:
+    """Of the processes that torchrun started, and that end with these words: one line is enough."""
+    if "WORLD_SIZE" not in os.environ:
+        return True
+    import torch.distributed as dist
+
+    from dtmega import mesh
+
+    try:
+        return not dist.is_initialized() or mesh.store().add(f"dtmega/said/{message}", 1) == 1
+    except RuntimeError:  # the store is gone, with the process that kept it
+        return True
+
+
+def _explained(error: BaseException) -> tuple[str, int]:
+    """What to say of an error, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if isinstance(error, OSError):
+        path = f"{error.filename}: " if error.filename is not None else ""
+        message = path + error.strerror if error.strerror else str(error)
+        return message, job.REFUSED if error.errno in WRONG_PATH else BROKEN
+    return str(error), getattr(error, "exit_code", job.REFUSED)
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    try:
+        summary = tokenize.write(args)
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        raise NothingWritten(error) from None
+    print(summary)
+    return job.DONE
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -82,31 +134,10 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run directory (its newest)")
-    parser.add_argument("other", nargs="?", help="another one: print the differences; exit code 1 if there are any")
-    parser.add_argument("--quick", action="store_true", help="do not read the tensors to verify their digests")
-
-
 def _inspect(args: argparse.Namespace) -> int:
     from dtmega.checkpoint import inspect
 
     return inspect.main(args.checkpoint, args.other, verify=not args.quick)
-
-
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    pair: dict[str, Any] = {"nargs": 2, "required": True, "metavar": ("FORMAT", "PATH")}
-    parser.add_argument("--from", dest="source", help="hf, dtmega (a checkpoint or a run) or dcp, and where", **pair)
-    parser.add_argument("--to", dest="target", help="dtmega or hf, and where", **pair)
-    parser.add_argument("--config", default="", help="a TOML whose [model] the weights are of (needed for dcp)")
-    parser.add_argument("--prefix", default="", help="dcp: what stands before the parameters' names, such as 'model.'")
-    parser.add_argument(
-        "--tokenizer", default="", help="to hf: tokenizer.json or what to make one of (default: the source's)"
-    )
-    parser.add_argument(
-        "--original", default="", help="name = 'hf': where the directory of [model] path is, if it has moved"
-    )
-    parser.add_argument("--dtype", default="", help="to hf: torch's name of another dtype to write")
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -138,18 +169,11 @@ def _convert(args: argparse.Namespace) -> int:
     return job.DONE
 
 
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, help="a model directory with config.json; weights are not needed")
-    parser.add_argument("--tp", type=int, default=2, help="ranks; started here unless torchrun did (default 2)")
-    parser.add_argument("--no-sequence-parallel", action="store_true", help="plain tensor parallelism")
-    parser.add_argument("--generic", action="store_true", help="a model without a plan computes on DTensors")
-
-
 def _verify(args: argparse.Namespace) -> int:
     from dtmega.plans.hf import command
 
     return command.verify_directory(
-        args.directory, args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
+        Path(args.directory), args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
     )
 
 
@@ -178,4 +202,6 @@ def recorded_config(checkpoint: Checkpoint) -> config.Config:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a sample in letters that the terminal does not have
+    job.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written

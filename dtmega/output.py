@@ -75,3 +75,10 @@ def printable(text: str, keep: str = "") -> str:
         keep: characters that stay, such as line ends where the text may have several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(n: int, noun: str) -> str:
+    """1 document, 2,048 processes."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"

@@ -104,7 +104,7 @@ def test_a_part_with_weight_0_is_none(tmp_path):
 
 
 def test_a_split_that_leaves_a_part_without_documents_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"for 'valid', got 0 in 0 of 12 documents"):
+    with pytest.raises(ValueError, match=r"for 'valid', got 0 tokens in 0 of 12 documents"):
         build_samples(data(split="969,30,1"), [write_corpus(tmp_path, [100] * 12)], seed=3)
 
 
@@ -123,5 +123,5 @@ def test_a_blend_with_a_corpus_that_has_nothing_to_train_on_is_an_error(tmp_path
 
 
 def test_an_empty_corpus_is_an_error_that_names_the_file(tmp_path):
-    with pytest.raises(ValueError, match=r"corpus: .* for 'train', got 0 in 0 of 0 documents"):
+    with pytest.raises(ValueError, match=r"corpus: .* for 'train', got 0 tokens in 0 of 0 documents"):
         build_samples(data(), [write_corpus(tmp_path, [])], seed=3)

@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "pipelining": (2, set()),
     "checkpoint": (2, set()),
     "parallelize": (3, set()),
+    "arguments": (4, set()),
     "planner": (4, set()),
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch

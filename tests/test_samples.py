@@ -133,7 +133,7 @@ def test_documents_outside_the_part_are_never_read(corpus):
 
 @pytest.mark.parametrize("documents", [(0, 2), (1, 2), (3, 3)])
 def test_a_part_shorter_than_one_sample_is_an_error_that_names_file_split_and_keys(corpus, documents):
-    with pytest.raises(ValueError, match=r"corpus: expected at least .*6 tokens for 'valid'.*seq_len.*split"):
+    with pytest.raises(ValueError, match=r"corpus: .* at least .*6 tokens for 'valid'.*12 documents.*split.*seq_len"):
         Samples(corpus, documents, 5, 0, "valid")
 
 

@@ -1,6 +1,5 @@
 """Rooms data/tokenizer.py, data/text_files.py, data/tokenize.py: specs, kinds of files, what can go wrong with them."""
 
-import argparse
 import base64
 import gzip
 import importlib.util
@@ -24,6 +23,7 @@ import tiktoken
 import tokenizers
 import zstandard
 
+from dtmega.__main__ import main as command
 from dtmega.data import text_files, tokenize
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_tokenizer
@@ -32,16 +32,11 @@ ROOT = Path(tokenize.__file__).parents[2]
 TEXTS = ["Hello, world", "Straße 12345\n\n\tdef f(x):\n        return x", "<|endoftext|> is text", "漢字 🙂"]
 
 
-def parse(*argv):
-    parser = argparse.ArgumentParser()
-    tokenize.add_arguments(parser)
-    return parser.parse_args(list(map(str, argv)))
-
-
 def run(folder, *inputs, options=("--workers", 1), tokenizer="bytes"):
-    """`main` on files of `folder`; its exit code."""
+    """The command on files of `folder`; its exit code."""
     paths = [folder / name for name in inputs]
-    return tokenize.main(parse("--input", *paths, "--tokenizer", tokenizer, "--output", folder / "out", *options))
+    argv = ["tokenize", "--input", *paths, "--tokenizer", tokenizer, "--output", folder / "out", *options]
+    return command(list(map(str, argv)))
 
 
 def documents(folder, tokenizer="bytes"):
@@ -247,6 +242,143 @@ def test_a_txt_file_is_one_document(tmp_path, suffix, compress):
     assert documents(tmp_path) == [text]
 
 
+def parts_of(text):
+    """A part begins at a line with text after a blank one, but for the first: a loop over lines."""
+    parts, after_blank = [""], False
+    for line in text.splitlines(keepends=True):
+        if line.strip() and after_blank and parts[-1].strip():
+            parts.append("")
+        parts[-1] += line
+        after_blank = not line.strip()
+    return parts
+
+
+SPEECHES = {
+    "speeches": "First Citizen:\nBefore we proceed.\n\nAll:\nSpeak, speak.\n\n\nFirst:\nYou are.\n",
+    "indented, without a last newline": "a\n\n    b\n\n\tc",
+    "blanks at both ends": "\n\n \na\n\nb\n\n\n",
+    "lines of blanks, of Windows": "a\r\n \t\r\n\r\nb\r\n",
+    "no blank line": "a\nb\nc",
+    "letters of several bytes": "é\n\n漢字\n \n🙂\n",
+}
+
+
+@pytest.mark.parametrize("text", SPEECHES.values(), ids=SPEECHES)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 20])
+def test_a_text_cut_at_blank_lines_is_its_parts_and_nothing_is_lost(tmp_path, monkeypatch, text, chunk):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
+    (tmp_path / "in.txt").write_bytes(text.encode())
+    assert run(tmp_path, "in.txt", options=["--split-documents", "blank-lines", "--workers", 1]) == 0
+    assert documents(tmp_path) == parts_of(text)
+    assert "".join(documents(tmp_path)) == text
+
+
+def test_a_part_that_is_no_utf8_is_skipped_and_shown_with_its_line(tmp_path, capsys):
+    (tmp_path / "in.txt").write_bytes(b"a\n\nb\n\xff\n\nc")
+    assert run(tmp_path, "in.txt", options=["--split-documents", "blank-lines", "--workers", 1]) == 0
+    assert documents(tmp_path) == ["a\n\n", "c"]
+    assert "in.txt:3: 'utf-8' codec can't decode" in capsys.readouterr().err
+
+
+def test_a_text_cut_every_n_tokens_has_the_same_tokens(tmp_path):
+    text = "".join(SPEECHES.values())
+    (tmp_path / "in.txt").write_bytes(text.encode())
+    assert run(tmp_path, "in.txt", options=["--split-documents", 7, "--workers", 1], tokenizer="stdlib-8k") == 0
+    ids = load_tokenizer("stdlib-8k").encode(text)
+    dataset = IndexedDataset(tmp_path / "out")
+    assert [dataset.get(i).tolist() for i in range(len(dataset))] == [ids[i : i + 7] for i in range(0, len(ids), 7)]
+
+
+@pytest.mark.parametrize(
+    ("where", "ids"), [("blank-lines", [97, 10, 10, 256, 98, 256]), ("3", [97, 10, 10, 256, 98, 256])]
+)
+def test_append_eod_closes_each_part(tmp_path, where, ids):
+    (tmp_path / "in.txt").write_text("a\n\nb")
+    assert run(tmp_path, "in.txt", options=["--split-documents", where, "--append-eod", "--workers", 1]) == 0
+    assert IndexedDataset(tmp_path / "out").tokens.tolist() == ids
+
+
+def test_parts_are_those_of_txt_and_a_line_of_json_stays_whole(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(lines(["one\n\ntwo"]))
+    (tmp_path / "b.txt").write_text("one\n\ntwo")
+    options = ["--split-documents", "blank-lines", "--workers", 1]
+    assert run(tmp_path, "a.jsonl", "b.txt", options=options) == 0
+    assert documents(tmp_path) == ["one\n\ntwo", "one\n\n", "two"]
+    assert run(tmp_path, "a.jsonl", options=options) == 2
+    assert "--split-documents cuts .txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--split-documents", "blank-lines"], ["--split-documents", "9"]])
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text_and_elsewhere_it_is(tmp_path, options):
+    (tmp_path / "a.txt").write_bytes("\ufeffa\n\n\ufeffb".encode())
+    (tmp_path / "b.txt").write_bytes("\ufeffc".encode())
+    assert run(tmp_path, "a.txt", "b.txt", options=[*options, "--workers", 1]) == 0
+    assert "".join(documents(tmp_path)) == "a\n\n\ufeffbc"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line_of_json_and_part_of_a_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes("\ufeff".encode() + lines(["a", "\ufeffb"]))
+    parquet(tmp_path / "b.parquet", ["\ufeffc"], pa.string())
+    assert run(tmp_path, "a.jsonl", "b.parquet") == 0
+    assert documents(tmp_path) == ["a", "\ufeffb", "\ufeffc"]
+
+
+def test_a_folder_stands_for_the_files_of_text_below_it_sorted_by_path(tmp_path):
+    for name in ("c/b.txt", "c/a/z.jsonl", "c/a.md", "c/.hidden.txt", "c/.git/x.txt", "c/a/y.txt.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        content = lines([name]) if name.endswith("jsonl") else name.encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert run(tmp_path, "c") == 0
+    assert documents(tmp_path) == ["c/a/y.txt.gz", "c/a/z.jsonl", "c/b.txt"]
+
+
+def test_a_folder_without_text_is_named(tmp_path, capsys):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "a.md").touch()
+    assert run(tmp_path, "c") == 2
+    assert f"no file in --input '{tmp_path}/c' ends in .txt, .jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("chunk", [5, 1 << 20])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["{}\n\na"]),
+        (["--split-documents", "blank-lines"], ["{}\n\n", "a"]),
+        (["--kind", "jsonl"], TEXTS),
+    ],
+)
+def test_standard_input_is_text_or_what_kind_says(tmp_path, monkeypatch, options, expected, chunk):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
+    content = lines(TEXTS) if "jsonl" in options else b"{}\n\na"
+    end, start = os.pipe()
+    os.write(start, content)
+    os.close(start)
+    argv = ["tokenize", "--input", "-", "--tokenizer", "bytes", "--output", str(tmp_path / "out"), "--workers", "1"]
+    with open(end) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        assert command([*argv, *options]) == 0
+    assert documents(tmp_path) == expected
+
+
+def test_kind_reads_what_a_name_does_not_say(tmp_path):
+    (tmp_path / "notes.md").write_text("# a")
+    assert run(tmp_path, "notes.md", options=["--kind", "txt", "--workers", 1]) == 0
+    assert documents(tmp_path) == ["# a"]
+
+
+def test_a_progress_bar_is_for_terminals_only(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("a")
+    assert run(tmp_path, "in.txt") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_one_document_of_one_token_is_said_so(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("a")
+    assert run(tmp_path, "in.txt") == 0
+    assert capsys.readouterr().out.startswith("1 document, 1 token, 0 skipped")
+
+
 def test_append_eod_closes_each_document(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(lines(["a", "bc"]))
     assert run(tmp_path, "in.jsonl", options=["--append-eod", "--workers", 1]) == 0
@@ -385,9 +517,9 @@ def columns(**values):
         ("in.csv", b"a", r"in\.csv: expected a name that ends in \.txt, \.jsonl"),
         ("in.gz", b"a", r"in\.gz: expected a name that ends in"),
         ("in.parquet.gz", b"a", r"in\.parquet\.gz: expected a name that ends in"),
-        ("in.jsonl", b"", "no documents in 1 files"),
-        ("in.txt", b"", "no documents in 1 files .*1 empty"),
-        ("in.jsonl", b"{\n", "no documents in 1 files .*1 malformed"),
+        ("in.jsonl", b"", "no documents in 1 file"),
+        ("in.txt", b"", "no documents in 1 file .*1 empty"),
+        ("in.jsonl", b"{\n", "no documents in 1 file .*1 malformed"),
         ("in.jsonl.gz", b"no gzip", r"in\.jsonl\.gz: damaged or cut off"),
         ("in.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], r"in\.jsonl\.gz: damaged or cut off"),
         ("in.jsonl.zst", b"no zstd", r"in\.jsonl\.zst: damaged or cut off"),
@@ -415,7 +547,7 @@ def test_a_few_bytes_that_decompress_to_one_endless_document_are_refused_long_be
     del endless
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"the document in line 1 has more than 8,388,608 bytes when decompressed"):
-        list(text_files.read([str(tmp_path / f"in{suffix}")], "text"))
+        list(text_files.read(text_files.find([str(tmp_path / f"in{suffix}")]), "text"))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 160 << 20
@@ -436,11 +568,10 @@ def test_without_the_library_of_a_kind_it_says_what_to_install(tmp_path, monkeyp
     assert f"needs the {library} library: pip install dtmega[data]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [("--workers", 0), ("--workers", 1)])
-def test_a_bad_argument_is_exit_code_2(tmp_path, capsys, options):
+def test_an_unknown_tokenizer_is_exit_code_2(tmp_path, capsys):
     (tmp_path / "in.txt").write_text("a")
-    assert run(tmp_path, "in.txt", tokenizer="bytes" if options[1] == 0 else "nonsense", options=options) == 2
-    assert ("--workers >= 1" if options[1] == 0 else "unknown tokenizer") in capsys.readouterr().err
+    assert run(tmp_path, "in.txt", tokenizer="nonsense") == 2
+    assert "unknown tokenizer" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------ interruption
@@ -465,20 +596,19 @@ def test_a_worker_killed_while_it_starts_ends_the_run_with_nothing_written(tmp_p
 
 
 SCRIPT = """
-import argparse, multiprocessing, sys
-from dtmega.data import text_files, tokenize
+import multiprocessing, sys
+from dtmega.__main__ import main
+from dtmega.data import text_files
 
-def endless(paths, column):
+def endless(files, column, at_blank_lines):
     for i in range(10**9):
-        yield text_files.Batch("in.jsonl", ".jsonl", i, b'{"text": "a"}', 0)
+        yield text_files.Batch("in.jsonl", ".jsonl", i, b'{"text": "a"}', False, 0)
         if i == 20:
             print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 
 if __name__ == "__main__":
     text_files.read = endless
-    parser = argparse.ArgumentParser()
-    tokenize.add_arguments(parser)
-    sys.exit(tokenize.main(parser.parse_args()))
+    sys.exit(main(["tokenize", *sys.argv[1:]]))
 """
 
 
@@ -541,7 +671,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_message_is_a_worker_that_died():
 
 def in_a_fork(pipe, parents_end):
     parents_end.close()
-    tokenize._serve(pipe, tokenize.Job("bytes", "text", append_eod=False))
+    tokenize._serve(pipe, tokenize.Job("bytes", "text", append_eod=False, longest=0))
 
 
 def test_kill_9_leaves_nothing_under_the_final_name_and_no_worker_behind(tmp_path, endless):

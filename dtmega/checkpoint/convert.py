@@ -13,6 +13,7 @@ where it has moved since. Tensors pass one by one, so no model has to fit in mem
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint import Source, hf, hf_copy, hf_export, manifest
 from dtmega.checkpoint.dcp import DataFile
-from dtmega.checkpoint.files import open_root
+from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.foreign import DCPFolder
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import State, open_checkpoint, state_of
@@ -117,21 +118,31 @@ def write(path: str, source: Source, model: config.Model) -> None:
     if folder in files.folders():
         raise ValueError(f"{path} is there already (--to)")
     aside = f".tmp-{folder}" if files.renames else folder
-    files.make(aside)
+    try:
+        files.make(aside)
+        _fill(files, aside, source, model)
+        if files.renames:
+            files.sync(aside)
+            files.rename(aside, folder)
+            files.sync("")
+    except BaseException:
+        with contextlib.suppress(OSError):  # what cannot be deleted takes room, no more
+            files.remove(aside)
+        raise
+
+
+def _fill(files: Disk | Remote, folder: str, source: Source, model: config.Model) -> None:
+    """Every tensor of a source, one by one, and then the manifest."""
     name, tensors = "data-00000.bin", {}
-    with files.create(aside, name) as file:
+    with files.create(folder, name) as file:
         data = DataFile(name, file)
         for parameter in source.tensors:
             tensor = source.read(parameter)
             chunk = data.add(tensor, [0] * tensor.ndim)
             tensors[f"model/{parameter}"] = Entry(tensor.dtype, tuple(tensor.shape), (chunk,))
     state = State.of({"model": model.model_dump()})
-    with files.create(aside, manifest.NAME) as file:
+    with files.create(folder, manifest.NAME) as file:
         file.write(manifest.dump(Manifest(0, state.model_dump(), {name: data.n_bytes}, tensors)))
-    if files.renames:
-        files.sync(aside)
-        files.rename(aside, folder)
-        files.sync("")
 
 
 def _from_hf(args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Found:

@@ -68,7 +68,7 @@ class Disk:
         """A new file to write to; on the disk, and not in a cache only, when the block ends."""
         fd = os.open(self.root / folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with os.fdopen(fd, "wb", buffering=0) as file:
-            yield _Whole(file)
+            yield _Whole(file, self.root / folder / name)
             os.fsync(fd)
 
     @contextlib.contextmanager
@@ -104,15 +104,19 @@ class Disk:
 
 
 class _Whole:
-    """A raw file whose `write` takes all of it, as the kernel may not."""
+    """A raw file whose `write` takes all of it, as the kernel may not, and names the file when it cannot."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, path: Path) -> None:
+        self._file, self._path = file, path
 
     def write(self, data: Any) -> None:
         rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
 
 class Remote:

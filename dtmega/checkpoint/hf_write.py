@@ -5,6 +5,7 @@ NAME/model.safetensors, or model-00001-of-0000N.safetensors, ... and model.safet
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -139,6 +140,9 @@ def write(
             errors.append(error)
         barrier()
     if errors:
+        if rank == 0:
+            with contextlib.suppress(OSError):  # what cannot be deleted takes room, no more
+                disk.remove(aside)
         raise errors[0]
 
 

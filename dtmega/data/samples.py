@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dtmega import keyed
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.order import Order, document_order
+from dtmega.output import counted
 
 
 class Samples:
@@ -46,10 +47,13 @@ class Samples:
         begin, end = dataset.first_token(np.array(documents))
         self.n_tokens = int(end - begin)
         if self.n_tokens <= seq_len:
+            there = counted(len(dataset.document_index) - 1, "document")
             raise ValueError(
                 f"{dataset.prefix}: expected at least seq_len + 1 = {seq_len + 1} tokens for '{split}', got "
-                f"{max(self.n_tokens, 0)} in {max(documents[1] - documents[0], 0)} of {len(dataset.document_index) - 1}"
-                f" documents; give it more text, a shorter [data] seq_len or another [data] split"
+                f"{counted(max(self.n_tokens, 0), 'token')} in {max(documents[1] - documents[0], 0)} of {there}. "
+                f"[data] split deals out whole documents: cut the text into more of them (python -m dtmega tokenize "
+                f"--split-documents), or leave a part out ([data] split = '1,0,0': all to train); or take a shorter "
+                f"[data] seq_len or more text"
             )
         self._epochs: dict[int, Order] = {}
 

@@ -1,9 +1,12 @@
 """Files of text, by suffix, as batches of raw records; and the document inside a record.
 
-    .txt               the whole file is one document
+    .txt               the whole file is one document, or each part of it that blank lines end
     .jsonl, .json      one JSON object per line, whose value under a key is one document
     + .gz, .zst        either of them, compressed
     .parquet           each row of one column is one document
+    -                  standard input, a .txt unless said otherwise
+
+A byte order mark at the start of a file is no part of its text.
 
 Reading cuts files into batches cheaply, in one process; what a record holds is found out later, in many.
 """
@@ -15,17 +18,35 @@ import gzip
 import importlib.util
 import json
 import os
+import re
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from itertools import pairwise
+from typing import IO, NamedTuple
 
 KINDS = (".txt", ".jsonl", ".json", ".parquet")
 LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow"}  # of the optional extra dtmega[data]
+STDIN = "-"
+BLANK_LINES = "blank-lines"
+BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")  # a line's end, and the last blank line before text
 CHUNK_BYTES = 1 << 20  # text per batch of lines; a line or a .txt file that is longer comes whole
 MAX_RECORD_BYTES = 1 << 28  # of a compressed file: 22 kB of zstd can be one line of 3 GB
 ZSTD_BYTES = 4096  # decompressed at a time, to 128 MiB at most: a block of 4 bytes holds up to 128 KiB
 PARQUET_ROWS = 256  # the same for rows, whose size is known only after reading
+
+
+class File(NamedTuple):
+    """Attributes:
+    path: "-" is standard input.
+    kind: one of KINDS.
+    n_bytes: as it is stored; 0 for standard input, of which nobody knows.
+    """
+
+    path: str
+    kind: str
+    n_bytes: int
 
 
 @dataclass(frozen=True)
@@ -35,7 +56,9 @@ class Batch:
     Attributes:
         kind: one of KINDS.
         first: line (row) of the first record, from 1.
-        data: whole lines; or one whole .txt; or rows, None where a row has no value. UTF-8 if the file is sound.
+        data: whole lines; or a .txt, whole or some parts of it; or rows, None where a row has no value. It is UTF-8 if
+            the file is sound.
+        is_cut: a .txt whose blank lines end documents.
         position_bytes: in all files one after the other (compressed as they are), when this batch has been read.
     """
 
@@ -43,31 +66,56 @@ class Batch:
     kind: str
     first: int
     data: bytes | list[bytes | None]
+    is_cut: bool
     position_bytes: int
 
 
-def find(patterns: list[str]) -> list[str]:
+def find(patterns: list[str], kind: str | None = None) -> list[File]:
     """Files in the order of the glob patterns, by name within each, none twice.
+
+    A folder stands for the files of KINDS in it and below it, but for hidden ones.
+
+    Args:
+        kind: of all of them, without its dot; None: by suffix.
 
     Raises:
         ValueError: a pattern without a file, a suffix nobody reads, a library that is not installed.
     """
     paths: dict[str, None] = {}
     for pattern in patterns:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = list(filter(os.path.isfile, found))
-        if not files:
-            raise ValueError(f"no file matches --input '{pattern}'")
-        paths.update(dict.fromkeys(files))
+        if os.path.isdir(pattern):
+            found = _below(pattern)
+            expected = f"no file in --input '{pattern}' ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst"
+        else:
+            found = (
+                [pattern] if pattern == STDIN or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+            )
+            found = [path for path in found if not os.path.isdir(path)]
+            expected = f"no file matches --input '{pattern}'"
+        if not found:
+            raise ValueError(expected)
+        paths.update(dict.fromkeys(found))
+    files = []
     for path in paths:
-        if _kind(path) not in KINDS:
+        its_kind = f".{kind}" if kind else ".txt" if path == STDIN else _kind(path)
+        if its_kind not in KINDS:
             raise ValueError(
-                f"{path}: expected a name that ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst"
+                f"{path}: expected a name that ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst, or --kind"
             )
         for suffix, library in LIBRARIES.items():
             if path.endswith(suffix) and importlib.util.find_spec(library) is None:
                 raise ValueError(f"{path} needs the {library} library: pip install dtmega[data]")
-    return list(paths)
+        files.append(File(path, its_kind, 0 if path == STDIN else os.path.getsize(path)))
+    return files
+
+
+def _below(folder: str) -> list[str]:
+    """Files of KINDS in a folder and its folders, sorted by path; hidden ones are left out."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(place, name) for name in names if not name.startswith(".") and _kind(name) in KINDS]
+    return sorted(found)
 
 
 def _kind(path: str) -> str:
@@ -76,41 +124,75 @@ def _kind(path: str) -> str:
     return inner if suffix in (".gz", ".zst") and inner != ".parquet" else suffix
 
 
-def read(paths: list[str], column: str) -> Iterator[Batch]:
-    """All files as batches; `column` is what to read of parquet files.
+def read(files: Sequence[File], column: str, *, at_blank_lines: bool = False) -> Iterator[Batch]:
+    """All files as batches.
+
+    Args:
+        column: what to read of parquet files.
+        at_blank_lines: each part of a .txt that blank lines end is a document.
 
     Raises:
         ValueError: a file is damaged or cut off, or has no such column of strings.
     """
     before_bytes = 0
-    for path in paths:
-        kind = _kind(path)
-        records = {".txt": _read_whole, ".parquet": _read_parquet}.get(kind, _read_lines)
-        for first, data, position in records(path, column):
-            yield Batch(path, kind, first, data, before_bytes + position)
-        before_bytes += os.path.getsize(path)
+    for file in files:
+        is_cut = file.kind == ".txt" and at_blank_lines
+        if file.kind == ".parquet":
+            found = _read_parquet(file.path, column)
+        elif file.kind == ".txt":
+            found = _read_parts(file.path) if is_cut else _read_whole(file.path)
+        else:
+            found = _read_lines(file.path)
+        for first, data, position in found:
+            yield Batch(file.path, file.kind, first, data, is_cut, before_bytes + position)
+        before_bytes += file.n_bytes
 
 
-def _read_whole(path: str, _: str) -> Iterator[tuple[int, bytes, int]]:
-    parts: list[bytes] = []
-    for chunk, _position in _chunks(path):
+def _read_whole(path: str) -> Iterator[tuple[int, bytes, int]]:
+    parts, position = [], 0
+    for chunk, position in _chunks(path):  # noqa: B007
         parts.append(chunk)
         _check_size(path, 1, parts)
-    yield 1, b"".join(parts), os.path.getsize(path)
+    yield 1, b"".join(parts), position
 
 
-def _read_lines(path: str, _: str) -> Iterator[tuple[int, bytes, int]]:
-    first, parts = 1, []
+def _read_lines(path: str) -> Iterator[tuple[int, bytes, int]]:
+    """(first line, whole lines, bytes read so far): about CHUNK_BYTES of lines each, in the end what has no newline."""
+    first, parts, position = 1, [], 0
     for chunk, position in _chunks(path):
-        whole, newline, rest = chunk.rpartition(b"\n")
-        if newline:
-            data = b"".join([*parts, whole])
+        end = chunk.rfind(b"\n") + 1
+        if end:
+            data = b"".join([*parts, chunk[:end]])
             yield first, data, position
-            first += data.count(b"\n") + 1
+            first += data.count(b"\n")
             parts = []
-        parts.append(rest)
+        parts.append(chunk[end:])
         _check_size(path, first, parts)
-    yield first, b"".join(parts), os.path.getsize(path)
+    yield first, b"".join(parts), position
+
+
+def _read_parts(path: str) -> Iterator[tuple[int, bytes, int]]:
+    """The same, cut only where blank lines end a part of the text."""
+    first, kept, position = 1, [], 0
+    blanks = b""  # at the end of what has been read: the part ends after them, if there is another one
+    for _, lines, position in _read_lines(path):
+        read = blanks + lines
+        text = read.rstrip(b" \t\r\n")
+        blanks = read[len(text) :]
+        starts = _starts(text)
+        data = b"".join([*kept, text[: starts[-1]]]) if starts else b""
+        if data.strip():
+            yield first, data, position
+            first += data.count(b"\n")
+            kept, text = [], text[starts[-1] :]
+        kept.append(text)
+        _check_size(path, first, kept)
+    yield first, b"".join([*kept, blanks]), position
+
+
+def _starts(text: bytes) -> list[int]:
+    """Where a part begins that follows blank lines."""
+    return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 
 def _check_size(path: str, line: int, parts: list[bytes]) -> None:
@@ -124,6 +206,12 @@ def _check_size(path: str, line: int, parts: list[bytes]) -> None:
 
 def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
     """Decompressed bytes, and how many bytes of the file have been read for them."""
+    if path == STDIN:
+        position = 0
+        while chunk := sys.stdin.buffer.read(CHUNK_BYTES):
+            position += len(chunk)
+            yield chunk, position
+        return
     with open(path, "rb") as raw:
         try:
             if path.endswith(".zst"):
@@ -187,24 +275,38 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
 
 
 def records(batch: Batch) -> Iterator[tuple[int, bytes | None]]:
-    """(line or row, raw bytes) of each record in a batch; a blank line is none."""
+    """(line or row, raw bytes) of each record in a batch; a blank line of JSON is none."""
     if isinstance(batch.data, list):
         yield from enumerate(batch.data, batch.first)
     elif batch.kind == ".txt":
-        yield 1, batch.data
+        yield from _parts(batch.data, batch.first) if batch.is_cut else [(1, batch.data)]
     else:
         yield from ((n, line) for n, line in enumerate(batch.data.split(b"\n"), batch.first) if line.strip())
 
 
-def document(record: bytes | None, kind: str, key: str) -> str:
+def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
+    """(its first line, part) of each; one after the other they are the text. Blank lines at its start are no part."""
+    blanks = len(text) - len(text.lstrip(b" \t\r\n"))
+    starts = [0, *(start for start in _starts(text) if start > blanks), len(text)]
+    for start, end in pairwise(starts):
+        yield line, text[start:end]
+        line += text.count(b"\n", start, end)
+
+
+def document(record: bytes | None, number: int, kind: str, key: str) -> str:
     """The text in a record.
+
+    Args:
+        number: its line or row.
 
     Raises:
         ValueError: the record is malformed; says how.
     """
     if record is None:
         raise ValueError(f"expected a string in '{key}', got null")
-    text = record.decode("utf-8-sig")
+    # Files that are put together have a byte order mark in the middle; in JSON it is never text.
+    starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
+    text = record.decode("utf-8-sig" if starts_file else "utf-8")
     if kind in (".txt", ".parquet"):
         return text
     try:

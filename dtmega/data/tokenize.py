@@ -31,63 +31,32 @@ from tqdm import tqdm
 from dtmega.data import text_files
 from dtmega.data.indexed import IndexedWriter, token_dtype
 from dtmega.data.tokenizer import load_tokenizer
+from dtmega.output import counted
 
 SHOWN = 5  # malformed records that are printed; all are counted
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = ", ".join(text_files.KINDS)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="GLOB", help=f"files: {kinds}; text also .gz, .zst"
-    )
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="SPEC", help="stdlib-8k, bytes, a file or a tiktoken name"
-    )
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="JSON key or parquet column (%(default)s)")
-    parser.add_argument("--append-eod", action="store_true", help="close each document with the end-of-document id")
-    parser.add_argument(
-        "--workers", type=int, default=_n_cpus(), metavar="N", help="processes (%(default)s, all there are)"
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="stop at the first malformed record instead of skipping it"
-    )
+def write(args: argparse.Namespace) -> str:
+    """Write the pair and return what is to be said of it, or raise and leave what was there before.
 
-
-def _n_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def main(args: argparse.Namespace) -> int:
-    """Exit code: 0 done, 1 something broke, 2 an argument or the input cannot be used, 130 interrupted."""
-    try:
-        print(_run(args))
-        return 0
-    except ValueError as error:
-        code, message = 2, str(error)
-    except OSError as error:
-        code, message = 1, str(error)
-    except KeyboardInterrupt:
-        code, message = 130, "interrupted"
-    print(f"tokenize: {message}; nothing was written to {args.output}", file=sys.stderr)
-    return code
-
-
-def _run(args: argparse.Namespace) -> str:
-    """Writes the pair and returns the summary, or raises and leaves what was there before."""
-    if args.workers < 1:
-        raise ValueError(f"expected --workers >= 1, got {args.workers}")
+    Raises:
+        ValueError: an argument or the input cannot be used.
+        OSError: something cannot be read or written, or a worker died.
+    """
     start_s = time.perf_counter()
-    paths = text_files.find(args.input)
+    files = text_files.find(args.input, args.kind)
+    cut = args.split_documents
+    if cut and all(file.kind != ".txt" for file in files):
+        raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
     dtype = token_dtype(load_tokenizer(args.tokenizer).vocab_size)
-    batches = text_files.read(paths, args.json_key)
+    batches = text_files.read(files, args.json_key, at_blank_lines=cut == text_files.BLANK_LINES)
+    job = Job(args.tokenizer, args.json_key, args.append_eod, cut if isinstance(cut, int) else 0)
+    total_bytes = sum(file.n_bytes for file in files) or None  # None: of standard input nobody knows
     n_empty = n_malformed = 0
     with (
         IndexedWriter(args.output, dtype) as writer,
-        tqdm(total=sum(map(os.path.getsize, paths)), unit="B", unit_scale=True, desc="tokenize") as bar,
-        contextlib.closing(
-            _in_order(batches, Job(args.tokenizer, args.json_key, args.append_eod), args.workers)
-        ) as results,
+        tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar,
+        contextlib.closing(_in_order(batches, job, args.workers)) as results,
     ):
         for result in results:
             for where in result.malformed:
@@ -102,20 +71,27 @@ def _run(args: argparse.Namespace) -> str:
                 writer.add(result.ids[end - size : end])
             bar.update(result.position_bytes - bar.n)
         if len(writer) == 0:
-            raise ValueError(f"no documents in {len(paths)} files ({n_malformed} malformed, {n_empty} empty)")
+            there = f"{counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
+            raise ValueError(f"no documents in {there}")
     return (
-        f"{len(writer):,} documents, {writer.n_tokens:,} tokens, {n_malformed + n_empty:,} skipped ({n_malformed:,} "
-        f"malformed, {n_empty:,} empty), {time.perf_counter() - start_s:.1f} s: {args.output}.bin, {args.output}.idx"
+        f"{counted(len(writer), 'document')}, {counted(writer.n_tokens, 'token')}, {n_malformed + n_empty:,} skipped "
+        f"({n_malformed:,} malformed, {n_empty:,} empty), {time.perf_counter() - start_s:.1f} s: "
+        f"{args.output}.bin, {args.output}.idx"
     )
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs to know; it pickles."""
+    """What every worker needs to know; it pickles.
+
+    Attributes:
+        longest: tokens of a document that is a piece of a .txt; 0 leaves each .txt whole.
+    """
 
     tokenizer: str
     key: str
     append_eod: bool
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -148,14 +124,14 @@ class Worker:
         documents, malformed, n_empty = [], [], 0
         for number, record in text_files.records(batch):
             try:
-                ids = self.tokenizer.encode(text_files.document(record, batch.kind, self.job.key))
+                ids = self.tokenizer.encode(text_files.document(record, number, batch.kind, self.job.key))
             except ValueError as error:
                 malformed.append(f"{batch.path}:{number}: {error}")
                 continue
-            if ids:
-                documents.append(np.array(ids + self.tail, self.dtype))
-            else:
-                n_empty += 1
+            longest = self.job.longest if batch.kind == ".txt" and self.job.longest else len(ids)
+            for start in range(0, len(ids), longest or 1):
+                documents.append(np.array(ids[start : start + longest] + self.tail, self.dtype))
+            n_empty += not ids
         ids = np.concatenate(documents) if documents else np.zeros(0, self.dtype)
         return Result(ids, [len(d) for d in documents], n_empty, malformed, batch.position_bytes)
 

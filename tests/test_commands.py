@@ -1,0 +1,227 @@
+"""How the commands of `python -m dtmega` refuse and fail: one line that names what is wrong, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dtmega import __main__, job
+from dtmega.__main__ import main as command
+from dtmega.data.indexed import IndexedDataset
+from tests import ranks
+from tests.test_train import corpus, run  # noqa: F401 - a fixture
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def refused(argv: list[str], capsys: Any) -> str:
+    """What a command says that the arguments alone end, with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        command(argv)
+    assert stop.value.code == job.REFUSED
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+GENERATE = ["generate", "--run", "r", "--prompt", "p"]
+TOKENIZE = ["tokenize", "--input", "in.txt", "--tokenizer", "bytes"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([*GENERATE, "--tokens", "-3"], "generate: argument --tokens: expected a whole number of 1 or more, got '-3'"),
+        ([*GENERATE, "--tokens", "0"], "generate: argument --tokens: expected a whole number of 1 or more, got '0'"),
+        (
+            [*GENERATE, "--tokens", "1.5"],
+            "generate: argument --tokens: expected a whole number of 1 or more, got '1.5'",
+        ),
+        ([*GENERATE, "--top-k", "-1"], "generate: argument --top-k: expected a whole number of 0 or more, got '-1'"),
+        (
+            [*GENERATE, "--seed", str(2**63)],
+            f"generate: argument --seed: expected a whole number from 0 to {2**63 - 1}, got '{2**63}'",
+        ),
+        *(
+            (
+                [*GENERATE, "--temperature", text],
+                f"generate: argument --temperature: expected 0, or a number from 1e-6 to 1e6, got '{text}'",
+            )
+            for text in ("nan", "inf", "-1", "1e-7", "warm")
+        ),
+        (
+            ["verify-plan", "DIR", "--tp", "0"],
+            "verify-plan: argument --tp: expected a whole number of 1 or more, got '0'",
+        ),
+        *(
+            (
+                [*TOKENIZE, "--output", text],
+                "tokenize: argument --output: expected a prefix such as data/mine, for data/mine.bin and .idx, "
+                f"got '{text}'",
+            )
+            for text in ("out/", "", ".", "a/..")
+        ),
+        (
+            [*TOKENIZE, "--output", "o", "--workers", "0"],
+            "tokenize: argument --workers: expected a whole number of 1 or more, got '0'",
+        ),
+        *(
+            (
+                [*TOKENIZE, "--output", "o", "--split-documents", text],
+                f"tokenize: argument --split-documents: expected blank-lines or a number of tokens, got '{text}'",
+            )
+            for text in ("0", "lines")
+        ),
+        (["generate", "--run", "r"], "generate: the following arguments are required: --prompt"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_the_option(argv, line, capsys):
+    assert refused(argv, capsys) == f"dtmega {line}\n"
+
+
+@pytest.mark.parametrize("text", ["0", "1e-6", "0.8", "1e6"])
+def test_a_temperature_in_its_bounds_is_taken(text, capsys):
+    assert command([*GENERATE, "--temperature", text]) == job.REFUSED  # there is no run
+    assert "neither a checkpoint nor a run directory" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus) -> Path:  # noqa: F811
+    """A run directory of one step."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert run(folder, corpus, train__steps=1, eval__interval=0) == job.DONE
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "in.txt").write_text("some text")
+    return tmp_path / "in.txt"
+
+
+def one_line(code: int, argv: list[str], capsys: Any) -> str:
+    capsys.readouterr()
+    assert command(argv) == code
+    err = capsys.readouterr().err
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    return err
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_exit_code_2(tmp_path, finished, text, capsys):
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "out")
+    tokenize = ["tokenize", "--input", str(text), "--tokenizer", "bytes", "--output"]
+    assert f"{tmp_path}/file" in one_line(job.REFUSED, [*tokenize, place], capsys)
+    for kind in ("hf", "dtmega"):
+        argv = ["convert", "--from", "dtmega", str(finished), "--to", kind, place]
+        assert one_line(job.REFUSED, argv, capsys).startswith(f"dtmega convert: {tmp_path}/file")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+@pytest.mark.parametrize("argv", [["inspect"], ["convert", "--to", "hf", "out", "--from", "dtmega"], [*GENERATE[:-2]]])
+def test_what_is_not_there_is_one_line_and_exit_code_2(tmp_path, argv, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [*argv, "nothing"] if argv[0] != "generate" else ["generate", "--prompt", "p", "--run", "nothing"]
+    assert "nothing is neither a checkpoint nor" in one_line(job.REFUSED, argv, capsys)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_no_dcp_is_one_line_and_exit_code_2(tmp_path, finished, capsys):
+    argv = ["convert", "--from", "dcp", str(tmp_path), "--to", "dtmega", str(tmp_path / "out")]
+    said = one_line(job.REFUSED, [*argv, "--config", str(finished / "config.toml")], capsys)
+    assert said == f"dtmega convert: {tmp_path}/.metadata: No such file or directory\n"
+
+
+def test_one_text_file_is_refused_with_the_cures_and_each_of_them_trains(tmp_path, capsys):
+    (tmp_path / "play.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100)
+    prefix = str(tmp_path / "play")
+    tokenize = ["tokenize", "--input", f"{prefix}.txt", "--tokenizer", "bytes", "--output", prefix, "--workers", "1"]
+    keys = {"train__steps": 2, "eval__interval": 0, "eval__steps": 1}
+    assert command(tokenize) == job.DONE
+    assert run(tmp_path / "whole", prefix, **keys) == job.REFUSED
+    said = capsys.readouterr().err
+    for words in ("0 of 1 document.", "tokenize --split-documents", "[data] split = '1,0,0'"):
+        assert words in said
+    assert run(tmp_path / "train-only", prefix, **keys, data__split="1,0,0") == job.DONE
+    for where in ("blank-lines", "500"):
+        assert command([*tokenize, "--split-documents", where]) == job.DONE
+        assert run(tmp_path / where, prefix, **keys) == job.DONE
+
+
+@contextlib.contextmanager
+def room_for(n_bytes: int) -> Iterator[None]:
+    """No file can become larger: the kernel's own error in the middle of a write, as a full disk gives."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("kind", ["hf", "dtmega"])
+def test_a_disk_that_fills_up_ends_convert_with_exit_code_1_and_the_file_and_leaves_nothing(
+    tmp_path, finished, kind, capsys
+):
+    argv = ["convert", "--from", "dtmega", str(finished), "--to", kind, str(tmp_path / "out")]
+    with room_for(1000):
+        said = one_line(__main__.BROKEN, argv, capsys)
+    assert said.startswith(f"dtmega convert: {tmp_path}/.tmp-out/")
+    assert said.endswith(f": {os.strerror(errno.EFBIG)}\n")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_ends_tokenize_with_exit_code_1_and_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("a" * 2000)
+    argv = ["tokenize", "--input", str(tmp_path / "in.txt"), "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
+    with room_for(1000):
+        said = one_line(__main__.BROKEN, [*argv, "--workers", "1"], capsys)
+    assert said == f"dtmega tokenize: {os.strerror(errno.EFBIG)}; nothing was written to {tmp_path}/out\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_a_full_stdout_is_an_error_but_not_one_of_what_was_written(tmp_path, text, capsys, monkeypatch):
+    argv = ["tokenize", "--input", str(text), "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert command([*argv, "--workers", "1"]) == __main__.BROKEN
+    assert capsys.readouterr().err == f"dtmega tokenize: {os.strerror(errno.ENOSPC)}\n"
+    assert IndexedDataset(tmp_path / "out").n_tokens == len("some text")
+
+
+def test_a_reader_of_the_output_who_leaves_ends_a_command_without_a_word(finished):
+    argv = [sys.executable, "-m", "dtmega", "inspect", "--quick", str(finished)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(argv, check=False, env=environment, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (__main__.BROKEN, b"")
+
+
+def convert_on_a_rank(argv: list[str]) -> tuple[int, str]:
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return command(argv), said.getvalue()
+
+
+def test_what_all_ranks_of_a_conversion_find_is_said_by_one(tmp_path, finished):
+    argv = ["convert", "--from", "dtmega", str(finished), "--to", "hf", str(finished)]
+    results = ranks.run(2, convert_on_a_rank, argv)
+    assert [code for code, _ in results] == [job.REFUSED, job.REFUSED]
+    assert sorted(said for _, said in results) == [
+        "",
+        f"dtmega convert: {finished} is there already; expected a new folder, or an empty one\n",
+    ]
