@@ -69,8 +69,9 @@ def read_like_megatron_core(prefix):
     return sequences, documents.tolist()
 
 
-def write(prefix, sequences, dtype):
+def write(prefix, sequences, dtype, about=""):
     with IndexedWriter(prefix, np.dtype(dtype)) as writer:
+        writer.about = about
         for sequence in sequences:
             writer.add(sequence)
     return IndexedDataset(prefix)
@@ -258,9 +259,9 @@ def test_nothing_stands_under_the_final_name_while_writing(tmp_path):
         assert not (tmp_path / "a.idx").exists()
 
 
-@pytest.mark.parametrize("survived", [0, 1])
+@pytest.mark.parametrize("survived", [0, 1, 2])
 def test_a_crash_between_the_renames_leaves_no_pair_that_opens(tmp_path, monkeypatch, survived):
-    write(tmp_path / "a", [[1], [2]], "uint16")
+    write(tmp_path / "a", [[1], [2]], "uint16", about="old")
     replace, calls = os.replace, []
 
     def crash(source, target):
@@ -271,9 +272,17 @@ def test_a_crash_between_the_renames_leaves_no_pair_that_opens(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "replace", crash)
     with pytest.raises(SystemExit):
-        write(tmp_path / "a", [[3], [4]], "uint16")
+        write(tmp_path / "a", [[3], [4]], "uint16", about="new")
+    assert len(calls) == survived + 1
     with pytest.raises(ValueError, match=r"a\.idx: expected a file"):
         IndexedDataset(tmp_path / "a")
+
+
+def test_what_is_said_of_a_text_goes_with_it(tmp_path):
+    write(tmp_path / "a", [[1], [2]], "uint16", about="first")
+    assert (tmp_path / "a.meta.json").read_text() == "first"
+    write(tmp_path / "a", [[3], [4]], "uint16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
 def test_a_reader_keeps_the_pair_it_opened_while_another_replaces_it(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 
 from dtmega import config
 from dtmega.data.indexed import IndexedWriter
+from dtmega.data.record import text_of
 from dtmega.data.text import fingerprint, open_text
+from dtmega.data.tokenizer import load_tokenizer
 
 
 def write(prefix: Path, last: int = 3, n: int = 40_000) -> str:
@@ -60,3 +64,104 @@ def test_a_moved_corpus_has_the_same_identity(tmp_path):
     before = open_text(config.load([*flags, str(tmp_path / "a" / "text")])).identity
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert open_text(config.load([*flags, str(tmp_path / "b" / "text")])).identity == before
+
+
+@pytest.mark.parametrize(("n_bytes", "seen"), [(2**22, 64 * 2), (2**23, 64)])
+def test_the_fingerprint_covers_every_byte_up_to_4_mib_and_64_blocks_of_a_larger_file(tmp_path, n_bytes, seen):
+    prefix = str(tmp_path / "text")
+    Path(f"{prefix}.idx").write_bytes(b"index")
+    content = bytearray(n_bytes)
+    Path(f"{prefix}.bin").write_bytes(content)
+    whole = fingerprint(prefix)
+    changes = 0
+    for start in range(0, n_bytes, n_bytes // 128):  # two in each block, or one in and one beside it
+        with open(f"{prefix}.bin", "r+b") as file:
+            file.seek(start)
+            file.write(b"1")
+            file.flush()
+            changes += fingerprint(prefix) != whole
+            file.seek(start)
+            file.write(b"\0")
+    assert changes == seen
+
+
+# ------------------------------------------------------------------------------------------------------------ record
+
+KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
+
+
+def opened(prefix: str, *more: str):
+    return open_text(config.load([*KEYS, "--data.path", prefix, *more]))
+
+
+def recorded(prefix: Path, **changes: object) -> str:
+    """A text with the record that `tokenize` would leave beside it, but for `changes`."""
+    tokenizer = load_tokenizer("bytes")
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(10):
+            writer.add([*range(3, 100), tokenizer.eod_id])
+        record = json.loads(text_of(tokenizer, True, writer))
+        writer.about = json.dumps(record | changes)
+    return str(prefix)
+
+
+def test_a_text_made_with_the_tokenizer_it_is_read_with_needs_no_word(tmp_path):
+    assert opened(recorded(tmp_path / "text"), "--data.reset_attention_mask", "true").notes == []
+
+
+@pytest.mark.parametrize("changes", [{"fingerprint": "0123456789ab", "tokenizer": "gpt2"}, {"eod_id": 0}])
+def test_a_text_of_another_tokenizer_or_end_of_document_is_refused(tmp_path, changes):
+    with pytest.raises(ValueError, match=r"text\.bin was made with tokenizer '(gpt2|bytes)' .* not with 'bytes' "):
+        opened(recorded(tmp_path / "text", **changes))
+
+
+@pytest.mark.parametrize("key", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
+def test_ends_of_documents_are_not_looked_for_in_a_text_without_them(tmp_path, key):
+    prefix = recorded(tmp_path / "text", append_eod=False)
+    assert opened(prefix).notes == []
+    with pytest.raises(ValueError, match=rf"no end-of-document ids, which \[data\] {key} looks for.*--append-eod"):
+        opened(prefix, f"--data.{key}", "true")
+
+
+@pytest.mark.parametrize("changes", [{"eod_id": "256"}, {"append_eod": None}])
+def test_a_damaged_record_is_named(tmp_path, changes):
+    with pytest.raises(ValueError, match=rf"text\.meta\.json: {next(iter(changes))}: "):
+        opened(recorded(tmp_path / "text", **changes))
+
+
+@pytest.mark.parametrize("changes", [None, {"tokens": 7}, {"documents": 7}])
+def test_a_text_without_a_record_or_with_that_of_another_is_read_and_one_line_says_so(tmp_path, changes):
+    prefixes = [recorded(tmp_path / f"{k}", **(changes or {})) for k in range(3)]
+    if changes is None:
+        for prefix in prefixes:
+            Path(f"{prefix}.meta.json").unlink()
+    (note,) = opened(json.dumps(prefixes)).notes
+    assert re.fullmatch(rf"{prefixes[0]}\.bin and 2 more: no record of the tokenizer .* taken to be in 'bytes'", note)
+
+
+# ------------------------------------------------------------------------------------------------------------ losses
+
+
+def silent_at_the_end(prefix: Path) -> str:
+    """Documents whose last ones are end-of-document ids and nothing else."""
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for k in range(10):
+            writer.add([256] * 50 if k > 7 else [*range(3, 100)])
+    return str(prefix)
+
+
+def test_a_split_that_bears_no_loss_anywhere_is_refused_with_its_name(tmp_path):
+    prefix, mask = silent_at_the_end(tmp_path / "text"), ("--data.eod_mask_loss", "true")
+    with pytest.raises(
+        ValueError, match=r"no token of the \d+ samples that an evaluation reads of 'valid' bears a loss"
+    ):
+        opened(prefix, *mask)
+    with pytest.raises(ValueError, match=r"reads of 'test' bears a loss"):
+        opened(prefix, *mask, "--data.split", "8,0,2")
+    assert opened(prefix, *mask, "--data.split", "6,4,0").splits["valid"] is not None
+    assert opened(prefix).splits["valid"] is not None
+
+
+def test_an_empty_split_is_no_evaluation(tmp_path):
+    text = opened(silent_at_the_end(tmp_path / "text"), "--data.eod_mask_loss", "true", "--data.split", "100,0,0")
+    assert (text.splits["valid"], text.splits["test"]) == (None, None)

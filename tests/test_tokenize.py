@@ -495,7 +495,7 @@ def test_strict_stops_and_leaves_what_was_there(tmp_path, capsys, workers):
     assert run(tmp_path, "in.jsonl", options=["--strict", "--workers", workers]) == 2
     assert "in.jsonl:2: bad JSON" in capsys.readouterr().err
     assert documents(tmp_path) == ["before"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx", "out.meta.json"]
 
 
 # ----------------------------------------------------------------------------------------------------------- refused
@@ -679,3 +679,20 @@ def test_kill_9_leaves_nothing_under_the_final_name_and_no_worker_behind(tmp_pat
     endless.communicate(timeout=20)  # returns once the workers, which hold the pipes too, are gone
     assert not (tmp_path / "out.bin").exists()
     assert not (tmp_path / "out.idx").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ record
+
+
+def test_the_record_beside_the_bin_says_what_made_it(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(lines(TEXTS))
+    assert run(tmp_path, "in.jsonl", options=["--append-eod"]) == 0
+    dataset = IndexedDataset(tmp_path / "out")
+    assert json.loads((tmp_path / "out.meta.json").read_text()) == {
+        "tokenizer": "bytes",
+        "fingerprint": load_tokenizer("bytes").fingerprint,
+        "eod_id": 256,
+        "append_eod": True,
+        "documents": len(dataset),
+        "tokens": dataset.n_tokens,
+    }

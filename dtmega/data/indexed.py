@@ -180,6 +180,10 @@ class IndexedWriter:
     An exception inside the block leaves what stood under PREFIX before; a crash leaves `PREFIX.*.tmp` at most.
     Two processes that write the same PREFIX at the same time need a lock of their own.
 
+    Attributes:
+        about: the content of PREFIX.meta.json, see `record.py`; to be set before the block ends. Without it there is no
+            such file, nor one of an earlier write.
+
     Raises:
         ValueError: `dtype` is none of Megatron's integers, or `add` gets what it cannot hold.
     """
@@ -192,11 +196,12 @@ class IndexedWriter:
         self._code = codes[self.dtype]
         self._sizes = array("i")
         self.n_tokens = 0
+        self.about = ""
 
     def __enter__(self) -> IndexedWriter:
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         tag = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._temps = {suffix: Path(f"{self.prefix}.{suffix}.{tag}.tmp") for suffix in ("bin", "idx")}
+        self._temps = {suffix: Path(f"{self.prefix}.{suffix}.{tag}.tmp") for suffix in ("bin", "idx", "meta.json")}
         self._bin = open(self._temps["bin"], "xb", buffering=CHUNK)
         return self
 
@@ -226,6 +231,7 @@ class IndexedWriter:
                     os.fsync(self._bin.fileno())
             if kind is None:
                 self._write_index()
+                self._write_about()
                 self._publish()
         finally:
             for temp in self._temps.values():
@@ -244,12 +250,23 @@ class IndexedWriter:
             file.flush()
             os.fsync(file.fileno())
 
+    def _write_about(self) -> None:
+        with open(self._temps["meta.json"], "x", encoding="utf-8") as file:
+            file.write(self.about)
+            file.flush()
+            os.fsync(file.fileno())
+
     def _publish(self) -> None:
-        folder, idx = Path(self.prefix).parent, Path(f"{self.prefix}.idx")
-        # The old index goes first, and durably: after no crash does it stand beside the new .bin.
+        folder, idx, about = Path(self.prefix).parent, Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.meta.json")
+        # The old index goes first, and durably: after no crash does it stand beside the new .bin. The new one comes
+        # last: where there is a data set, there is what is said of it.
         idx.unlink(missing_ok=True)
+        about.unlink(missing_ok=True)
         _sync_folder(folder)
         os.replace(self._temps["bin"], f"{self.prefix}.bin")
+        if self.about:
+            os.replace(self._temps["meta.json"], about)
+        _sync_folder(folder)
         os.replace(self._temps["idx"], idx)
         _sync_folder(folder)
 

@@ -187,6 +187,11 @@ def eval_batches(
         yield StepBatch(step * size, size, _microbatches(rows[indices], full.micro_batch_size))
 
 
+def bears_loss(samples: Samples | Blend, g: int, data: Data, eod_id: int) -> bool:
+    """Whether a token of sample g counts in the loss."""
+    return bool((_Rows(samples, data, eod_id)[range(g, g + 1)]["labels"] != IGNORED).any())
+
+
 def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
     """This rank's samples in each step, from the step on that starts at sample `first`."""
     while True:

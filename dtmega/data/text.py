@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import xxhash
 
 from dtmega.config import Config
+from dtmega.data import record
 from dtmega.data.blend import Blend, build_samples
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset, check_token_ids
+from dtmega.data.loader import bears_loss
 from dtmega.data.samples import Samples
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,7 +45,8 @@ def open_text(cfg: Config) -> Text:
     """Tokenizer and data of the configuration; builds the default corpus on first use.
 
     Raises:
-        ValueError: no such tokenizer or data, damaged files, ids outside the vocabulary, less than one sample.
+        ValueError: no such tokenizer or data, damaged files, ids outside the vocabulary or of another one, less than
+            one sample, or nothing to evaluate in a split that has a weight.
     """
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
@@ -51,10 +55,35 @@ def open_text(cfg: Config) -> Text:
             f"'{cfg.data.tokenizer}' ([model] vocab_size, [data] tokenizer)"
         )
     prefixes = [prepare_stdlib(tokenizer) if path == "stdlib" else path for path in cfg.data.paths]
-    for prefix in prefixes:
-        check_token_ids(IndexedDataset(prefix), cfg.model.vocab_size)
+    without_record = []
+    for prefix, path in zip(prefixes, cfg.data.paths, strict=True):
+        dataset = IndexedDataset(prefix)
+        check_token_ids(dataset, cfg.model.vocab_size)
+        if path != "stdlib" and not record.check_tokenizer(dataset, cfg.data, tokenizer):
+            without_record.append(prefix)
     splits = build_samples(cfg.data, prefixes, cfg.run.seed)
-    return Text(tokenizer, splits.samples, identity(cfg, tokenizer, prefixes), splits.left_out)
+    check_losses(splits.samples, cfg, tokenizer.eod_id)
+    notes = [*([record.unrecorded(without_record, tokenizer)] if without_record else []), *splits.left_out]
+    return Text(tokenizer, splits.samples, identity(cfg, tokenizer, prefixes), notes)
+
+
+def check_losses(splits: Mapping[str, Samples | Blend | None], cfg: Config, eod_id: int) -> None:
+    """In what an evaluation reads of the validation and of the test split, a token bears a loss.
+
+    As a rule the first sample that is looked at has one. Without any, the mean would be of nothing.
+
+    Raises:
+        ValueError: names the split, and why.
+    """
+    n_samples = cfg.eval.steps * cfg.batch.global_batch_size
+    for split in ("valid", "test"):
+        samples = splits[split]
+        if samples is not None and not any(bears_loss(samples, g, cfg.data, eod_id) for g in range(n_samples)):
+            raise ValueError(
+                f"[data] split: no token of the {n_samples} samples that an evaluation reads of '{split}' bears a loss "
+                f"([eval] steps={cfg.eval.steps}, [data] eod_mask_loss={str(cfg.data.eod_mask_loss).lower()}): split "
+                f"the documents otherwise, or give '{split}' weight 0 for no evaluation"
+            )
 
 
 def identity(cfg: Config, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
@@ -70,7 +99,11 @@ def identity(cfg: Config, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str
 
 
 def fingerprint(prefix: str) -> str:
-    """16 hex digits of the sizes of .idx and .bin and of SAMPLES blocks spread over each: quick for terabytes."""
+    """16 hex digits of the sizes of .idx and .bin and of SAMPLES blocks spread over each: quick for terabytes.
+
+    Of a file up to SAMPLES x SAMPLED_BYTES = 4 MiB that is all. Of a larger one, what lies between the blocks can
+    change unseen: 200,000 tokens of 20 million did. It tells one data set from another, and does not find damage.
+    """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):
         size = os.path.getsize(prefix + suffix)

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from dtmega.data import text_files
 from dtmega.data.indexed import IndexedWriter, token_dtype
+from dtmega.data.record import text_of
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.output import counted
 
@@ -48,13 +49,13 @@ def write(args: argparse.Namespace) -> str:
     cut = args.split_documents
     if cut and all(file.kind != ".txt" for file in files):
         raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
-    dtype = token_dtype(load_tokenizer(args.tokenizer).vocab_size)
+    tokenizer = load_tokenizer(args.tokenizer)
     batches = text_files.read(files, args.json_key, at_blank_lines=cut == text_files.BLANK_LINES)
     job = Job(args.tokenizer, args.json_key, args.append_eod, cut if isinstance(cut, int) else 0)
     total_bytes = sum(file.n_bytes for file in files) or None  # None: of standard input nobody knows
     n_empty = n_malformed = 0
     with (
-        IndexedWriter(args.output, dtype) as writer,
+        IndexedWriter(args.output, token_dtype(tokenizer.vocab_size)) as writer,
         tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar,
         contextlib.closing(_in_order(batches, job, args.workers)) as results,
     ):
@@ -73,6 +74,7 @@ def write(args: argparse.Namespace) -> str:
         if len(writer) == 0:
             there = f"{counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
             raise ValueError(f"no documents in {there}")
+        writer.about = text_of(tokenizer, args.append_eod, writer)
     return (
         f"{counted(len(writer), 'document')}, {counted(writer.n_tokens, 'token')}, {n_malformed + n_empty:,} skipped "
         f"({n_malformed:,} malformed, {n_empty:,} empty), {time.perf_counter() - start_s:.1f} s: "

@@ -1,0 +1,96 @@
+"""What a tokenised text says of how it was made: PREFIX.meta.json, which `tokenize` writes beside PREFIX.bin.
+
+    {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
+
+Ids of one vocabulary that happen to fit into another train without any sign of trouble. Megatron writes no record.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dtmega.config import Data
+from dtmega.data.indexed import IndexedDataset, IndexedWriter
+from dtmega.data.tokenizer import Tokenizer
+from dtmega.strangers import read_object
+
+MAX_BYTES = 1 << 16
+
+
+class Record(BaseModel):
+    """How a text was tokenised.
+
+    Attributes:
+        tokenizer: the spec, for people.
+        fingerprint, eod_id: of that tokenizer, see `Tokenizer`.
+        append_eod: each document ends with `eod_id`.
+        documents, tokens: how many, which tells whether this record is of the `.bin` that it stands beside.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    tokenizer: str
+    fingerprint: str
+    eod_id: int
+    append_eod: bool
+    documents: int
+    tokens: int
+
+
+def text_of(tokenizer: Tokenizer, append_eod: bool, writer: IndexedWriter) -> str:
+    """The content of PREFIX.meta.json, when all has been added."""
+    record = Record(
+        tokenizer=tokenizer.name,
+        fingerprint=tokenizer.fingerprint,
+        eod_id=tokenizer.eod_id,
+        append_eod=append_eod,
+        documents=len(writer),
+        tokens=writer.n_tokens,
+    )
+    return f"{record.model_dump_json()}\n"
+
+
+def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
+    """Whether there is a record of this data set that says it is in `tokenizer`.
+
+    Raises:
+        ValueError: the record says something else, has no end of documents where `[data]` needs one, or is damaged.
+    """
+    path = Path(f"{dataset.prefix}.meta.json")
+    record = _read(path)
+    if record is None or (record.documents, record.tokens) != (len(dataset.document_index) - 1, dataset.n_tokens):
+        return False
+    if (record.fingerprint, record.eod_id) != (tokenizer.fingerprint, tokenizer.eod_id):
+        raise ValueError(
+            f"{dataset.prefix}.bin was made with tokenizer {record.tokenizer!r} (fingerprint {record.fingerprint!r}, "
+            f"end of document {record.eod_id}), not with '{tokenizer.name}' ({tokenizer.fingerprint!r}, "
+            f"{tokenizer.eod_id}): change [data] tokenizer, or tokenize the text again (if ids mean the same in both, "
+            f"remove {path})"
+        )
+    needs_ends = [key for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, key)]
+    if needs_ends and not record.append_eod:
+        raise ValueError(
+            f"{dataset.prefix}.bin has no end-of-document ids, which [data] {needs_ends[0]} looks for: tokenize the "
+            f"text with --append-eod"
+        )
+    return True
+
+
+def _read(path: Path) -> Record | None:
+    if not path.exists():
+        return None
+    try:
+        return Record.model_validate(read_object(path, MAX_BYTES))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: {key}: {first['msg']} (without this file, nothing is checked)") from None
+
+
+def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:
+    """The line that names data sets which nothing says to be in `tokenizer`."""
+    more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
+    return (
+        f"{prefixes[0]}.bin{more}: no record of the tokenizer (Megatron writes none), taken to be in '{tokenizer.name}'"
+    )
