@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,8 +86,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     there = found.Found(**step.told)
     with startup.step("checkpoints") as step:
         candidates = found.see(cfg, there)
-        step.same = found.digests(candidates)
         init = None if candidates else starting_weights(cfg)
+        step.same = found.digests([*candidates, init])
 
     with startup.step("process groups"):
         world = mesh.start(device, sizes, startup.timeout_s, startup.store)
@@ -94,14 +95,16 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     closing.callback(watch.close)  # the last of those that take time: until then it hears a second signal
     closing.callback(batches.close)
     watch.share(mesh.store(), world.size)
+    startup.beat = partial(watch.beat, 0, "load")
     with startup.step("model"):
         model = parallelize(cfg, world)
         optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+    with startup.step("checkpoint"):
         checkpoints = Checkpoints(cfg, device)
         closing.callback(checkpoints.close)
-        loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, there.damage)
+        loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, there.damage, startup)
         if init is not None:
-            load_weights(init, model.named_parameters(), cfg.model.vocab_size)
+            load_weights(init, startup.at_work(model.named_parameters()), cfg.model.vocab_size)
 
     at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
     batches.load_state_dict({"samples": at.samples})
@@ -190,7 +193,7 @@ def train(run: Run, at: Progress) -> int:
         stopping = "" if whole else SIGNALLED
     if stopping:
         metrics.message(
-            f"stopped after step {at.step} of {total_steps}: {stopping}; the same command goes on from there"
+            f"stopped after step {at.step} of {total_steps}: {stopping}; {resume.command_that_goes_on(cfg)}"
         )
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")

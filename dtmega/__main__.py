@@ -20,7 +20,7 @@ from dtmega import arguments, config, job, output
 from dtmega.data import tokenize
 
 if TYPE_CHECKING:
-    from dtmega.checkpoint.dcp import Checkpoint
+    from dtmega.checkpoint.reader import Checkpoint
 
 BROKEN = 1
 INTERRUPTED = 130  # as shells say it: 128 + SIGINT

@@ -89,9 +89,13 @@ def token_losses(
 ) -> Tensor:
     """Losses [N] in fp32 from logits [N, V_local]; their derivatives by the logits are written to `gradient`, if given.
 
-    Logits of padding columns are overwritten, and `gradient` [N, V_local] may be the logits themselves.
+    Logits of padding columns are overwritten, and `gradient` [N, V_local] may be the logits themselves. A rank may have
+    no columns: it takes its part in the collective, which the others would wait for in vain.
     """
     start, n_valid, group = columns
+    if logits.shape[1] == 0:
+        logits = logits.new_empty(logits.shape[0], 1)  # one of padding
+        gradient = None
     n_here = max(0, min(logits.shape[1], n_valid - start))
     logits[:, n_here:] = torch.finfo(logits.dtype).min  # finite, so that a rank with nothing but padding makes no NaN
     valid = labels != IGNORED

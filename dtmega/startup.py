@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -33,10 +33,13 @@ from dtmega import __version__, config, job, mesh, output
 
 PATIENCE_S = 10.0  # once a rank has refused: how long the others, who may never come, are waited for
 LONGEST_POLL_S = 0.5
+WORK_S = 1.0  # how often a rank says that it works
 SHOWN_KEYS = 8
 SHOWN_CHARACTERS = 100
 # Where a node keeps its data; what is in there is compared.
 PLACES = ("[data] path", "[data] tokenizer")
+
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -81,13 +84,17 @@ class Startup:
         rank, size: as the launcher says.
         store: where the ranks meet, from the end of the first step on.
         timeout_s: how long a rank waits for the others while none of them says that it works.
+        beat: called when this rank, or one that it waits for, says that it works.
     """
 
     def __init__(self, timeout_s: float = mesh.TIMEOUT_S) -> None:
         self.rank, self.size, self.timeout_s = mesh.rank(), mesh.world_size(), timeout_s
         self.store: Store | None = None
+        self.beat: Callable[[], object] = int
         self._meeting: Store | None = None
         self._n_steps = 0
+        self._n_waits = 0
+        self._worked_at = 0.0
 
     @contextmanager
     def step(self, what: str) -> Iterator[Step]:
@@ -126,6 +133,29 @@ class Startup:
             self._leave(store)
             raise Refused(verdict["exit_code"])
         step.told = verdict["told"]
+
+    def at_work(self, items: Iterable[T]) -> Iterator[T]:
+        """The items; before each, this rank says that it works. For what may take longer than timeout_s."""
+        for item in items:
+            self.beat()
+            if self._meeting is not None and time.monotonic() - self._worked_at > WORK_S:
+                self._worked_at = time.monotonic()
+                self._meeting.add("work", 1)
+            yield item
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has come here. Unlike a collective, this does not time out while others are at work.
+
+        Raises:
+            RuntimeError: not all ranks came.
+        """
+        assert self._meeting is not None
+        self._n_waits += 1
+        store = PrefixStore(f"wait/{self._n_waits}", self._meeting)
+        if store.add("arrived", 1) == self.size:
+            store.set("complete", "")
+        if not self._wait(store, "complete", patient=lambda: True):
+            raise RuntimeError(f"not all ranks came in {self.timeout_s:g} s")
 
     def _next_meeting(self, refusal: Refusal | None) -> Store:
         """A part of the store that only this step uses."""
@@ -197,14 +227,19 @@ class Startup:
                 self._wait(store, "all read", patient=lambda: False)
 
     def _wait(self, store: Store, key: str, patient: Callable[[], bool]) -> bool:
-        """Whether `key` came: in timeout_s, or in PATIENCE_S from when on `patient` is false."""
-        now = time.monotonic()
-        deadline, hurried, poll_s = now + self.timeout_s, False, 0.002
+        """Whether `key` came: while others work and timeout_s longer, or PATIENCE_S from when `patient` is false."""
+        assert self._meeting is not None
+        work, poll_s = 0, 0.002
+        deadline, hurried = time.monotonic() + self.timeout_s, False
         # Not `store.wait`, which tells a timeout in another way for each kind of store, and a TCPStore on stderr too.
         while not store.check([key]):
             now = time.monotonic()
             if not hurried and not patient():
                 deadline, hurried = min(deadline, now + PATIENCE_S), True
+            if not hurried and self._meeting.add("work", 0) > work:
+                work = self._meeting.add("work", 0)
+                deadline = now + self.timeout_s
+                self.beat()
             if now > deadline:
                 return False
             time.sleep(poll_s)

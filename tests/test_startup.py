@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
-import tempfile
+import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,11 @@ import pytest
 import torch.distributed as dist
 
 import train
-from dtmega import job
+from dtmega import config, job, mesh, startup
+from dtmega.checkpoint import found
+from dtmega.checkpoint.files import Disk
+from dtmega.checkpoint.resume import open_checkpoint
+from dtmega.startup import Refused, Startup
 from tests import ranks
 from tests.layouts import write_text
 from tests.resumed import KEYS, flags
@@ -39,16 +46,15 @@ SMALL = KEYS | {
 
 
 class Start(NamedTuple):
-    """What came of the start of one rank.
+    """The end of one rank.
 
     Attributes:
-        code: that main returned, or what it raised.
+        code: that main returned.
     """
 
-    code: int | str
+    code: int
     stdout: str
     stderr: str
-    seconds: float
 
 
 def start(folder: Path, *keys: Mapping[str, Any], plant: Callable[[], object] = tuple) -> list[Start]:
@@ -64,15 +70,10 @@ def _one_rank(argvs: Sequence[list[str]], port: int, plant: Callable[[], object]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= place | {"RANK": str(rank), "WORLD_SIZE": str(len(argvs))}
     plant()
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code: int | str = train.main(argvs[rank])
-            except RuntimeError as error:
-                code = str(error)
-        texts = [file.seek(0) or file.read() for file in (out, err)]
-        return Start(code, *texts, time.monotonic() - began)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = train.main(argvs[rank])
+    return Start(code, out.getvalue(), err.getvalue())
 
 
 def said(started: list[Start]) -> list[str]:
@@ -95,19 +96,123 @@ def test_ranks_of_one_job_start(tmp_path, text):
     ("other", "message"),
     [
         ({"optim.lr": 0.02}, "[optim] lr is 0.01 on rank 0, 0.02 on rank 1"),
-        ({"mesh.tp": 2}, "[mesh] tp is 1 on rank 0, 2 on rank 1"),
+        ({"mesh.tp": 2}, "[mesh] tp is 1 on rank 0, 2 on rank 1"),  # which would hang in the making of groups
         ({"run.seed": 1, "log.interval": 3}, "[log] interval is 10 on rank 0, 3 on rank 1; [run] seed is 1234 on rank"),
     ],
 )
-def test_ranks_with_other_keys_are_refused_in_seconds_with_one_line_that_names_keys_and_ranks(
-    tmp_path, text, other, message
-):
+def test_ranks_with_other_keys_are_refused_with_one_line_that_names_keys_and_ranks(tmp_path, text, other, message):
     started = start(tmp_path, text, text | other)
     assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
     (line,) = said(started)
     assert line.startswith("dtmega: the ranks do not have the same configuration: " + message)
-    assert max(one.seconds for one in started) < 30
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_another_bin_under_the_same_name_are_refused_and_where_it_lies_does_not_matter(tmp_path, text):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(text["data.path"] + suffix, tmp_path / f"text{suffix}")
+    moved = text | {"data.path": str(tmp_path / "text")}
+    assert [one.code for one in start(tmp_path, text, moved)] == [0, 0]
+    content = bytearray((tmp_path / "text.bin").read_bytes())
+    content[1000] = 9 if content[1000] != 9 else 10
+    (tmp_path / "text.bin").write_bytes(content)
+    started = start(tmp_path / "other", text, moved)
+    assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
+    (line,) = said(started)
+    assert line.startswith("dtmega: the ranks do not have the same data: [data] path is [")
+    assert line.endswith("on rank 1")
+
+
+def test_data_that_is_missing_on_some_ranks_is_said_once_with_their_numbers(tmp_path, text):
+    three = text | {"batch.global_batch_size": 3}
+    missing = three | {"data.path": str(tmp_path / "no" / "such")}
+    started = start(tmp_path, three, missing, missing)
+    assert [one.code for one in started] == [job.REFUSED] * 3
+    (line,) = said(started)
+    assert line.startswith("dtmega: ranks 1, 2: ")
+    assert "no/such" in line
+
+
+@pytest.mark.parametrize("wrong", [{"optim.lr": "fast"}, {"model.vocab_size": 5}])
+def test_what_is_wrong_on_all_ranks_is_said_once(tmp_path, text, wrong):
+    started = start(tmp_path, text | wrong, text | wrong)
+    assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
+    (line,) = said(started)
+    assert not line.startswith("dtmega: rank")
+
+
+def rank_1_fails(error: Exception) -> None:
+    if mesh.rank() == 1:
+
+        def parallelize(*args: object) -> None:
+            raise error
+
+        train.parallelize = parallelize
+
+
+def test_a_refusal_of_one_rank_after_the_process_group_is_made_ends_all(tmp_path, text):
+    started = start(tmp_path, text, text, plant=partial(rank_1_fails, ValueError("no such layer")))
+    assert ([one.code for one in started], said(started)) == ([2, 2], ["dtmega: rank 1: no such layer"])
+
+
+def test_what_nobody_expected_on_one_rank_ends_all_with_its_traceback_once(tmp_path, text):
+    started = start(tmp_path, text, text, plant=partial(rank_1_fails, TypeError("not foreseen")))
+    assert [one.code for one in started] == [1, 1]
+    assert said(started)[0] == "dtmega: rank 1: Traceback (most recent call last):"
+    assert said(started).count("TypeError: not foreseen") == 1
+
+
+def rank_1_refuses_while_rank_0_is_away(folder: Path) -> None:
+    startup.PATIENCE_S = 0.2
+    rank_1_fails(ValueError("no such layer"))
+    honest = train.parallelize
+
+    def parallelize(*args: Any) -> Any:
+        while not (folder / "rank 1 has left").exists():
+            time.sleep(0.01)
+        return honest(*args)
+
+    if mesh.rank() == 0:
+        train.parallelize = parallelize
+    main = train.main
+
+    def leaving(argv: list[str]) -> int:
+        code = main(argv)
+        (folder / f"rank {mesh.rank()} has left").touch()
+        return code
+
+    train.main = leaving
+
+
+def test_a_rank_whose_refusal_nobody_reads_says_it_and_leaves_and_the_others_follow(tmp_path, text):
+    started = start(tmp_path, text, text, plant=partial(rank_1_refuses_while_rank_0_is_away, tmp_path))
+    assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
+    assert [one.stderr for one in started] == ["", "dtmega: rank 1: no such layer\n"]
+
+
+def test_damaged_checkpoints_are_named_once_and_all_ranks_leave_with_3(tmp_path, text):
+    assert [one.code for one in start(tmp_path, text, text)] == [0, 0]
+    for manifest in tmp_path.glob("run/checkpoints/*/manifest.json"):
+        manifest.write_text("{")
+    started = start(tmp_path, text, text)
+    assert [one.code for one in started] == [job.DAMAGED, job.DAMAGED]
+    assert len(said(started)) == len({*said(started)}) == 2
+    assert all("damaged: " in line for line in said(started))
+
+
+def elsewhere(folders: list[Path]) -> None:
+    os.chdir(folders[mesh.rank()])
+
+
+def test_ranks_that_do_not_see_the_files_of_rank_0_are_named(tmp_path, text):
+    folders = [tmp_path / "node 0", tmp_path / "node 1"]
+    for folder in folders:
+        folder.mkdir()
+    started = start(Path(), text, text, plant=partial(elsewhere, folders))
+    assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
+    (line,) = said(started)
+    assert line.startswith("dtmega: rank 1: cannot see what rank 0 has written in run/checkpoints")
+    assert [path.name for path in (folders[0] / "run" / "checkpoints").iterdir()] == [".lock"]
 
 
 def nothing(path: Path) -> None:
@@ -166,3 +271,188 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, text):
     assert one.code == job.REFUSED
     (line,) = said([one])
     assert re.match(r"dtmega: cannot write to .*run: No space left on device \(\[run\] dir\)$", line)
+
+
+# One process is enough for these.
+
+
+def alone(folder: Path, keys: Mapping[str, Any]) -> int:
+    try:
+        return train.main(flags(SMALL | keys, folder))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_a_checkpoint_that_the_run_before_publishes_before_it_ends_is_the_one_to_go_on_from(tmp_path, text, capsys):
+    """The same command again, while the first one still saves."""
+    assert alone(tmp_path / "run", text) == 0
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    newest.rename(tmp_path / "being saved")
+    first = job.Claim(tmp_path / "run")
+
+    def publish_and_leave() -> None:
+        (tmp_path / "being saved").rename(newest)
+        first.close()
+
+    threading.Timer(0.5, publish_and_leave).start()
+    assert alone(tmp_path / "run", text | {"train.steps": 3}) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+    assert not [*tmp_path.glob("run/checkpoints/superseded-*")]
+
+
+def configuration(**keys: str) -> config.Config:
+    sections: dict[str, dict[str, Any]] = {"train": {"steps": 1}}
+    for key, value in keys.items():
+        section, _, name = key.partition("__")
+        sections.setdefault(section, {})[name] = value
+    return config.validate(sections, "a test")
+
+
+@pytest.mark.parametrize("shared", ["elsewhere", "a/checkpoints"])
+def test_two_runs_on_one_folder_of_checkpoints_are_refused(tmp_path, monkeypatch, shared):
+    monkeypatch.setattr(found, "Claim", partial(job.Claim, patience_s=0))
+    monkeypatch.chdir(tmp_path)
+    first = {"run__dir": "a"} if shared == "a/checkpoints" else {"run__dir": "a", "checkpoint__dir": shared}
+    claims = [*found.claims(configuration(**first))]
+    second = found.claims(configuration(run__dir="b", checkpoint__dir=shared))
+    claims.append(next(second))
+    with pytest.raises(ValueError, match=rf"^{shared} is being written by process .* \(\[checkpoint\] dir\)$"):
+        next(second)
+    for claim in claims:
+        claim.close()
+
+
+def test_a_run_may_keep_its_checkpoints_in_the_run_directory_itself(tmp_path):
+    for claim in [*found.claims(configuration(run__dir=str(tmp_path), checkpoint__dir=str(tmp_path)))]:
+        claim.close()
+
+
+def test_a_url_cannot_be_claimed_and_that_is_said(tmp_path, capsys):
+    (claim,) = found.claims(configuration(run__dir=str(tmp_path), checkpoint__dir="memory://a-run"))
+    claim.close()
+    assert (
+        "memory://a-run cannot be locked: a second run that writes there would not be noticed"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("resumed", "advice"),
+    [
+        ("auto", "; the same command goes on from there"),
+        ("none", "; with --checkpoint.resume auto the same command goes on from there; as it is, it would start anew"),
+        (
+            "step-00000001",
+            "; with --checkpoint.resume auto the same command goes on from there; as it is, it would go back",
+        ),
+    ],
+)
+def test_the_message_of_a_stop_names_the_command_that_goes_on(tmp_path, text, capsys, resumed, advice):
+    if resumed == "step-00000001":
+        assert alone(tmp_path, text) == 0
+        resumed = str(tmp_path / "checkpoints" / resumed)
+    assert alone(tmp_path, text | {"train.steps": 4, "train.exit_interval": 3, "checkpoint.resume": resumed}) == 0
+    assert advice in capsys.readouterr().out
+
+
+@pytest.fixture
+def pair(monkeypatch) -> list[Startup]:
+    """Two ranks in this process that have met, and wait for each other no longer than 0.3 s."""
+    store = dist.HashStore()
+    monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: store)
+    monkeypatch.setattr(startup, "WORK_S", 0.05)
+    made = [Startup(0.3), Startup(0.3)]
+    for rank, one in enumerate(made):
+        one.rank, one.size = rank, 2
+    both(made, lambda one: take(one, {}))
+    return made
+
+
+def take(one: Startup, same: Mapping[str, Any]) -> None:
+    with one.step("step") as step:
+        step.same = same
+
+
+def both(pair: list[Startup], do: Callable[[Startup], object]) -> list[Exception | None]:
+    """What `do` raised on each rank."""
+    raised: list[Exception | None] = [None, None]
+
+    def caught(rank: int) -> None:
+        try:
+            do(pair[rank])
+        except Exception as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=caught, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def late(items: Iterable[int]) -> None:
+    for _ in items:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", ["in a step", "in the middle of one"])
+def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, how):
+    beats = [0, 0]
+
+    def beat(rank: int) -> None:
+        beats[rank] += 1
+
+    def do(one: Startup) -> None:
+        one.beat = partial(beat, one.rank)
+        with one.step("step"):
+            late(one.at_work(range(10 if one.rank == 1 else 1)))
+            if how == "in the middle of one":
+                one.wait_for_all()
+
+    assert both(pair, do) == [None, None]
+    assert min(beats) > 3
+
+
+def test_who_does_not_come_and_does_not_work_is_named(pair):
+    def do(one: Startup) -> None:
+        if one.rank == 0:
+            take(one, {})
+
+    error, _ = both(pair, do)
+    assert str(error) == "rank 1 did not come to the end of the step 'step' in 0.3 s"
+
+
+def test_keys_that_only_one_rank_has_and_long_values_are_shown_too(pair, capsys):
+    def do(one: Startup) -> None:
+        take(one, {"a": "x" * 500, "b": 1, "same": 2} if one.rank == 0 else {"a": "x" * 499, "same": 2})
+
+    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
+    line = capsys.readouterr().err
+    assert "; b is 1 on rank 0, not there on rank 1" in line
+    assert len(line) < 400
+    assert "same is" not in line
+
+
+def test_a_reader_keeps_what_a_run_that_goes_on_deletes(tmp_path, text):
+    once = text | {"checkpoint.keep": 1}
+    assert alone(tmp_path, once) == 0
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert alone(tmp_path, once | {"train.steps": 3}) == 0
+    assert not Path(checkpoint.path).exists()
+    checkpoint.verify()
+    assert checkpoint.bytes_read == sum(checkpoint.manifest.files.values())
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_taken_for_damaged(tmp_path, text, monkeypatch):
+    assert alone(tmp_path, text) == 0
+    honest = Disk.open
+
+    def open_late(self: Disk, folder: str, name: str) -> Any:
+        if folder == "step-00000002" and name != "manifest.json":
+            shutil.rmtree(self.root / folder)
+        return honest(self, folder, name)
+
+    monkeypatch.setattr(Disk, "open", open_late)
+    assert open_checkpoint(str(tmp_path)).folder == "step-00000001"

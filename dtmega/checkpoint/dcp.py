@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -32,6 +32,27 @@ from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import BLOCK_BYTES, Chunk, Damaged, Entry, Manifest
 from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
+from dtmega.checkpoint.reader import Checkpoint
+
+T = TypeVar("T")
+
+
+class Pace(Protocol):
+    """How ranks that read for long tell the others, who would give them up: `startup.Startup`."""
+
+    def at_work(self, items: Iterable[T]) -> Iterator[T]: ...
+
+    def wait_for_all(self) -> None: ...
+
+
+class Alone:
+    """The pace of ranks that are not waited for."""
+
+    def at_work(self, items: Iterable[T]) -> Iterator[T]:
+        return iter(items)
+
+    def wait_for_all(self) -> None:
+        pass
 
 
 class Failed(Exception):
@@ -57,83 +78,6 @@ class DataFile:
         return chunk
 
 
-class Checkpoint:
-    """A finished folder, as a `Source`; nothing is read before its digest can be checked.
-
-    Attributes:
-        bytes_read: from data files, by this object.
-    """
-
-    def __init__(self, files: Disk | Remote, folder: str) -> None:
-        """Raises:
-        Damaged: no readable manifest, or it does not fit the files.
-        """
-        self.files, self.folder, self.path, self.bytes_read = files, folder, files.path(folder), 0
-        sizes = files.sizes(folder)
-        if manifest.NAME not in sizes:
-            raise Damaged(f"{manifest.NAME} is missing")
-        if sizes[manifest.NAME] > manifest.MAX_BYTES:
-            raise Damaged(f"{manifest.NAME} has {sizes[manifest.NAME]} bytes, more than any manifest")
-        with files.open(folder, manifest.NAME) as file:
-            self.manifest = manifest.parse(file.read(), sizes)
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """That part (None: all) of a tensor, verified.
-
-        Raises:
-            Damaged: names file and entry.
-        """
-        entry = self.manifest.tensors[name]
-        bounds = [s.indices(n) for s, n in zip(index or [slice(None)] * len(entry.shape), entry.shape, strict=True)]
-        result = torch.empty([stop - start for start, stop, _ in bounds], dtype=entry.dtype)
-        for chunk in entry.chunks:
-            # The box that both have, seen from the chunk and from the result.
-            low = [max(start, o) for (start, _, _), o in zip(bounds, chunk.offsets, strict=True)]
-            high = [min(stop, o + n) for (_, stop, _), o, n in zip(bounds, chunk.offsets, chunk.sizes, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-                here = tuple(slice(a - start, b - start) for a, b, (start, _, _) in zip(low, high, bounds, strict=True))
-                result[here] = self.read_chunk(name, chunk, there)
-        return result
-
-    def read_chunk(self, name: str, chunk: Chunk, box: tuple[slice, ...]) -> Tensor:
-        """A box of a chunk: reads and verifies the blocks that hold its rows."""
-        dtype = self.manifest.tensors[name].dtype
-        rows = box[0] if box else slice(0, 1)
-        row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
-        total = math.prod(chunk.sizes) * dtype.itemsize
-        first, last = rows.start * row_bytes // BLOCK_BYTES, -(-rows.stop * row_bytes // BLOCK_BYTES)
-        start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, total)
-        raw = torch.empty(stop - start, dtype=torch.uint8)
-        view = _bytes(raw)
-        with self.files.open(self.folder, chunk.file) as file:
-            file.seek(chunk.start + start)
-            filled = 0
-            while filled < len(view) and (n := file.readinto(view[filled:])):
-                filled += n
-        self.bytes_read += filled
-        if filled < len(view) or manifest.block_digests(view) != chunk.digests[first:last]:
-            raise Damaged(
-                f"{chunk.file}: the bytes of '{name}' from {chunk.start + start} to {chunk.start + stop} do not match "
-                f"their digest"
-            )
-        skip = rows.start * row_bytes - start
-        wanted = raw[skip : skip + (rows.stop - rows.start) * row_bytes].view(dtype)
-        if not box:
-            return wanted[0]
-        return wanted.view(rows.stop - rows.start, *chunk.sizes[1:])[(slice(None), *box[1:])]
-
-    def verify(self) -> None:
-        """Read every byte. Raises `Damaged`."""
-        for name in self.manifest.tensors:
-            for chunk in self.manifest.tensors[name].chunks:
-                self.read_chunk(name, chunk, tuple(slice(0, n) for n in chunk.sizes))
-
-
 def save(
     files: Disk | Remote,
     folder: str,
@@ -155,7 +99,9 @@ def save(
     return writer.manifest
 
 
-def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+def load(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, pace: Pace | None = None
+) -> None:
     """Fill tensors in place, each rank with what it holds. All ranks call it, with the names that are theirs.
 
     Raises:
@@ -164,7 +110,7 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.Proc
     try:
         state_dict_loader.load(
             dict(tensors),
-            storage_reader=_Reader(checkpoint),
+            storage_reader=_Reader(checkpoint, pace or Alone()),
             planner=PiecesLoadPlanner(),
             process_group=group,
         )
@@ -240,8 +186,8 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, pace: Pace) -> None:
+        self._checkpoint, self._pace = checkpoint, pace
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -268,17 +214,24 @@ class _Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            name, at = item.storage_index.fqn, item.storage_index.index
-            assert at is not None
-            chunk = self._checkpoint.manifest.tensors[name].chunks[at]
-            box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(self._checkpoint.read_chunk(name, chunk, box))
-            planner.commit_tensor(item, target)
+        try:
+            for item in self._pace.at_work(plan.items):
+                self._read_item(item, planner)
+        finally:
+            # Before torch's collective, which would time out while the slowest rank still reads.
+            self._pace.wait_for_all()
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_item(self, item: ReadItem, planner: LoadPlanner) -> None:
+        name, at = item.storage_index.fqn, item.storage_index.index
+        assert at is not None
+        chunk = self._checkpoint.manifest.tensors[name].chunks[at]
+        box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(self._checkpoint.read_chunk(name, chunk, box))
+        planner.commit_tensor(item, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

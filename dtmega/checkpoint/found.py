@@ -7,16 +7,17 @@ paths that it tells them; that they see the same files is checked, as every rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from dtmega import config, output
-from dtmega.checkpoint import manifest, resume
-from dtmega.checkpoint.dcp import Checkpoint
+from dtmega.checkpoint import Source, manifest, resume
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.reader import Checkpoint
+from dtmega.checkpoint.weights import Weights
 from dtmega.job import Claim
 
 
@@ -72,9 +73,10 @@ def see(cfg: config.Config, found: Found) -> list[Checkpoint]:
         raise ValueError(f"cannot read what rank 0 has found, {', '.join(found.paths)}: {error}; {advice}") from None
 
 
-def digests(checkpoints: list[Checkpoint]) -> dict[str, str]:
-    """Path -> digest of the manifest, in which all ranks must agree."""
-    return {checkpoint.path: manifest.digest(manifest.dump(checkpoint.manifest)) for checkpoint in checkpoints}
+def digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
+    """Path -> digest of the manifest, in which all ranks must agree; of those that are checkpoints."""
+    opened = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
+    return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in opened if isinstance(c, Checkpoint)}
 
 
 def remove_probe(cfg: config.Config, found: Found) -> None:

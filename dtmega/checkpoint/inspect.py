@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dtmega import job
-from dtmega.checkpoint.dcp import Checkpoint
 from dtmega.checkpoint.manifest import Entry
+from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.output import printable
 

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dtmega import __version__, config
 from dtmega.checkpoint import manifest
-from dtmega.checkpoint.dcp import Checkpoint
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.reader import Checkpoint
 
 FINISHED = re.compile(r"step-\d{8}")
 # Keys of [model] that a checkpoint must agree with: the tensors' shapes and the function they are weights of.
@@ -110,7 +110,8 @@ def split(path: str) -> tuple[Disk | Remote, str]:
 def open_checkpoint(path: str) -> Checkpoint:
     """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
 
-    A run directory whose `config.toml` has `[checkpoint] dir` has them there, and nowhere else.
+    A run directory whose `config.toml` has `[checkpoint] dir` has them there, and nowhere else. The run may go on, and
+    delete on a disk what is being read.
 
     Raises:
         ValueError: nothing like that there.
@@ -118,16 +119,13 @@ def open_checkpoint(path: str) -> Checkpoint:
     """
     files, folder = split(path)
     if folder in files.folders() and manifest.NAME in files.sizes(folder):
-        return Checkpoint(files, folder)
-    damage = []
+        return Checkpoint(files, folder).hold()
+    damage: list[str] = []
     elsewhere = _dir_of_run(path)
     for root in [elsewhere] if elsewhere else [f"{path}/checkpoints", path]:
-        files = open_root(root)
-        for folder in finished(files)[::-1]:
-            try:
-                return Checkpoint(files, folder)
-            except Damaged as error:
-                damage.append(f"{files.path(folder)}: {error}")
+        newest = _newest(open_root(root), damage)
+        if newest is not None:
+            return newest
     if damage:
         raise Damaged("\n".join(damage))
     if elsewhere:
@@ -136,6 +134,19 @@ def open_checkpoint(path: str) -> Checkpoint:
             f"directory, {Path.cwd()}), and there are none"
         )
     raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
+
+
+def _newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
+    """The newest intact one, to read; what is wrong with others is added to `damage`."""
+    damaged: set[str] = set()
+    while folders := [folder for folder in finished(files) if folder not in damaged]:
+        try:
+            return Checkpoint(files, folders[-1]).hold()
+        except Damaged as error:
+            if folders[-1] in finished(files):  # else the run has deleted it since, and there is a newer one
+                damaged.add(folders[-1])
+                damage.append(f"{files.path(folders[-1])}: {error}")
+    return None
 
 
 def _dir_of_run(run_dir: str) -> str:
@@ -230,6 +241,14 @@ def state_of(checkpoint: Checkpoint) -> State:
         return State.model_validate(checkpoint.manifest.state)
     except ValidationError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
+
+
+def command_that_goes_on(cfg: config.Config) -> str:
+    """What to do after a run has stopped and saved."""
+    named = {"auto": "", "none": "start anew"}.get(cfg.checkpoint.resume, f"go back to {cfg.checkpoint.resume}")
+    if not named:
+        return "the same command goes on from there"
+    return f"with --checkpoint.resume auto the same command goes on from there; as it is, it would {named}"
 
 
 def set_aside_newer(cfg: config.Config, step: int) -> None:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.checkpoint import dcp, manifest
-from dtmega.checkpoint.dcp import Checkpoint, Failed
+from dtmega.checkpoint.dcp import Failed
 from dtmega.checkpoint.files import open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
+from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
 from dtmega.checkpoint.staging import Stager
 from dtmega.shards import local
@@ -122,6 +123,7 @@ class Checkpoints:
         parameters: Iterable[tuple[str, nn.Parameter]],
         optimizer: torch.optim.Optimizer,
         damage: list[str],
+        pace: dcp.Pace | None = None,
     ) -> State | None:
         """Fill parameters and optimizer from the first intact candidate; None if there are none.
 
@@ -129,6 +131,7 @@ class Checkpoints:
             candidates: the same on all ranks.
             parameters: of this rank; two of one name are both filled.
             damage: what was found damaged so far, one line each; more are added.
+            pace: where loading may take long, and the ranks watch each other.
 
         Raises:
             Damaged: none is intact.
@@ -139,7 +142,7 @@ class Checkpoints:
             try:
                 state = state_of(checkpoint)
                 targets = self._targets(checkpoint, parameters, optimizer, state.updates)
-                dcp.load(checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group)
+                dcp.load(checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group, pace)
             except Damaged as error:
                 damage.append(f"damaged: {checkpoint.path}: {error}")
                 continue

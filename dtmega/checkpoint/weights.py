@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import Source
-from dtmega.checkpoint.dcp import Checkpoint
 from dtmega.checkpoint.hf import HFFolder, check_config
+from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import SAME, open_checkpoint, state_of
 
 

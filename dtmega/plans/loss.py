@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
     n_columns, grad = logits_shard.shape[-1], torch.is_grad_enabled() and logits_shard.requires_grad
     columns = locate(n_columns, vocab_start, n_valid, group, logits_shard.device)
     with torch.no_grad():
-        logits = logits_shard.reshape(-1, n_columns)
+        logits = logits_shard.reshape(target.numel(), n_columns)
         if columns.start + n_columns > columns.n_valid:
             logits = logits.clone()  # the columns of padding will be overwritten
         gradient = logits.new_empty(logits.shape) if grad else None
