@@ -101,6 +101,13 @@ def test_a_damaged_file_is_made_again(corpus, damage):
     assert found(corpus) == expected(0)
 
 
+def test_a_file_of_another_epoch_under_this_ones_name_is_made_again(corpus):
+    found(corpus)
+    (path,) = files()
+    path.rename(str(path).replace("-0.bin", "-1.bin"))
+    assert found(corpus, epoch=1) == expected(1)
+
+
 def test_a_file_of_data_that_have_changed_is_made_again(corpus, tmp_path):
     found(corpus)
     lengths = LENGTHS[:2] + LENGTHS[2:][::-1]  # as many documents and tokens

@@ -85,13 +85,25 @@ def test_the_fingerprint_covers_every_byte_up_to_4_mib_and_64_blocks_of_a_larger
     assert changes == seen
 
 
-# ------------------------------------------------------------------------------------------------------------ record
-
 KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
 
 
 def opened(prefix: str, *more: str):
     return open_text(config.load([*KEYS, "--data.path", prefix, *more]))
+
+
+def test_the_order_of_samples_has_the_number_that_the_identity_names(tmp_path):
+    # Where the second line changes, raise ORDER in data/text.py and the number here: older runs must then be refused.
+    with IndexedWriter(tmp_path / "one", np.dtype(np.uint16)) as one, IndexedWriter(tmp_path / "two", one.dtype) as two:
+        for k in range(20):
+            one.add([k] * 3)
+            two.add([100 + k] * 5)
+    text = opened(json.dumps([str(tmp_path / "one"), str(tmp_path / "two")]), "--data.seq_len", "3")
+    assert [int(text.samples("train")[g][1]) for g in range(12)] == [109, 14, 108, 5, 100, 105, 2, 112, 115, 3, 102, 7]
+    assert text.identity["order"] == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ record
 
 
 def recorded(prefix: Path, **changes: object) -> str:
