@@ -39,6 +39,7 @@ def linear_cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     n_valid: int | None = None,
     vocab_start: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -50,6 +51,8 @@ def linear_cross_entropy(
         weight: [V, D], same dtype; with `group`, this rank's rows of it, [V_local, D].
         labels: [N] int64, global numbers; -100 takes no part, any other outside [0, n_valid) is an index error.
         label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
+        softcap: logits are softcap * tanh(h @ weight.T / softcap) (Gemma 2, arXiv:2408.00118). A second buffer of a
+            chunk's logits, for the derivative.
         n_valid: V without the padding rows at its end, which never enter the softmax. None: there are none.
         vocab_start: global number of the first row. None: the ranks tell each other how many rows they have.
         group: the ranks that hold the vocabulary. One all-gather a chunk, of 3 fp32 a token (4 with smoothing).
@@ -71,8 +74,14 @@ def linear_cross_entropy(
         for start in range(0, n_tokens, chunk):
             rows = slice(start, min(start + chunk, n_tokens))
             logits = torch.mm(h[rows], weight.t(), out=buffer[: rows.stop - start])
+            tanh = None
+            if softcap is not None:
+                tanh = logits.div_(softcap).tanh_()
+                logits = tanh * softcap
             dlogits = logits if needs_dh or needs_dweight else None
             loss += token_losses(logits, labels[rows], columns, label_smoothing, z_loss, dlogits).sum()
+            if tanh is not None and dlogits is not None:
+                torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
             if dh is not None:
                 torch.mm(logits, weight, out=dh[rows])
             if needs_dweight:

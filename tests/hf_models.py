@@ -55,12 +55,22 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5 encoder": ("T5EncoderModel", "T5Config", _T5),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GQA),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GQA, "pad_token_id": 0}),
+    # Between head and loss: a soft cap, which their logits here come near to, a divisor, a factor.
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_GQA, "head_dim": 16, "final_logit_softcapping": 3.0}),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {**_GQA, "logits_scaling": 0.3, "pad_token_id": None}),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {**_GQA, "logit_scale": 0.7, "pad_token_id": 0}),
 }
 # For the trainer only. The kinds of layers differ, so that a stage must look them up by the number in the whole model.
 _SLIDING = {**_GQA, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2 sliding": (*MODELS["qwen2"][:2], _SLIDING),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+}
+# A model with another model in it, which initialises its values in its own way.
+NESTED: dict[str, Any] = {
+    "text_config": {**_GQA, "vocab_size": 131, "head_dim": 16},
+    "vision_config": {**_SIZES, "hidden_size": 48, "image_size": 28, "patch_size": 14},
+    "mm_tokens_per_image": 4,
 }
 # transformers imports a model when it is asked for; once here, and not on every rank.
 for _model_class, _, _ in (MODELS | VARIANTS | TRAINED).values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import train
 from dtmega import config, mesh, models
 from dtmega.models.hf import HF
+from dtmega.models.hf_draws import draws_of
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import check
 from tests import hf_models, layouts
@@ -277,6 +279,16 @@ def test_initial_values_are_distributed_as_the_family_has_them(tmp_path: Path, n
         elif p.ndim >= 2 and not (abs(p.std() / expected[n].std() - 1) < 0.05 and abs(p.mean()) < 0.05 * p.std()):
             wrong[n] = (p.std().item(), expected[n].std().item())
     assert wrong == {}
+
+
+def test_a_model_within_a_model_draws_as_its_own_class_does():
+    cfg = transformers.Gemma3Config(**hf_models.NESTED)
+    with torch.device("meta"):
+        found = draws_of(transformers.Gemma3ForConditionalGeneration(cfg))
+    # Siglip's rule, and Gemma's.
+    assert found["model.vision_tower.embeddings.position_embedding.weight"] == (0.0, 1 / math.sqrt(48))
+    assert found["model.language_model.layers.0.mlp.up_proj.weight"] == (0.0, 0.02)
+    assert found["model.language_model.norm.weight"] == (0.0, 0.0)
 
 
 def test_initial_values_that_the_family_draws_in_a_way_of_its_own_are_refused_before_anything_starts(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hf_models
 import pytest
@@ -24,11 +26,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dtmega import loss as loss_room
 from dtmega.__main__ import main as dtmega_main
 from dtmega.data.tokenizer_json import to_json
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from dtmega.plans.hf import command, parallel
+from dtmega.plans.hf.load import materialize
 from dtmega.plans.hf.logits import VocabLogits
 from dtmega.plans.hf.packed import ConvColumn
 from dtmega.plans.hf.regions import Enter
@@ -178,6 +183,75 @@ def logits(mesh: DeviceMesh) -> dict[str, Any]:
     with torch.no_grad():
         ours.lm_head.weight.mul_(2)
     found["stale"] = message(lambda: out.logits + 1, RuntimeError)
+    return found
+
+
+class Shapes(TorchDispatchMode):
+    """Shapes of everything that is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found |= {tuple(x.shape) for x in tree_leaves(out) if isinstance(x, Tensor)}
+        return out
+
+
+def scaled_logits(mesh: DeviceMesh) -> dict[str, Any]:
+    """Of models that scale or cap logits before their loss: is [B S, V], or this rank's part of it, ever computed?"""
+    found: dict[str, Any] = {}
+    for name in ("gemma2", "granite", "cohere"):
+        case = Case(name)
+        inputs, tokens = hf_models.batch(case), 2 * case.length
+        for fused in (True, False):
+            model = parallelize_hf(hf_models.build(case), mesh, loss_parallel=fused, verify_native=False)
+            few = {"CHUNK_TOKENS": {"cpu": 5}, "CHUNK_LOGITS": 0}
+            with patch.multiple(loss_room, **few), Shapes() as shapes:
+                model(**inputs).loss.backward()
+            columns = [shape for shape in shapes.found if shape and shape[-1] in (65, 66, 131)]
+            rows = [math.prod(shape[:-1]) for shape in columns if shape != (shape[-1],)]
+            found[f"{name}, fused {fused}"] = (tokens in rows, 5 in rows)
+    return found
+
+
+def changed_logits(mesh: DeviceMesh) -> dict[str, float]:
+    """Deviations where logits of a forward with labels are changed in place, and of what is done to them then."""
+    case = Case("llama")
+    inputs = hf_models.batch(case)
+    truth, ours = hf_models.build(case), parallelize_hf(hf_models.build(case), mesh)
+    found: dict[str, float] = {}
+
+    def loss(logits: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.view(-1, case.vocab).float(), inputs["labels"].flatten())
+
+    def masked(logits: Any) -> Tensor:
+        logits[:, :, 70:90] = -5.0
+        return loss(logits)
+
+    def multiplied(logits: Any) -> Tensor:
+        logits.mul_(2)
+        return loss(logits)
+
+    def divided(logits: Any) -> Tensor:
+        logits /= 3
+        return loss(logits)
+
+    def capped_twice(logits: Any) -> Tensor:
+        return loss(torch.tanh(torch.tanh(logits / 2) * 3) * 4)
+
+    def negative(logits: Any) -> Tensor:
+        return loss(-2 * torch.tanh(logits * -0.5))
+
+    for change in (masked, multiplied, divided, capped_twice, negative):
+        results = []
+        for model in (truth, ours):
+            model.zero_grad()
+            value = change(model(**inputs).logits)
+            value.backward()
+            results.append((value.detach(), model.get_output_embeddings().weight.grad))
+        found[change.__name__] = max(error(a, b) for a, b in zip(results[1], results[0], strict=True))
     return found
 
 
@@ -388,7 +462,19 @@ def everything_on_two(path: str, directories: dict[Case, str]) -> dict[str, Any]
     """All that is measured on tp 2, so that its processes start once."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {"parity": parity(mesh, CASES, path, both=True)}
-    for fn in (structure, collectives, logits, other_forwards, dropout, refusals, planted, generation, without_a_plan):
+    for fn in (
+        structure,
+        collectives,
+        logits,
+        other_forwards,
+        dropout,
+        refusals,
+        planted,
+        generation,
+        without_a_plan,
+        scaled_logits,
+        changed_logits,
+    ):
         found[fn.__name__] = fn(mesh)
     return found | {"on_meta": on_meta(mesh), "loaded": loaded(mesh, directories)}
 
@@ -510,6 +596,21 @@ def test_logits_of_a_forward_with_labels_are_computed_by_what_is_done_to_them():
         assert found.pop("repr") == "VocabLogits([2, 12, 131], torch.float32, not computed)"
         assert "use them before the optimizer's step" in found.pop("stale")
         assert {what: e for what, e in found.items() if not e < 1e-5} == {}
+
+
+def test_scaled_and_capped_logits_go_to_the_loss_some_tokens_at_a_time():
+    for found in on_two():
+        for name in ("gemma2", "granite", "cohere"):
+            whole, few = found["scaled_logits"][f"{name}, fused True"]
+            assert (whole, few) == (False, True)
+            whole, _ = found["scaled_logits"][f"{name}, fused False"]
+            assert whole
+
+
+def test_logits_changed_in_place_or_in_a_way_that_nothing_carries_are_still_right():
+    for found in on_two():
+        assert len(found["changed_logits"]) == 5
+        assert {what: e for what, e in found["changed_logits"].items() if not e < 1e-5} == {}
 
 
 def test_hidden_states_are_whole_attentions_are_refused_and_recompute_changes_nothing():
@@ -642,6 +743,17 @@ def test_a_model_filled_from_files_has_its_buffers_beside_parameters_too(tmp_pat
     ours, theirs = dict(model.named_buffers()), dict(truth.named_buffers())
     assert "model.embed_tokens.embed_scale" in ours
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_model_within_a_model_fills_its_own_buffers():
+    cfg = hf_models.transformers.Gemma3Config(**hf_models.NESTED)
+    truth = dict(hf_models.transformers.Gemma3ForConditionalGeneration(cfg).named_buffers())
+    with torch.device("meta"):
+        model = hf_models.transformers.Gemma3ForConditionalGeneration(cfg)
+    materialize(model, "cpu")
+    ours = dict(model.named_buffers())
+    assert "model.vision_tower.embeddings.position_ids" in ours
+    assert [name for name, buffer in truth.items() if not torch.equal(ours[name], buffer)] == []
 
 
 def test_the_example_trains_saves_and_what_it_saves_is_what_one_process_gets(tmp_path: Path):

@@ -25,14 +25,15 @@ TIED = ("bloom", "gpt2", "qwen3", "opt")
 FAMILIES = ["bloom", "gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt"]
 CASES = [*(Case(name, tied=name in TIED) for name in FAMILIES), Case("qwen2 sliding")]
 # With a plan of transformers' own; the second has two matrices in one, which FSDP2 cuts along the other dim.
+CAPPED, DIVIDED = Case("gemma2"), Case("granite", tied=False)
 NATIVE, PACKED = Case("olmo2", tied=False), Case("phi3", tied=False)
 GPT2, UNKNOWN = Case("gpt2"), Case("gptj", tied=False)
 # The fused head is one for all families, and test_hf_plans.py has each of them on tp.
 ALONE = [case for case in CASES if case.name in ("bloom", "gpt2", "llama", "opt")]
 # Layout -> what is trained there.
 EVERYWHERE = {
-    "1": [*ALONE, UNKNOWN],
-    "tp 2": [*ALONE, NATIVE],
+    "1": [*ALONE, UNKNOWN, CAPPED, DIVIDED],
+    "tp 2": [*ALONE, NATIVE, CAPPED],
     "pp 2": CASES,
     "dp 2": [GPT2, UNKNOWN],
     "tp 2 x dp 2": [GPT2, PACKED],
@@ -59,7 +60,7 @@ DRAWN = ["1", "tp 2", "pp 2", "dp 2"]
 
 @functools.cache
 def truths() -> tuple[dict[Case, str], str]:
-    return hf_train.truths([*CASES, NATIVE, PACKED, UNKNOWN])
+    return hf_train.truths([*CASES, NATIVE, PACKED, UNKNOWN, CAPPED, DIVIDED])
 
 
 def numbers_on(trained: dict[str, list[Case]]) -> dict[str, Job]:

@@ -23,14 +23,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z-loss": {"z_loss": 0.01},
     "both": {"label_smoothing": 0.1, "z_loss": 0.01},
     "padding": {"n_valid": 100, "label_smoothing": 0.1, "z_loss": 0.01},
+    "soft cap": {"softcap": 5.0},  # logits have a standard deviation of 4
+    "soft cap and the rest": {"softcap": 5.0, "n_valid": 100, "label_smoothing": 0.1, "z_loss": 0.01},
 }
 
 
 def truth(
-    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, n_valid: int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    n_valid: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Losses of tokens in fp64."""
     logits = logits.double()[..., :n_valid].flatten(0, -2)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     losses = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=label_smoothing)
     return (losses + z_loss * logits.logsumexp(-1).square() * (labels.flatten() != -100)).view(labels.shape)
 
@@ -65,7 +74,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy_for_any_chunk(monkeypatch
 
 def test_padding_rows_have_no_gradient():
     h, w, labels = case(64, 131, labels_below=100)
-    linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, z_loss=0.1).backward()
+    linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, z_loss=0.1, softcap=5.0).backward()
     assert w.grad is not None
     assert (w.grad[100:] == 0).all()
     assert (w.grad[:100] != 0).any(1).all()
@@ -123,9 +132,10 @@ def test_a_chunk_costs_one_product_and_one_for_each_gradient_asked_for(monkeypat
 def test_the_logits_of_all_tokens_never_live_at_once(monkeypatch):
     small_chunks(monkeypatch, 16)
     h, w, labels = case(1024, 131)
-    with Products() as counted:
-        linear_cross_entropy(h, w, labels).backward()
-    assert counted.largest == 1024 * 16  # h and dh; a chunk has 16 x 131 logits
+    for softcap in (None, 5.0):
+        with Products() as counted:
+            linear_cross_entropy(h, w, labels, softcap=softcap).backward()
+        assert counted.largest == 1024 * 16  # h and dh; a chunk has 16 x 131 logits
 
 
 def test_loss_without_gradients_is_the_same():

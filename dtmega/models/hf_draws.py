@@ -21,7 +21,8 @@ def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
         tensor._is_hf_initialized = False  # what has it is left alone
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     with _LookOn(names) as mode:
-        hf.apply(hf._init_weights)  # children first: GPT-2 scales c_proj when the layer has drawn it
+        # Children first: GPT-2 scales c_proj when the layer has drawn it. Each model within the model draws its own.
+        hf.initialize_weights()
     return mode.found
 
 

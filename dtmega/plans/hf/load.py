@@ -101,10 +101,10 @@ def materialize(model: Any, device: str | torch.device) -> None:
         for module, name in others:
             module.register_parameter(name, first.get_parameter(its_name))
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # so that `_init_weights` leaves it alone
+        parameter._is_hf_initialized = True  # so that it is left alone
     for module in model.modules():
-        if list(module.buffers(recurse=False)):
-            model._init_weights(module)
+        module._is_hf_initialized = not list(module.buffers(recurse=False))
+    model.initialize_weights()
 
 
 def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:

@@ -1,7 +1,8 @@
 """Logits that nobody has computed yet: `transformers` hands them to `F.cross_entropy`, which needs no whole ones.
 
-A model's own loss code casts them, flattens them and calls the cross-entropy. These follow, and then the fused kernel
-of `dtmega.loss` runs, which never holds [N, V]. Anything else that is done to them computes the whole logits first.
+A model's own code scales and caps them, casts and flattens them, and calls the cross-entropy. These follow, and then
+the fused kernel of `dtmega.loss` runs, which never holds [N, V]. Anything else that is done to them computes the whole
+logits first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _ASKS = {
     *(getattr(_T, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")),
 }
 _KEEPS = {_T.contiguous, _T.view, _T.reshape, _T.float, _T.to}
+# With a number: Cohere, Granite, and both sides of the tanh of Gemma.
+_MULTIPLIES, _DIVIDES, _TANH = {_T.mul, torch.mul}, {_T.div, torch.div}, {_T.tanh, torch.tanh}
 
 
 class Parts(NamedTuple):
@@ -38,6 +41,8 @@ class Parts(NamedTuple):
         size, start: V, and the global number of this rank's first row.
         group: the ranks that have the others; None: all are here.
         unchanged: has the weight still the values of the forward?
+        scale: what the product of h and weight, with the bias, is multiplied by.
+        softcap: what is capped then, to softcap * tanh(it / softcap); None: nothing.
     """
 
     h: Tensor
@@ -47,28 +52,53 @@ class Parts(NamedTuple):
     start: int
     group: ProcessGroup | None
     unchanged: Callable[[], bool]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def times(self, factor: float) -> Parts:
+        if self.softcap is None:
+            return self._replace(scale=self.scale * factor)
+        # The same tanh of the same product, with another factor before it.
+        return self._replace(scale=self.scale * factor, softcap=self.softcap * factor)
+
+    def scaled(self) -> tuple[Tensor, Tensor | None]:
+        """h and bias that give logits which only the cap is missing from."""
+        if self.scale == 1.0:
+            return self.h, self.bias
+        return self.h * self.scale, None if self.bias is None else self.bias * self.scale
+
+    def columns(self) -> Tensor:
+        """The logits [..., V_local] of this rank."""
+        h, bias = self.scaled()
+        logits = F.linear(h, self.weight, bias)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class VocabLogits(torch.Tensor):
     """h times weight transposed, plus bias: logits [..., V] over the ranks of a group, when somebody wants them.
+
+    Changed in place they are what that made of them, on every rank.
 
     Raises:
         RuntimeError: used after the weight was changed or freed; take what you need before the optimizer's step.
     """
 
     _parts: Parts
+    _changed: Tensor | None
 
     @staticmethod
     def __new__(cls, parts: Parts, dtype: torch.dtype | None = None) -> VocabLogits:
         shape = torch.Size((*parts.h.shape[:-1], parts.size))
         new = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or parts.h.dtype, device=parts.h.device)  # pyright: ignore[reportAttributeAccessIssue]
-        new._parts = parts
+        new._parts, new._changed = parts, None
         return new
 
     def whole(self) -> Tensor:
         """[..., V], a plain tensor, the same on all ranks, which must all call this."""
+        if self._changed is not None:
+            return self._changed
         p = self._checked()
-        logits = F.linear(p.h, p.weight, p.bias)
+        logits = p.columns()
         return (logits if p.group is None else mappings.whole(logits, p.group, -1, p.size)).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
@@ -76,10 +106,10 @@ class VocabLogits(torch.Tensor):
         p = self._checked()
         terms: dict[str, Any] = {"label_smoothing": label_smoothing, "n_valid": p.size, "vocab_start": p.start}
         if p.bias is None:
-            total = linear_cross_entropy(p.h, p.weight, target, group=p.group, **terms)
+            h, _ = p.scaled()
+            total = linear_cross_entropy(h, p.weight, target, softcap=p.softcap, group=p.group, **terms)
         else:
-            logits = F.linear(p.h, p.weight, p.bias)
-            total = vocab_parallel_cross_entropy(logits, target, p.group, reduction="sum", **terms)
+            total = vocab_parallel_cross_entropy(p.columns(), target, p.group, reduction="sum", **terms)
         return (total if reduction == "sum" else total / (target != IGNORED).sum()).to(self.dtype)
 
     def _checked(self) -> Parts:
@@ -91,8 +121,8 @@ class VocabLogits(torch.Tensor):
             )
         return self._parts
 
-    def _with(self, h: Tensor, dtype: torch.dtype) -> VocabLogits:
-        return VocabLogits(self._parts._replace(h=h), dtype)
+    def _with(self, dtype: torch.dtype | None = None, **parts: Any) -> VocabLogits:
+        return VocabLogits(self._parts._replace(**parts), dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with torch._C.DisableTorchFunctionSubclass():
@@ -104,14 +134,15 @@ class VocabLogits(torch.Tensor):
         if func in _ASKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _KEEPS and isinstance(args[0], VocabLogits):
-            kept = _kept(func, *args, **kwargs)
+        first = args[0] if args and isinstance(args[0], VocabLogits) else None
+        if first is not None and first._changed is None:
+            kept = _kept(func, *args, **kwargs) if func in _KEEPS else _curved(func, *args, **kwargs)
             if kept is not None:
                 return kept
-        if func is F.cross_entropy:
-            loss = _loss(*args, **kwargs)
-            if loss is not None:
+            if func is F.cross_entropy and (loss := _loss(*args, **kwargs)) is not None:
                 return loss
+        if first is not None and _in_place(func):
+            first._changed = first.whole()
         args, kwargs = tree_map_only(VocabLogits, lambda x: x.whole(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -128,16 +159,33 @@ def _kept(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLog
     if func is _T.contiguous:
         return logits
     if func is _T.float:
-        return logits._with(h, torch.float32)
+        return logits._with(torch.float32)
     if func is _T.to:
         (target,) = args if len(args) == 1 and not kwargs else (None,)
         if isinstance(target, torch.dtype):
-            return logits._with(h, target)
+            return logits._with(target)
         return logits if target is not None and target == logits.device else None
     shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
     if isinstance(shape, torch.dtype) or kwargs or shape[-1] != logits.shape[-1]:
         return None
-    return logits._with(h.reshape(*shape[:-1], h.shape[-1]), logits.dtype)
+    return logits._with(h=h.reshape(*shape[:-1], h.shape[-1]))
+
+
+def _curved(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
+    """The same logits times a number, or their tanh; None for anything else."""
+    parts = logits._parts
+    if func in _TANH and not args and not kwargs and parts.softcap is None:
+        return logits._with(softcap=1.0)
+    if func in _MULTIPLIES | _DIVIDES and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
+        factor = float(args[0]) if func in _MULTIPLIES else 1.0 / args[0] if args[0] else 0.0
+        # A factor of 0 or below leaves nothing to cap: whoever means it gets the whole logits.
+        return VocabLogits(parts.times(factor), logits.dtype) if factor > 0 else None
+    return None
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _loss(
