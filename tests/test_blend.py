@@ -1,5 +1,6 @@
 """Blends: every corpus at its share of every prefix, however long; the splits of the corpora."""
 
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -82,6 +83,12 @@ def test_a_corpus_of_one_in_a_trillion_has_its_share_after_a_quadrillion_samples
 def test_a_blend_without_weights_reads_all_corpora_at_the_same_pace(tmp_path):
     samples = read(Blend(two_parts(tmp_path), []), 45)  # 15 + 30: one epoch of both
     np.testing.assert_array_equal(np.bincount(samples[:, :-1].ravel()), [2] * 75 + [1] * 75)
+
+
+def test_an_unpickled_copy_of_a_deep_blend_gives_the_same_samples(tmp_path):
+    (part, _) = two_parts(tmp_path)
+    blend = Blend([part] * 900, [2.0**k for k in range(900)])  # each corpus has more than all before it
+    np.testing.assert_array_equal(read(pickle.loads(pickle.dumps(blend)), 20), read(blend, 20))
 
 
 def data(**keys):

@@ -88,7 +88,7 @@ class Blend:
     """
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
-        self.parts = list(parts)
+        self.parts, self.weights = list(parts), list(weights)
         self.n_tokens = sum(part.n_tokens for part in parts)
         self._tree = huffman(weights or [part.n_tokens for part in parts])
 
@@ -98,6 +98,10 @@ class Blend:
             raise IndexError(f"sample {g}: samples are numbered from 0")
         corpus, sample = deal(self._tree, g)
         return self.parts[corpus][sample]
+
+    def __reduce__(self) -> tuple[type[Blend], tuple[list[Samples], list[float]]]:
+        # The tree is made again: it may be deeper than pickle can go.
+        return Blend, (self.parts, self.weights)
 
 
 class Splits(NamedTuple):
