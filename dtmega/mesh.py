@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,17 +23,11 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # documented, missing in __all__
-    DistStoreError,
-    HashStore,  # pyright: ignore[reportPrivateImportUsage]
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    Store,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-    distributed_c10d,
-)
+from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtmega import config
+from dtmega.rendezvous import meet
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
@@ -261,62 +254,10 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 def rendezvous(timeout_s: float) -> Store:
     """A store that only the processes of this attempt of the job use; that of the process group if there is one.
 
-    torchrun keeps one store over all restarts, in which the next attempt finds the addresses of dead processes; with
-    gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT cannot tell attempts apart: each node counts its own
-    failures. So rank 0 numbers the attempt, waits until all ranks have come, and opens it. An attempt that was open
-    before a rank came is an earlier one.
-
     Raises:
-        ValueError: the launcher has told only half of what there is to know.
-        RuntimeError: not all ranks came within `timeout_s`; rank 0 names those that did not.
+        ValueError, RuntimeError: as `rendezvous.meet`.
     """
-    timeout = timedelta(seconds=timeout_s)
-    if dist.is_initialized():
-        return store()
-    if "WORLD_SIZE" not in os.environ:
-        return HashStore()
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
-    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    tcp = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank() == 0 and not agent_has_it,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    job = PrefixStore("dtmega", tcp)
-    attempt = _open_attempt(job, timeout) if rank() == 0 else _find_attempt(job, timeout)
-    return PrefixStore(str(attempt), job)
-
-
-def _open_attempt(job: Store, timeout: timedelta) -> int:
-    attempt = job.add("attempts", 1)
-    here = {other: f"{attempt}/here/{other}" for other in range(1, world_size())}
-    try:
-        if here:
-            job.wait(list(here.values()), timeout)
-    except DistStoreError:
-        absent = [other for other, key in here.items() if not job.check([key])]
-        raise RuntimeError(f"ranks {absent} of {world_size()} did not come in {timeout.total_seconds():g} s") from None
-    job.set(f"{attempt}/open", "")
-    return attempt
-
-
-def _find_attempt(job: Store, timeout: timedelta) -> int:
-    deadline, joined = time.monotonic() + timeout.total_seconds(), 0
-    while time.monotonic() < deadline:
-        attempt = job.add("attempts", 0)
-        is_open = attempt > 0 and job.check([f"{attempt}/open"])
-        if is_open and attempt == joined:
-            return attempt
-        if attempt > joined and not is_open:
-            job.set(f"{attempt}/here/{rank()}", "")
-            joined = attempt
-        time.sleep(0.1)
-    raise RuntimeError(f"rank {rank()}: rank 0 did not bring all ranks together in {timeout.total_seconds():g} s")
+    return store() if dist.is_initialized() else meet(rank(), world_size(), timedelta(seconds=timeout_s))
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,7 +20,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
     "job": (1, set()),  # what a process owes its launcher
     "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega
-    "mesh": (1, set()),
+    "rendezvous": (1, set()),  # imports nothing of dtmega
+    "mesh": (1, {"rendezvous"}),  # the process group begins with the store of the rendezvous
     "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens
     "recompute": (1, set()),  # imports nothing of dtmega
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
