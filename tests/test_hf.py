@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtmega import config, mesh, models
@@ -153,7 +154,7 @@ def load_on_two_layouts(folder: str) -> list[tuple]:
         held = sum(p.to_local().numel() * 4 for _, p in named if isinstance(p, DTensor))
         results.append(([(name, whole(p)) for name, p in named], source.bytes_read, held))
         dist.barrier()
-    small = distribute_tensor(torch.zeros(3), mesh.init_device_mesh("cpu", (4,)), [Shard(0)])
+    small = distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (4,)), [Shard(0)])
     load(Memory({"norm.weight": torch.tensor([1.0, 2.0, 3.0])}), [("norm.weight", small)], vocab=131)
     results.append(whole(small))
     return results
