@@ -15,7 +15,8 @@ import pytest
 import tokenizers
 
 from dtmega.data import cache_dir, corpus
-from dtmega.data.indexed import IndexedDataset, check_token_ids
+from dtmega.data.indexed import IndexedDataset
+from dtmega.data.token_ids import check_token_ids
 from dtmega.data.tokenizer import STDLIB_8K, load_tokenizer
 
 ROOT = Path(corpus.__file__).parents[2]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dtmega.data import cache_dir, indexed
-from dtmega.data.indexed import IndexedDataset, IndexedWriter, check_token_ids, token_dtype
+from dtmega.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from dtmega.data.token_ids import check_token_ids
 
 SEQUENCES = [[5, 7, 2], [], [65499], [1, 2, 3, 4]]
 

@@ -12,9 +12,10 @@ from dtmega.config import Config
 from dtmega.data import record
 from dtmega.data.blend import Blend, build_samples
 from dtmega.data.corpus import prepare_stdlib
-from dtmega.data.indexed import IndexedDataset, check_token_ids
+from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import bears_loss
 from dtmega.data.samples import Samples
+from dtmega.data.token_ids import check_token_ids
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
 
 SAMPLED_BYTES, SAMPLES = 2**16, 64
