@@ -73,9 +73,13 @@ class Metrics:
         if config.log.tensorboard:
             purge_step = start_step + 1 if start_step else 0
             # A queue without end: its writer dies of a full disk, and a full queue would then stop the run.
-            self._tensorboard = SummaryWriter(
-                str(run_dir / "tensorboard"), purge_step=purge_step, max_queue=0, flush_secs=10
-            )
+            try:
+                self._tensorboard = SummaryWriter(
+                    str(run_dir / "tensorboard"), purge_step=purge_step, max_queue=0, flush_secs=10
+                )
+            except OSError:
+                self._file.close()
+                raise
         self._bar = None
         if sys.stderr.isatty():
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
