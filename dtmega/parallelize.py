@@ -9,7 +9,6 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -17,10 +16,11 @@ from dtmega import config, drift, models, optim
 from dtmega.checkpoint import Source
 from dtmega.checkpoint.weights import is_hf_folder, open_weights
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
+from dtmega.hf.files import has_weights
 from dtmega.mesh import World
 from dtmega.models.bloom import HF_KEYS
 from dtmega.models.hf import ENDS, HF
-from dtmega.models.hf_directory import has_weights, initial_values
+from dtmega.models.hf_directory import initial_values
 from dtmega.models.initial import init_weights
 from dtmega.models.stage import Stage
 from dtmega.pipelining import schedule
@@ -223,7 +223,7 @@ def starting_weights(cfg: config.Config) -> Source | None:
         try:
             with torch.device("meta"):
                 return Folder(model.init_from or model.path, HF(model).hf)
-        except (ValueError, OSError, SafetensorError) as error:
+        except (ValueError, OSError) as error:
             raise ValueError(f"{error} ([model] {'init_from' if model.init_from else 'path'})") from None
     return open_weights(model, HF_KEYS) if model.init_from else None
 

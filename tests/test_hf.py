@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtmega import config, mesh, models
-from dtmega.checkpoint.hf import INDEX, HFFolder, check_config, load, model_section
+from dtmega.checkpoint.hf import HFFolder, check_config, load, model_section
 from dtmega.checkpoint.hf_export import export
 from dtmega.checkpoint.hf_write import split
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
+from dtmega.hf.files import INDEX
 from dtmega.models.bloom import HF_KEYS, Bloom
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import parallelize
@@ -83,7 +84,7 @@ def pair():
 def folders(tmp_path_factory, pair) -> dict[str, Path]:
     """What transformers writes, and what older versions wrote."""
     root, (_, theirs) = tmp_path_factory.mktemp("hf"), pair
-    named = {name: root / name for name in ("many", "one", "bare", "with head", "cache", "no index")}
+    named = {name: root / name for name in ("many", "one", "bare", "with head", "cache")}
     theirs.save_pretrained(named["many"], max_shard_size="100KB")
     theirs.save_pretrained(named["one"])
     theirs.transformer.save_pretrained(named["bare"])
@@ -92,11 +93,9 @@ def folders(tmp_path_factory, pair) -> dict[str, Path]:
     head = {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
     named["with head"].mkdir()
     save_file(tensors | head | buffers, named["with head"] / "model.safetensors")
-    for name in ("cache", "no index"):
-        named[name].mkdir()
-        for file in named["many"].iterdir():
-            if name == "cache" or file.name != INDEX:
-                (named[name] / file.name).symlink_to(file)
+    named["cache"].mkdir()
+    for file in named["many"].iterdir():
+        (named["cache"] / file.name).symlink_to(file)
     return named
 
 
@@ -117,10 +116,10 @@ def rewrite(path: Path, change) -> None:
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("kind", ["many", "one", "bare", "with head", "cache", "no index"])
+@pytest.mark.parametrize("kind", ["many", "one", "bare", "with head", "cache"])
 def test_a_folder_of_any_form_gives_the_weights_and_logits_of_hugging_face(folders, pair, kind):
     ours, theirs = pair
-    assert (len(list(folders[kind].glob("*.safetensors"))) > 2) == (kind in ("many", "cache", "no index"))
+    assert (len(list(folders[kind].glob("*.safetensors"))) > 2) == (kind in ("many", "cache"))
     loaded = empty_model()
     source = HFFolder(folders[kind], HF_KEYS)
     load(source, loaded.named_parameters(), vocab=131)
@@ -250,29 +249,26 @@ def index_without_a_map(folder):
     (folder / INDEX).write_text('{"weight_map": {"a": 1}}')
 
 
-def leftover(folder):
-    (folder / INDEX).unlink()
-    save_file({"transformer.h.0.self_attention.rotary.weight": torch.ones(2)}, folder / "model-extra.safetensors")
+def add(tensors):
+    """One more file, which the index names."""
+
+    def damage(folder):
+        save_file(tensors, folder / "more.safetensors")
+        rewrite(folder / INDEX, lambda index: index["weight_map"].update(dict.fromkeys(tensors, "more.safetensors")))
+
+    return damage
 
 
-def tensor_twice(folder):
-    (folder / INDEX).unlink()
-    save_file({"ln_f.weight": torch.ones(64)}, folder / "model-extra.safetensors")
+leftover = add({"transformer.h.0.self_attention.rotary.weight": torch.ones(2)})
+other_name = add({"ln_f.weight": torch.ones(64)})
+tensor_twice = add({"transformer.ln_f.weight": torch.ones(64)})
+other_head = add({"lm_head.weight": torch.ones(131, 64)})
+head_of_another_shape = add({"lm_head.weight": torch.ones(130, 64)})
 
 
 def integers(folder):
-    (folder / INDEX).unlink()
-    save_file({"ln_f.weight": torch.ones(64, dtype=torch.int8)}, folder / "model-extra.safetensors")
-
-
-def other_head(folder):
-    (folder / INDEX).unlink()
-    save_file({"lm_head.weight": torch.ones(131, 64)}, folder / "model.safetensors")
-
-
-def head_of_another_shape(folder):
-    (folder / INDEX).unlink()
-    save_file({"lm_head.weight": torch.ones(130, 64)}, folder / "model.safetensors")
+    tensors = load_file(next(folder.glob(f"{SECOND}*")))
+    save_file({name: t.to(torch.int8) for name, t in tensors.items()}, next(folder.glob(f"{SECOND}*")))
 
 
 def only_pickles(folder):
@@ -294,18 +290,19 @@ def cut_off(folder):
     ("damage", "message"),
     [
         (remove_second, rf"has no '{SECOND}\d+.safetensors', which {INDEX} names"),
-        (remove_second_and_index, r"holds 5 files of 6; the first is model-00001-of"),
+        (remove_second_and_index, rf"holds neither model.safetensors nor {INDEX}, the names .*; model-00001-of"),
         (index_names_a_lost_tensor, rf"{SECOND}\d+.safetensors has no 'h.9.w'"),
         (index_leaves_the_folder, "names 'outside/x.safetensors'; expected names of files beside it"),
         (index_is_a_list, "expected a JSON object"),
         (index_without_a_map, "expected a 'weight_map'"),
         (leftover, "it has transformer.h.0.self_attention.rotary.weight, unknown to BLOOM"),
-        (tensor_twice, "'.*ln_f.weight' in .* is there twice"),
-        (integers, "'ln_f.weight' is of dtype I8, expected one of F64, F32, F16, BF16"),
+        (other_name, "'transformer.ln_f.weight' and 'ln_f.weight' are there; expected one for norm.weight"),
+        (tensor_twice, r"'transformer.ln_f.weight' is there twice, in model-0000\d-of-0000\d.safetensors and in more"),
+        (integers, "' is of dtype I8, expected one of F64, F32, F16, BF16"),
         (other_head, "lm_head.weight is stored and not the embedding"),
         (head_of_another_shape, r"lm_head.weight is \[130, 64\], and not the embedding"),
         (only_pickles, "pytorch_model.bin: a pickle, which can run code; re-save it as safetensors"),
-        (nothing, r"holds no model\*.safetensors"),
+        (nothing, "holds neither model.safetensors nor"),
         (cut_off, rf"{SECOND}\d+.safetensors is no safetensors file"),
     ],
 )

@@ -109,9 +109,42 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     ),
     "no config.json": (lambda home: (home / "config.json").unlink(), {}, "config.json: [Errno 2]"),
     "no json": (lambda home: (home / "config.json").write_text("{"), {}, "([model] path)"),
-    "code": (lambda home: said(home, auto_map={"AutoModel": "m.M"}), {}, "auto_map: code of its own, which is not run"),
+    "code": (lambda home: said(home, auto_map={"AutoModel": "m.M"}), {}, "has auto_map: code of its own"),
     "no such family": (lambda home: said(home, model_type="lama"), {}, "has model_type='lama'; expected a model of"),
-    "a list": (lambda home: (home / "config.json").write_text("[]"), {}, "has model_type=None; expected a model of"),
+    "a family that is a list": (lambda home: said(home, model_type=[]), {}, "has model_type=[]; expected the name of"),
+    "nesting": (lambda home: (home / "config.json").write_text('{"a":' * 9**5), {}, "JSON of at most 64 levels"),
+    "layers without end": (
+        lambda home: said(home, num_hidden_layers=10**9),
+        {},
+        "has num_hidden_layers=1000000000, but 21 tensors are stored beside it ([model] path)",
+    ),
+    "layers without end or weights": (
+        lambda home: (said(home, num_hidden_layers=10**9), (home / "model.safetensors").unlink()),
+        {},
+        "has num_hidden_layers=1000000000, but 0 tensors are stored beside it ([model] path)",
+    ),
+    "weights elsewhere": (
+        lambda home: said(home, transformers_weights="../other.safetensors"),
+        {},
+        "has transformers_weights='../other.safetensors': expected a directory whose files have the usual names",
+    ),
+    "a loss of routers": (
+        lambda home: said(home, output_router_logits=True),
+        {},
+        "a product of means over a microbatch, which would change with the layout",
+    ),
+    "two layers more": (
+        lambda home: said(home, num_hidden_layers=1),
+        {},
+        "LlamaForCausalLM has no place for model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+        "model.layers.1.mlp.gate_proj.weight and 6 more ([model] path)",
+    ),
+    "another head": (
+        lambda home: said(home, tie_word_embeddings=True),
+        {},
+        "'model.embed_tokens.weight' and 'lm_head.weight' are stored with different values, but config.json ties them",
+    ),
+    "a list": (lambda home: (home / "config.json").write_text("[]"), {}, "expected a JSON object, got list"),
     "a wrong value": (lambda home: said(home, hidden_size="wide"), {}, "hidden_size"),
     "no decoder": (
         lambda home: (home / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1}'),
@@ -142,7 +175,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "pickles": (
         pickled,
         {},
-        "has no *.safetensors files, which save_pretrained writes; no other is read ([model] path)",
+        "but pytorch_model.bin: a pickle, which can run code; re-save it as safetensors ([model] path)",
     ),
     "no tensor": (
         lambda home: tensors(home, lambda found: found.pop("model.norm.weight")),
@@ -160,9 +193,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
         "([model] path)",
     ),
     "no such file": (
-        lambda home: (home / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "x"}}'),
+        lambda home: (home / "model.safetensors").rename(home / "other.safetensors"),
         {},
-        "x ([model] path)",
+        "holds neither model.safetensors nor model.safetensors.index.json, the names that transformers looks for; "
+        "other.safetensors is not read ([model] path)",
     ),
     "nothing to start with": (
         lambda home: (home / "model.safetensors").unlink(),
@@ -182,7 +216,7 @@ def test_what_the_directory_or_the_keys_do_not_allow_is_one_message_and_exit_cod
     assert run(home, tmp_path / "run", **overrides) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("dtmega: "))
     assert message in line
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "config.toml").exists()
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,11 @@ def main(
         model, architecture, stored = described(found.model.model_copy(update={"path": path}))
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
+    if model.n_layers > len(found.source.tensors):
+        raise ValueError(
+            f"{args.source[1]}: n_layers={model.n_layers} of the model ({args.config or 'its own config'}), but "
+            f"{len(found.source.tensors)} tensors are stored"
+        )
     expected, left_out = shapes(model), sorted(found.source.tensors)
     for name, shape in expected.items():
         if name not in found.source.tensors:

@@ -7,25 +7,22 @@ Tensors are the same on both sides, the fused q, k, v included; the head is tied
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import Source
+from dtmega.hf import config_json
+from dtmega.hf.files import TensorFiles
 from dtmega.shards import Box, boxes
 
 EMBED, THEIR_HEAD, BASE = "embed.weight", "lm_head.weight", "transformer."
-INDEX = "model.safetensors.index.json"
 BUFFERS = re.compile(r"(causal_mask|masked_bias)$")  # that old versions of transformers stored
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # [model] key -> its names in config.json, today's last; the first one there counts. Defaults are the same in both.
 CONFIG_KEYS = {
     "vocab_size": ["vocab_size"],
@@ -55,47 +52,41 @@ class HFFolder:
 
     def __init__(self, path: str | Path, hf_keys: Mapping[str, str]) -> None:
         """Raises:
-        ValueError: no such folder, no safetensors in it, a file or tensor is missing, there twice, or not BLOOM's.
+        ValueError: what `TensorFiles` refuses; a tensor that is there twice, or not BLOOM's.
         """
-        self.path, self.bytes_read = Path(path), 0
+        self.path, self._files = Path(path), TensorFiles(path)
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._slices: dict[str, Any] = {}
-        self._head: Any = None
-        files, weight_map = _files(self.path)
+        self._keys: dict[str, str] = {}
+        self._has_head = False
         unknown: list[str] = []
         table = {their: our for our, their in hf_keys.items()}
-        for file in files:
-            try:
-                opened = safe_open(self.path / file, "pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.path / file} is no safetensors file: {error}") from None
-            there = set(opened.keys())
-            if lost := sorted(name for name, f in weight_map.items() if f == file and name not in there):
-                raise ValueError(f"{self.path / file} has no '{lost[0]}', which {INDEX} says it has")
-            for theirs in sorted(there):
-                if theirs == THEIR_HEAD:
-                    self._head = opened.get_slice(theirs)
-                elif ours := translate(theirs if theirs.startswith(BASE) else BASE + theirs, table):
-                    self._add(ours, opened.get_slice(theirs), theirs, file)
-                elif not BUFFERS.search(theirs):
-                    unknown.append(theirs)
+        for theirs in self._files.tensors:
+            if theirs == THEIR_HEAD:
+                self._has_head = True
+            elif ours := translate(theirs if theirs.startswith(BASE) else BASE + theirs, table):
+                self._add(ours, theirs)
+            elif not BUFFERS.search(theirs):
+                unknown.append(theirs)
         if unknown:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise ValueError(
                 f"{self.path} is of another model: it has {', '.join(unknown[:3])}{more}, unknown to BLOOM"
             )
-        if self._head is not None and EMBED in self.tensors and tuple(self._head.get_shape()) != self.tensors[EMBED][1]:
-            raise ValueError(f"{self.path}: {THEIR_HEAD} is {self._head.get_shape()}, {self._not_tied()}")
-
-    def _add(self, name: str, part: Any, theirs: str, file: str) -> None:
-        if part.get_dtype() not in DTYPES:
+        if self._has_head and EMBED in self.tensors and self._files.tensors[THEIR_HEAD][1] != self.tensors[EMBED][1]:
             raise ValueError(
-                f"{self.path / file}: '{theirs}' is of dtype {part.get_dtype()}, expected one of {', '.join(DTYPES)}"
+                f"{self.path}: {THEIR_HEAD} is {list(self._files.tensors[THEIR_HEAD][1])}, {self._not_tied()}"
             )
-        if name in self._slices:
-            raise ValueError(f"{self.path}: '{theirs}' in {file} is there twice; expected one tensor for {name}")
-        self._slices[name] = part
-        self.tensors[name] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+
+    def _add(self, name: str, theirs: str) -> None:
+        self._files.check_weight(theirs)
+        if name in self._keys:
+            raise ValueError(f"{self.path}: '{self._keys[name]}' and '{theirs}' are there; expected one for {name}")
+        self._keys[name] = theirs
+        self.tensors[name] = self._files.tensors[theirs]
+
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
 
     def _not_tied(self) -> str:
         return "and not the embedding; expected equal ones, since BLOOM's head is tied to its embedding"
@@ -106,54 +97,10 @@ class HFFolder:
         Raises:
             ValueError: that part of the embedding is not what the stored head has.
         """
-        part = self._read(self._slices[name], index)
-        if name == EMBED and self._head is not None and not torch.equal(self._read(self._head, index).to(part), part):
+        part = self._files.read(self._keys[name], index)
+        if name == EMBED and self._has_head and not torch.equal(self._files.read(THEIR_HEAD, index).to(part), part):
             raise ValueError(f"{self.path}: {THEIR_HEAD} is stored {self._not_tied()}")
         return part
-
-    def _read(self, whole: Any, index: tuple[slice, ...] | None) -> Tensor:
-        part: Tensor = whole[... if index is None else index]
-        self.bytes_read += part.numel() * part.itemsize
-        return part
-
-
-def _files(path: Path) -> tuple[list[str], dict[str, str]]:
-    """The safetensors files that hold the model, and which tensor the index says is where (no index: empty)."""
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder; expected one with config.json and model*.safetensors")
-    if (path / INDEX).is_file():
-        weight_map = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise ValueError(f"{path / INDEX}: expected a 'weight_map' of tensors to files")
-        files = sorted(set(weight_map.values()))
-        for file in files:
-            # The file itself may be a link out of the folder: hub caches are made of those, and there is no code in it.
-            if os.path.basename(file) != file:
-                raise ValueError(f"{path / INDEX} names '{file}'; expected names of files beside it")
-            if not (path / file).is_file():
-                raise ValueError(f"{path} has no '{file}', which {INDEX} names")
-        return files, weight_map
-    files = sorted(file.name for file in path.glob("model*.safetensors"))
-    if not files:
-        pickled = sorted(file.name for file in path.glob("*.bin"))
-        raise ValueError(
-            f"{path} holds no model*.safetensors"
-            + (f", but {pickled[0]}: a pickle, which can run code; re-save it as safetensors" if pickled else "")
-        )
-    numbered = [match for file in files if (match := re.fullmatch(r".*-of-(\d+)\.safetensors", file))]
-    if numbered and len(numbered) != int(numbered[0][1]):
-        raise ValueError(f"{path} holds {len(numbered)} files of {int(numbered[0][1])}; the first is {numbered[0][0]}")
-    return files, {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object")
-    return content
 
 
 @functools.cache
@@ -177,13 +124,15 @@ def model_section(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: no config.json, not of BLOOM, or without a size.
     """
-    file = Path(path) / "config.json"
-    theirs = _read_json(file)
-    if theirs.get("model_type") != "bloom":
-        raise ValueError(f"{file} has model_type={theirs.get('model_type')!r}, expected 'bloom' ([model] name)")
+    file = Path(path) / config_json.NAME
+    theirs = config_json.read_plain(path)
+    if theirs["model_type"] != "bloom":
+        raise ValueError(f"{file} has model_type={theirs['model_type']!r}, expected 'bloom' ([model] name)")
     section: dict[str, Any] = {"name": "bloom"}
     for key, names in CONFIG_KEYS.items():
         found = [theirs[name] for name in names if theirs.get(name) is not None]
+        if found and key in SIZES and (type(found[0]) is not int or found[0] < 1):
+            raise ValueError(f"{file} has {names[-1]}={found[0]!r:.80}, expected a number above 0 ([model] {key})")
         if found:
             section[key] = found[0]
         elif key in SIZES:

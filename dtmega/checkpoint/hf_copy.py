@@ -7,16 +7,15 @@ OUT/model.safetensors         or several files, as hf_write.py writes them
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dtmega.checkpoint import Source
 from dtmega.checkpoint.hf_export import tokenizer_files
 from dtmega.checkpoint.hf_write import MAX_FILE_BYTES, outs, to_json, widest, write
+from dtmega.strangers import parse_object, read_object
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # What transformers' tokenizers call their files.
@@ -59,13 +58,13 @@ def export(
         OSError: as `write`.
     """
     tensors = outs(source, {name: shape for name, (_, shape) in source.tensors.items()}, dtype, names.__getitem__)
-    described = json.loads(_read(original / CONFIG))
+    described = read_object(original / CONFIG)
     described.pop("torch_dtype", None)  # what transformers 4 called it
     described |= {"architectures": [architecture], "dtype": widest(tensors)}
     others = {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
     if tokenizer_json is not None and tokenizer_json.encode() != others.get("tokenizer.json"):
         ends = {"bos_token_id": eod_id, "eos_token_id": eod_id}
-        generation: dict[str, Any] = json.loads(others.get(GENERATION, b"{}"))
+        generation = parse_object(others.get(GENERATION, b"{}"), str(original / GENERATION))
         others = {GENERATION: to_json(generation | ends), **tokenizer_files(tokenizer_json, eod_id)}
         described |= ends
     others[CONFIG] = to_json(described)

@@ -17,7 +17,7 @@ import torch
 
 from dtmega.checkpoint import Source
 from dtmega.checkpoint.files import Disk
-from dtmega.checkpoint.hf import DTYPES, INDEX
+from dtmega.hf.files import DTYPES, INDEX
 
 MAX_FILE_BYTES = 5 * 10**9
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dtmega.hf import config_json
 from dtmega.models.hf_draws import draws_of
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def read_config(path: str) -> Any:
@@ -24,25 +22,23 @@ def read_config(path: str) -> Any:
         raise ValueError("name = 'hf' needs transformers: pip install dtmega[hf] ([model] name)") from None
     if not path:
         raise ValueError("name = 'hf' needs a directory with config.json ([model] path)")
-    file = Path(path, "config.json")
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {file}: {error} ([model] path)") from None
-    plain = plain if isinstance(plain, dict) else {}
-    kind = plain.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING or "auto_map" in plain:
-        why = "auto_map: code of its own, which is not run" if "auto_map" in plain else f"model_type={kind!r}"
+        plain = config_json.read_plain(path)
+    except ValueError as error:
+        raise ValueError(f"{error} ([model] path)") from None
+    file, kind = Path(path, config_json.NAME), plain["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(
-            f"{file} has {why}; expected a model of transformers {transformers.__version__} ([model] path)"
+            f"{file} has model_type={kind!r:.80}; expected a model of transformers {transformers.__version__} "
+            f"([model] path)"
         )
     if "quantization_config" in plain:
         # Its tensors are not what their names say: an fp8 weight is to be multiplied by another tensor.
         raise ValueError(f"{file} is of quantised weights (quantization_config), which are not trained ([model] path)")
     try:
-        theirs = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # each family checks its keys in its own way
-        raise ValueError(f"{file}: {error} ([model] path)") from None
+        theirs = config_json.make_config(path, plain)
+    except ValueError as error:
+        raise ValueError(f"{error} ([model] path)") from None
     # BERT and its like have causal heads too, where config.json says so; GPT-NeoX has the key, and is always causal.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
     if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -66,11 +62,6 @@ def build(theirs: Any) -> Any:
 def dropouts(theirs: Any) -> dict[str, float]:
     """Keys that say how much is dropped."""
     return {key: p for key, p in theirs.to_dict().items() if "drop" in key and isinstance(p, float)}
-
-
-def has_weights(path: str) -> bool:
-    """Without them a run starts with random values. Pickles count: they must not be taken for nothing."""
-    return any(True for pattern in WEIGHTS for _ in Path(path).glob(pattern))
 
 
 def initial_values(path: str) -> dict[str, tuple[float, float]]:

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dtmega import config
+from dtmega.hf import config_json
+from dtmega.hf.files import has_weights
 from dtmega.models.hf import HF, blocks_of
-from dtmega.models.hf_directory import build, dropouts, has_weights, read_config
+from dtmega.models.hf_directory import build, dropouts, read_config
 
 # [model] keys that config.json decides, and those that a model of transformers does not have.
 SIZES = ("vocab_size", "hidden_size", "n_layers", "n_heads", "ffn_hidden_size", "elements", "digest")
@@ -52,6 +54,12 @@ def resolve(cfg: config.Config) -> config.Config:
                 f"[model] {key}={getattr(cfg.model, key)}, but by {cfg.model.path}/config.json it is {values[key]}; "
                 f"leave it out ([model] {key})"
             )
+    if getattr(theirs.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{cfg.model.path}/config.json has output_router_logits=true: transformers then adds a loss of routers, "
+            f"a product of means over a microbatch, which would change with the layout; it is not part of the loss "
+            f"here. Set it to false (router_aux_loss_coef alone changes nothing) ([model] path)"
+        )
     longest = getattr(theirs, "max_position_embeddings", None)
     if longest and cfg.data.seq_len > longest:
         raise ValueError(
@@ -96,8 +104,7 @@ def sizes(model: config.Model) -> dict[str, Any]:
     blocks = list(blocks_of(hf).children())
     layer = sum(p.numel() for p in blocks[0].parameters()) if blocks else 0
     feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
-    plain = json.loads(Path(model.path, "config.json").read_text(encoding="utf-8"))
-    said = {k: v for k, v in plain.items() if k not in IDLE}
+    said = {k: v for k, v in config_json.read_plain(model.path).items() if k not in IDLE}
     return {
         "vocab_size": theirs.vocab_size,
         "hidden_size": theirs.hidden_size,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtmega.hf import config_json
 from dtmega.plans.hf.parallel import parallelize_hf, plan_for
 from dtmega.plans.hf.verify import Verification, verify
 
@@ -101,16 +102,15 @@ def on_meta(directory: Path) -> Any:
     """
     import transformers
 
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} is not a model directory: it has no config.json")
-    plain = transformers.PretrainedConfig.get_config_dict(directory)[0]
-    if "auto_map" in plain:
-        raise ValueError(f"{directory}/config.json has auto_map={plain['auto_map']}: custom (remote) code is not run")
-    config = transformers.AutoConfig.from_pretrained(directory)
+    config = config_json.make_config(directory, config_json.read_plain(directory))
     (name, *_) = config.architectures or (None,)
-    if name is None or not hasattr(transformers, name):
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise ValueError(
-            f"{directory}/config.json: architectures={config.architectures} names no class of transformers"
+            f"{directory}/config.json: architectures={config.architectures} names no model class of transformers"
         )
-    with torch.device("meta"):
-        return getattr(transformers, name)._from_config(config)
+    try:
+        with torch.device("meta"):
+            return found._from_config(config)
+    except Exception as error:  # each family checks its sizes in its own way
+        raise ValueError(f"{directory}/config.json makes no {name}: {type(error).__name__}: {error}") from None

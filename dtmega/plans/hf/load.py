@@ -8,15 +8,17 @@ print(load_hf(model, directory, "cuda"))     # Read(bytes=..., of=...)
 
 from __future__ import annotations
 
-import json
+import copy
 import math
-from collections.abc import Iterable
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from dtmega.hf.files import TensorFiles
 from dtmega.shards import boxes
 
 
@@ -28,50 +30,74 @@ class Read(NamedTuple):
 
 
 class Folder:
-    """The weights of a directory as a `checkpoint.Source`, by the names a model has for them. Nothing is read before.
+    """The weights of a directory as a `checkpoint.Source`, by the names a model has for them.
 
     Attributes:
-        tensors: name -> dtype in the file and shape; of tied parameters the first name.
+        tensors: name -> dtype in the file and shape, of parameters and stored buffers; of tied parameters the first
+            name.
         bytes_read: of tensors, by this object.
     """
 
     def __init__(self, directory: Path | str, model: Any) -> None:
         """Args:
-            model: of `transformers`, before FSDP2 has replaced its class; may be on meta, or cut.
+            model: of `transformers`; may be on meta, or cut.
 
         Raises:
-            ValueError: no such files, a parameter that is in none of them, one of another shape.
+            ValueError: what `TensorFiles` refuses; a parameter that is in none of the files, one of another shape or
+                dtype; a tensor that the model has no place for.
         """
-        from safetensors import safe_open
-
-        self.bytes_read, files = 0, tensor_files(Path(directory))
-        keys = model_names(model, files)
-        opened = {file: safe_open(file, framework="pt") for file in dict.fromkeys(files.values())}
-        self._slices: dict[str, Any] = {}
+        self._files = TensorFiles(directory)
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._keys: dict[str, list[str]] = {}  # name -> keys in the files, several where tied ones are all stored
+        keys = places(self._files, model)
         for parameter, known_as in aliases(model):
-            found = (keys[n] for name in known_as for n in spellings(name, model.base_model_prefix) if n in keys)
-            key = next(found, None)
-            if key is None:
+            found = [keys[name] for name in known_as if name in keys]
+            if not found:
                 raise ValueError(f"{directory} has no '{known_as[0]}' in its safetensors files")
-            source = opened[files[key]].get_slice(key)
-            if source.get_shape() != list(parameter.shape):
-                raise ValueError(
-                    f"'{key}' of {files[key]} is {source.get_shape()}, but by config.json {list(parameter.shape)}"
-                )
-            self._slices[known_as[0]] = source
-            self.tensors[known_as[0]] = source[:0].dtype, tuple(source.get_shape())
+            for key in found:
+                self._files.check_weight(key)
+            self._add(known_as[0], parameter, found)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, buffer in model.state_dict().items():
+            if name in keys and name not in parameters:
+                self._add(name, buffer, [keys[name]])
+
+    def _add(self, name: str, tensor: Tensor, keys: list[str]) -> None:
+        for key in keys:
+            _, shape = self._files.tensors[key]
+            if shape != tuple(tensor.shape):
+                file = self._files.path / self._files.file_of[key]
+                raise ValueError(f"'{key}' of {file} is {list(shape)}, but by config.json {list(tensor.shape)}")
+        self._keys[name] = keys
+        self.tensors[name] = self._files.tensors[keys[0]]
+
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """That part (None: all) of a tensor, in the file's dtype."""
-        part: Tensor = self._slices[name][... if index is None else index]
-        self.bytes_read += part.nbytes
+        """That part (None: all) of a tensor, in the file's dtype.
+
+        Raises:
+            ValueError: parameters that the model ties are stored with other values in that part. transformers un-ties
+                them then; here config.json has to say so, as it decides what is trained.
+        """
+        first, *others = self._keys[name]
+        part = self._files.read(first, index)
+        for other in others:
+            second = self._files.read(other, index)
+            dtype = torch.promote_types(part.dtype, second.dtype)
+            if not torch.equal(part.to(dtype), second.to(dtype)):
+                raise ValueError(
+                    f"{self._files.path}: '{first}' and '{other}' are stored with different values, but config.json "
+                    f'ties them; transformers un-ties such a model: set "tie_word_embeddings": false there'
+                )
         return part
 
 
 @torch.no_grad()
 def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Read:
-    """Give a model on meta memory, and its parameters the values in the directory's `*.safetensors`.
+    """Give a model on meta memory, and its parameters the values in the directory's safetensors.
 
     Args:
         model: of `transformers`, cut by `parallelize_hf` or not.
@@ -82,8 +108,9 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
     """
     materialize(model, device)
     folder = Folder(directory, model)
-    for parameter, (name, *_) in aliases(model):
-        for box in boxes(parameter):
+    stored_buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in folder.tensors]
+    for name, tensor in [*((names[0], parameter) for parameter, names in aliases(model)), *stored_buffers]:
+        for box in boxes(tensor):
             box.part.copy_(folder.read(name, box.where))
     of = sum(math.prod(shape) * dtype.itemsize for dtype, shape in folder.tensors.values())
     return Read(folder.bytes_read, of)
@@ -115,41 +142,68 @@ def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     return list(names.items())
 
 
-def model_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Name in the model -> key in the files, which transformers may have renamed since, or renames when it saves."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
+def places(files: TensorFiles, model: Any) -> dict[str, str]:
+    """Name in the model -> key in the files, found as `from_pretrained` does: renamed, with or without the prefix of
+    the base model. Keys that transformers leaves out for the model's class are left out.
 
-    # Not by the model's own class, which FSDP2 replaces; a rule for a class goes before one for the family.
-    known = (get_checkpoint_conversion_mapping(c.__name__) for c in type(model).__mro__)
-    rules = next((rule for rule in known if rule), None) or get_checkpoint_conversion_mapping(model.config.model_type)
-    rules = [*(rules or ()), *(get_checkpoint_conversion_mapping("legacy") or ())]
+    Raises:
+        ValueError: keys that have no place in the model, two that have the same, one whose tensor transformers would
+            convert.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = conversions(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    found = {}
-    for key in keys:
-        name = key
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        found[name] = key
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    names, prefix = model.state_dict(), model.base_model_prefix
+    ignored = ignored_keys(model)
+    found: dict[str, str] = {}
+    unknown: list[str] = []
+    for key in files.tensors:
+        name, converted = rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, converted = rename_source_key(key, [], [], prefix, names)
+        if name not in names:
+            if not ignored.search(name):
+                unknown.append(key)
+        elif converted is not None:
+            raise ValueError(
+                f"{files.path} is whole, but in the form of the hub, which is not read yet: '{key}' is stored by "
+                f"itself, and the model has '{name}', which transformers makes of such tensors (the experts of a "
+                f"mixture, say, stored one by one). A directory that is read: AutoModelForCausalLM.from_pretrained(DIR)"
+                f".save_pretrained(NEW, save_original_format=False)"
+            )
+        elif name in found:
+            raise ValueError(f"{files.path}: '{found[name]}' and '{key}' are there; expected one tensor for {name}")
+        else:
+            found[name] = key
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise ValueError(
+            f"{files.path} is of another model than its config.json says: {type(model).__name__} has no place for "
+            f"{', '.join(unknown[:3])}{more}"
+        )
     return found
 
 
-def spellings(name: str, prefix: str) -> list[str]:
-    """A file of the base model has no prefix, one of a model with a head has."""
-    return [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
+def conversions(model: Any) -> list[Any]:
+    """What transformers renames and converts when it loads a model of this class."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+    if plain is not type(model):
+        # FSDP2 has given the model another class, and rules go by its name.
+        with torch.device("meta"):
+            model = plain(copy.deepcopy(model.config))
+    return get_model_conversion_mapping(model)
 
 
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """Name of a tensor -> the file that has it."""
-    from safetensors import safe_open
-
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    found: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
-        raise ValueError(f"{directory} has no *.safetensors files, which save_pretrained writes; no other is read")
-    return found
+def ignored_keys(model: Any) -> re.Pattern[str]:
+    """Keys without a place that `from_pretrained` does not even warn of: `_adjust_missing_and_unexpected_keys`."""
+    patterns: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")

@@ -32,36 +32,50 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def native_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
-    """Raises ValueError on a string we have no word for, a bare parameter, heads that tp does not divide."""
+def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = False) -> HFPlan:
+    """Args:
+        rest_whole: what the plan says and we have no word for (the experts of a mixture) is whole on every rank.
+
+    Raises:
+        ValueError: heads that tp does not divide; a string we have no word for or a bare parameter, not `rest_whole`.
+    """
     config = model.config
     check_heads(config, tp)
     prefix, _ = base_model(model)
-    strings = {joined(prefix, name): string for name, string in config.base_model_tp_plan.items()}
+    strings = {joined(prefix, name): string for name, string in (config.base_model_tp_plan or {}).items()}
     strings |= type(model)._tp_plan or {}
-    plan = HFPlan(config.model_type, tp, False, {}, block_names(model), native=True)
+    plan = HFPlan(config.model_type, tp, False, {}, block_names(model), native=tp > 1)
     add_guard(plan, model, Stack(sequence_parallel=False), "")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
         plan.table[next(name for name, module in model.named_modules() if module is embedding)] = VocabEmbedding()
+    whole: list[str] = []
     for pattern, string in strings.items():
         found = [module for _, module in matching(model, pattern)]
-        if string not in WORDS:
-            if found or any(True for name, _ in model.named_parameters() if _fits(name, pattern)):
-                raise ValueError(
-                    f"the plan of transformers for '{config.model_type}' says '{string}' for {pattern}, which we have "
-                    f"no word for; known are {', '.join(WORDS)}"
-                )
-        elif any(_fits(name, pattern) for name, _ in model.named_parameters()):
-            raise ValueError(
-                f"the plan of transformers says '{string}' for {pattern}, a parameter: we cut modules only"
-            )
+        is_parameter = any(_fits(name, pattern) for name, _ in model.named_parameters())
+        if is_parameter or (found and string not in WORDS):
+            if not rest_whole:
+                raise ValueError(_no_word(config.model_type, string, pattern, is_parameter))
+            whole.append(pattern)
         elif found and not any(module in (embedding, head) for module in found):
             plan.table[pattern] = WORDS[string]()
     add_head(plan, model, loss_parallel)
     add_rest(plan, model, in_blocks=True)
+    if tp == 1:
+        plan.notes.append("one rank: nothing is cut")
+        return plan
     plan.notes.append("the plan of transformers itself; without sequence parallelism")
+    if whole:
+        plan.notes.append(f"whole on every rank, though it says how to cut them: {', '.join(whole)}")
     return plan
+
+
+def _no_word(family: str, string: str, pattern: str, is_parameter: bool) -> str:
+    why = "a parameter, and we cut modules only" if is_parameter else "which we have no word for"
+    return (
+        f"the plan of transformers for '{family}' says '{string}' for {pattern}, {why}; parallelize_hf(..., "
+        f"generic=True) leaves it whole on every rank"
+    )
 
 
 def check_heads(config: Any, tp: int) -> None:

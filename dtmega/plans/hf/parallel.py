@@ -27,7 +27,8 @@ def plan_for(
 
     Args:
         model: of `transformers`, real or on meta.
-        generic: plan any model, to compute on DTensors where nobody knows better.
+        generic: plan any model: what nobody knows how to cut stays whole, or computes on DTensors where there is no
+            plan at all.
 
     Raises:
         ValueError: a model that has no plan, or sizes that tp cannot share.
@@ -36,8 +37,8 @@ def plan_for(
     family = model.config.model_type
     if family in families.FAMILIES:
         made = family_plan(model, tp, sequence_parallel, loss_parallel)
-    elif getattr(model.config, "base_model_tp_plan", None):
-        made = native_plan(model, tp, loss_parallel)
+    elif tp == 1 or getattr(model.config, "base_model_tp_plan", None):
+        made = native_plan(model, tp, loss_parallel, rest_whole=generic or tp == 1)
     elif generic:
         made = generic_plan(model, tp, loss_parallel)
     else:
@@ -74,7 +75,8 @@ def parallelize_hf(
             tensor parallel.
         loss_parallel: with labels, the loss is made of each rank's part of the logits; `out.logits` are then computed
             when they are first used, by all ranks of tp together.
-        generic: a model without any plan computes on DTensors, with a warning.
+        generic: a model without any plan computes on DTensors, with a warning; what a plan of transformers' own says
+            and we have no word for (experts) is whole on every rank.
         verify_native: prove a plan that transformers brings on a small clone first, as `verify_plan` does (a second).
 
     Returns:

@@ -1,0 +1,402 @@
+"""Room hf/: directories of transformers are read as transformers reads them, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtmega import config, models
+from dtmega.__main__ import main as command
+from dtmega.checkpoint import convert
+from dtmega.hf import config_json
+from dtmega.hf.files import INDEX, TensorFiles
+from dtmega.parallelize import starting_weights
+from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
+from dtmega.plans.hf.load import Folder
+from tests import hf_models, ranks
+from tests.hf_models import Case
+
+MIXTURE = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+MIXTURE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
+MIXTURES = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "GptOss": {"num_local_experts": 4, "head_dim": 16},  # without a plan of transformers
+}
+
+
+def mixture(name: str) -> Any:
+    torch.manual_seed(0)
+    cfg = getattr(transformers, f"{name}Config")(**{**MIXTURE, **MIXTURES[name]})
+    return getattr(transformers, f"{name}ForCausalLM")._from_config(cfg, attn_implementation="eager")
+
+
+def saved(folder: Path, case: Case, **options: Any) -> dict[str, torch.Tensor]:
+    """A directory as transformers writes it; the tensors of its one file."""
+    hf_models.build(case).save_pretrained(folder, **options)
+    single = folder / "model.safetensors"
+    return load_file(single) if single.exists() else {}
+
+
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def ours(folder: Path) -> dict[str, torch.Tensor]:
+    """What a run starts with."""
+    source = starting_weights(config_of(folder))
+    assert source is not None
+    return {name: source.read(name) for name in source.tensors}
+
+
+def theirs(folder: Path) -> dict[str, torch.Tensor]:
+    """What transformers loads."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def config_of(folder: Path) -> config.Config:
+    sections = {"model": {"name": "hf", "path": str(folder)}, "data": {"seq_len": 16, "tokenizer": "bytes"}}
+    return models.resolved(config.validate({**sections, "train": {"steps": 1}}, "test"))
+
+
+def assert_same_as_transformers(folder: Path) -> None:
+    expected = theirs(folder)
+    found = ours(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], p) for name, p in expected.items())
+
+
+# ------------------------------------------------------------------------------------- which files, which tensors
+
+
+def beside_a_single_file(folder: Path) -> None:
+    """An average of weights whose name sorts last."""
+    doubled = {name: 2 * t for name, t in saved(folder, Case("llama")).items()}
+    save_file(doubled, folder / "z_ema.safetensors")
+
+
+def beside_an_index(folder: Path) -> None:
+    saved(folder, Case("llama"), max_shard_size="50KB")
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "z_ema.safetensors")
+
+
+def a_stale_index(folder: Path) -> None:
+    saved(folder, Case("llama"), max_shard_size="50KB")
+    for file in folder.glob("model-*.safetensors"):
+        save_file({name: 2 * t for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    hf_models.build(Case("llama")).save_pretrained(folder / "new")
+    (folder / "new" / "model.safetensors").rename(folder / "model.safetensors")
+
+
+def an_equal_head(folder: Path) -> None:
+    tensors = saved(folder, Case("llama"))
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def old_masks(folder: Path) -> None:
+    """What old versions stored, and transformers leaves out for this class."""
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in range(2)}
+    save_file(saved(folder, Case("gpt2")) | masks, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def old_frequencies(folder: Path) -> None:
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(saved(folder, Case("llama")) | frequencies, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_the_prefix(folder: Path) -> None:
+    tensors = {name.removeprefix("transformer."): t for name, t in saved(folder, Case("gpt2")).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        beside_a_single_file,
+        beside_an_index,
+        a_stale_index,
+        an_equal_head,
+        old_masks,
+        old_frequencies,
+        without_the_prefix,
+    ],
+)
+def test_a_run_starts_with_what_transformers_loads(tmp_path: Path, make: Callable[[Path], None]):
+    make(tmp_path)
+    assert_same_as_transformers(tmp_path)
+
+
+def test_a_stored_head_that_differs_is_refused_and_untied_it_is_what_transformers_makes_of_it(tmp_path: Path):
+    tensors = saved(tmp_path, Case("llama"))
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)}
+    save_file(tensors | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = theirs(tmp_path)
+    assert "lm_head.weight" in expected
+    with pytest.raises(ValueError, match=r"config.json ties them; .*\"tie_word_embeddings\": false there"):
+        ours(tmp_path)
+    edit(tmp_path / "config.json", lambda plain: plain.update(tie_word_embeddings=False))
+    found = ours(tmp_path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], p) for name, p in expected.items())
+
+
+def more(**tensors: torch.Tensor) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def index(content: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
+        (folder / INDEX).write_text(content)
+
+    return damage
+
+
+def distributed(folder: Path) -> None:
+    (folder / "shard-00000-model-00001-of-00001.safetensors").touch()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            more(**{"model.layers.0.mlp.up_proj.bias": torch.ones(96)}),
+            "no place for model.layers.0.mlp.up_proj.bias",
+        ),
+        (
+            more(**{"model.layers.2.mlp.up_proj.weight": torch.ones(1)}),
+            "for model.layers.2.mlp.up_proj.weight",
+        ),
+        (more(**{"norm.weight": torch.ones(64)}), "'model.norm.weight' and 'norm.weight' are there; expected one"),
+        (more(**{"a\x1b[2J": torch.ones(1)}), r"expected printable names, got 'a\x1b[2J'"),
+        (index('{"weight_map": {"a": "../secret.safetensors"}}'), "names '../secret.safetensors'; expected names of"),
+        (index('{"weight_map": {"a": "/etc/passwd"}}'), "names '/etc/passwd'; expected names of files beside it"),
+        (index('{"weight_map": {"a": ".."}}'), "has no '..', which"),
+        (index('{"metadata": {}}'), "expected a 'weight_map' of tensors to files"),
+        (index('{"weight_map": []}'), "expected a 'weight_map' of tensors to files"),
+        (index('{"weight_map": {"a": ["a.safetensors"]}}'), "expected a 'weight_map' of tensors to files"),
+        (index('{"weight_map": {"lost": "a.safetensors"}}'), "a.safetensors has no 'lost', which"),
+        (index('{"weight_map":' * 10**5), "expected JSON of at most 64 levels"),
+        (index("[]"), "expected a JSON object, got list"),
+        (distributed, "holds shard-00000-model-00001-of-00001.safetensors, of a distributed save"),
+    ],
+)
+def test_a_directory_that_is_not_that_of_its_model_is_one_message(tmp_path: Path, damage, message: str):
+    folder = tmp_path / "model"
+    saved(folder, Case("llama"))
+    damage(folder)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ours(folder)
+
+
+def test_scalars_and_dtypes_of_buffers_are_read_and_weights_are_of_floats_only(tmp_path: Path):
+    save_file({"scale": torch.tensor(3.0), "steps": torch.tensor([5])}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    assert files.read("scale").item() == 3
+    assert files.read("scale", ()).item() == 3
+    assert files.read("steps").tolist() == [5]
+    files.check_weight("scale")
+    with pytest.raises(ValueError, match="'steps' is of dtype I64, expected one of F64, F32, F16, BF16"):
+        files.check_weight("steps")
+
+
+def test_stored_buffers_come_from_the_files_too(tmp_path: Path):
+    cfg = transformers.ApertusConfig(**MIXTURE)
+    truth = transformers.ApertusForCausalLM._from_config(cfg, dtype=torch.float32)
+    stored = truth.state_dict().keys() - dict(truth.named_parameters()).keys()
+    assert stored
+    for name in stored:
+        truth.get_buffer(name).fill_(0.25)
+    truth.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.ApertusForCausalLM._from_config(cfg, dtype=torch.float32)
+    load_hf(model, tmp_path, "cpu")
+    expected = truth.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------------- config.json
+
+
+def test_no_implementation_that_a_config_json_names_reaches_transformers(tmp_path: Path):
+    kernel = "stranger/kernel"
+    keys = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+    keys += ("_attn_implementation_internal", "_attn_implementation_autoset", "use_kernels", "kernel_config")
+    plain = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **dict.fromkeys(keys, kernel)}}
+    plain |= dict.fromkeys(keys, kernel) | {"base_model_tp_plan": "mine"}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    made = config_json.make_config(tmp_path, config_json.read_plain(tmp_path))
+    for part in (made, made.get_text_config()):
+        assert kernel not in map(str, vars(part).values())
+        assert part._attn_implementation is None
+        assert part._experts_implementation is None
+    assert made.base_model_tp_plan != "mine"
+    assert made.name_or_path == str(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_run_on_a_directory_that_names_a_kernel_computes_as_one_that_does_not(tmp_path: Path, key: str):
+    saved(tmp_path, Case("llama"))
+    edit(tmp_path / "config.json", lambda plain: plain.update({key: "stranger/kernel"}))
+    built: Any = models.build(config_of(tmp_path).model)
+    assert built.hf.config._attn_implementation == hf_models.plain(Case("llama")).config._attn_implementation
+
+
+def test_the_same_configuration_is_made_as_by_transformers_itself(tmp_path: Path):
+    for i, name in enumerate(("llama", "gpt2", "opt", "mistral")):
+        hf_models.plain(Case(name)).config.save_pretrained(tmp_path / str(i))
+        made = config_json.make_config(tmp_path / str(i), config_json.read_plain(tmp_path / str(i)))
+        assert made.to_dict() == transformers.AutoConfig.from_pretrained(tmp_path / str(i)).to_dict()
+
+
+WRONG = {
+    "a type that is a list": {"model_type": []},
+    "a type that is a number": {"model_type": 5},
+    "layers without end": {"num_hidden_layers": 10**9},
+    "layers without end in a list": {"depths": [2, 10**9]},
+    "code inside": {"inner": [{"auto_map": {"AutoModel": "m.M"}}]},
+    "classes that are none": {"architectures": ["pipeline"]},
+    "classes that are numbers": {"architectures": [5]},
+    "a width that is a text": {"hidden_size": "wide"},
+    "a wrong dtype": {"dtype": "float31"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_verify_plan_refuses_a_config_json_that_is_none_with_one_message(tmp_path: Path, name: str, capsys):
+    hf_models.plain(Case("llama")).config.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", lambda plain: plain.update({"architectures": ["LlamaForCausalLM"], **WRONG[name]}))
+    assert command(["verify-plan", str(tmp_path)]) == 2
+    assert "dtmega verify-plan: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_layer": 10**9}, "has n_layer=1000000000, but 29 tensors are stored beside it"),
+        ({"n_layer": 999}, "n_layers=999 of the model (its own config), but 29 tensors are stored"),
+        ({"n_layer": "many"}, "has n_layer='many', expected a number above 0 ([model] n_layers)"),
+        ({"n_layer": -1}, "has n_layer=-1, expected a number above 0 ([model] n_layers)"),
+        ({"model_type": []}, "has model_type=[]; expected the name of a family"),
+    ],
+)
+def test_convert_from_a_directory_of_bloom_builds_no_more_than_is_stored(tmp_path: Path, change, message: str, capsys):
+    saved(tmp_path / "in", Case("bloom"))
+    edit(tmp_path / "in" / "config.json", lambda plain: plain.update(change))
+    names = ["--from", "hf", str(tmp_path / "in"), "--to", "dtmega", str(tmp_path / "out")]
+    assert command(["convert", *names]) == 2
+    assert message in capsys.readouterr().err
+
+
+class Memory:
+    """One tensor as a `Source`."""
+
+    tensors = {"norm.weight": (torch.float32, (64,))}  # noqa: RUF012
+
+    def read(self, name: str, index: Any = None) -> torch.Tensor:
+        return torch.zeros(64)
+
+
+def test_convert_from_a_checkpoint_builds_no_more_than_is_stored(tmp_path: Path, capsys):
+    convert.write(str(tmp_path / "in"), Memory(), config.Model(n_layers=10**9))
+    names = ["--from", "dtmega", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]
+    assert command(["convert", *names]) == 2
+    assert "n_layers=1000000000 of the model (its own config), but 1 tensors are stored" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- mixtures
+
+
+def test_a_mixture_as_the_hub_has_it_is_refused_as_such_and_the_directory_that_the_message_tells_of_is_read(
+    tmp_path: Path,
+):
+    mixture("Mixtral").save_pretrained(tmp_path / "hub")
+    message = r"is whole, but in the form of the hub, which is not read yet: '.*experts\.0\..*' is stored by itself"
+    with pytest.raises(ValueError, match=message):
+        ours(tmp_path / "hub")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    whole.save_pretrained(tmp_path / "joined", save_original_format=False)
+    assert_same_as_transformers(tmp_path / "joined")
+
+
+def test_the_coefficient_of_a_routers_loss_alone_is_no_reason_to_refuse(tmp_path: Path):
+    mixture("Mixtral").config.save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", lambda plain: plain.update(router_aux_loss_coef=0.5))
+    assert config_of(tmp_path).model.n_layers == 2
+    edit(tmp_path / "config.json", lambda plain: plain.update(output_router_logits=True))
+    with pytest.raises(ValueError, match=r"output_router_logits=true: .* would change with the layout"):
+        config_of(tmp_path)
+
+
+def on_one_rank() -> dict[str, list[str]]:
+    """What a mixture of each kind computes otherwise than before it was "cut" over one rank."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    tokens = torch.arange(24).view(2, 12)
+    found: dict[str, list[str]] = {}
+    for name in MIXTURES:
+        truth, model = mixture(name), parallelize_hf(mixture(name), mesh)
+        for each in (truth, model):
+            each(input_ids=tokens, labels=tokens).loss.backward()
+        pairs = zip(truth.named_parameters(), model.parameters(), strict=True)
+        found[name] = [n for (n, p), q in pairs if not torch.allclose(q.grad.full_tensor(), p.grad, 1e-4, 1e-6)]
+        found[name] += [str(plan_for(truth, 1)).splitlines()[-1]]
+    dist.barrier()
+    return found
+
+
+def on_two_ranks() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found: dict[str, Any] = {}
+    for name in ("Mixtral", "Qwen3Moe"):
+        found[name] = str(verify_plan(mixture(name), mesh, generic=True)).splitlines()[-1]
+    return found
+
+
+def test_on_one_rank_a_mixture_needs_no_words_and_computes_what_it_did():
+    (found,) = ranks.run(1, on_one_rank)
+    assert found == {name: ["one rank: nothing is cut"] for name in MIXTURES}
+
+
+def test_generic_leaves_whole_what_transformers_plan_cuts_and_we_do_not_with_the_numbers_of_one_process():
+    with pytest.raises(ValueError, match=r"gate_up_proj, a parameter, .*generic=True\) leaves it whole"):
+        plan_for(mixture("Mixtral"))
+    assert "whole on every rank, though it says how to cut them" in str(plan_for(mixture("Mixtral"), generic=True))
+    for found in ranks.run(2, on_two_ranks):
+        for line in found.values():
+            assert re.fullmatch(r"(\d+) of \1 comparisons within 2e-05", line)
+
+
+def test_a_folder_of_a_cut_model_under_fsdp_knows_the_names_of_its_class(tmp_path: Path):
+    saved(tmp_path, Case("gpt_neox"))
+    ranks.run(1, under_fsdp, str(tmp_path))
+
+
+def under_fsdp(folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    truth = hf_models.build(Case("gpt_neox"))
+    with torch.device("meta"):
+        model = hf_models.plain(Case("gpt_neox"))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    source = Folder(folder, model)
+    names = dict(truth.named_parameters())
+    assert source.tensors.keys() == names.keys()
+    assert all(torch.equal(source.read(name), p) for name, p in names.items())
