@@ -217,9 +217,10 @@ def test_a_kill_during_the_cut_loses_nothing(start: Start, tmp_path: Path, monke
     def kill(fd: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("os.fsync", kill)
-    with pytest.raises(KeyboardInterrupt):
-        start(start_step=2)
+    with monkeypatch.context() as killed:
+        killed.setattr("os.fsync", kill)
+        with pytest.raises(KeyboardInterrupt):
+            start(start_step=2)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(whole)
 
 
