@@ -10,6 +10,7 @@
 | 76 | STUCK | not saved: after a signal no step ended in grace_s; or the save failed | the same command goes on |
 | 77 | HUNG | nothing happened for timeout_s; the report names who is behind | look there; the same command goes on |
 
+"The same command" has the default `--checkpoint.resume auto`.
 Whatever its workers say, torchrun exits with 1 unless all of them gave 0; it prints their codes.
 """
 
