@@ -176,6 +176,21 @@ def test_a_checkpoint_outlives_no_line_of_metrics_and_no_configuration_in_a_powe
         assert all(f"'{name}'" in there["a"] for name in ("checkpoints", "config.toml", "metrics.jsonl"))
 
 
+def test_a_final_checkpoint_can_be_left_out_and_one_where_a_run_is_stopped_cannot(tmp_path, corpus, capsys):
+    def steps(name: str, **keys: object) -> list[str]:
+        assert run(tmp_path / name, corpus, checkpoint__final="false", checkpoint__keep=9, **keys) == 0
+        return sorted(path.name for path in (tmp_path / name / "checkpoints").glob("step-*"))
+
+    assert steps("none") == []
+    assert f"written: config.toml and metrics.jsonl in {tmp_path / 'none'}\n" in capsys.readouterr().out
+    assert steps("interval", checkpoint__interval=4) == ["step-00000004", "step-00000008"]
+    assert "step-00000008\n" in capsys.readouterr().out
+    assert steps("async", checkpoint__interval=8, checkpoint__mode="async") == ["step-00000008"]
+    assert steps("stopped", train__exit_interval=5) == ["step-00000005"]
+    assert steps("stopped") == ["step-00000005"]  # goes on from there, and leaves no other
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "none")
+
+
 def test_a_finished_run_only_evaluates_again(tmp_path, corpus, capsys):
     run(tmp_path, corpus)
     before = metrics(tmp_path)
