@@ -167,6 +167,26 @@ def test_a_second_signal_while_the_run_closes_does_not_change_its_exit_code(tmp_
     assert ranks.run(1, close_and_signal, flags(keys, tmp_path), owner, "close") == [job.PREEMPTED]
 
 
+@contextlib.contextmanager
+def another_draw_on_rank_1() -> Iterator[None]:
+    """Of the second token of the sample: the end of the document."""
+    honest, draws = torch.multinomial, []
+
+    def multinomial(*args: Any, **keywords: Any) -> torch.Tensor:
+        draws.append(None)
+        token = honest(*args, **keywords)
+        return torch.zeros_like(token) if len(draws) == 2 and dist.get_rank() == 1 else token
+
+    with replaced(torch, "multinomial", multinomial):
+        yield
+
+
+def test_a_rank_that_draws_another_token_takes_that_of_the_first(tmp_path, keys):
+    short = keys | {"train.steps": 1, "eval.interval": 0, "eval.steps": 1, "mesh.dp_shard": 2}
+    train_all([Training(2, short, tmp_path, another_draw_on_rank_1)])
+    assert "a sample:" in (tmp_path / "stdout-0").read_text()
+
+
 def test_a_sample_compiles_nothing(tmp_path, keys, monkeypatch):
     graphs = []
     honest = evaluate.show_sample
