@@ -162,6 +162,8 @@ def _fork(rank: int, group: Group) -> int:
     folder, code = Path(group.folder), 1
     try:
         _die_with_parent()
+        # Unlike the server, a rank may have children: data workers.
+        multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
         fn, args = pickle.loads((folder / "call").read_bytes())
         warnings.simplefilter("error")
         for message in FROM_INSIDE_COMPILE:
