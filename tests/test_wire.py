@@ -167,7 +167,7 @@ def in_both_vocabularies() -> Counter:
     x, both = torch.ones(4), torch.ones(8)
     with Wire(groups) as wire:
         dist.all_reduce(x, group=group)
-        mappings._all_gather(both, x, group=group)
+        mappings._all_gather_into(both, x, group=group)
         mappings._reduce_scatter(x, both, group=group)
         functional.wait_tensor(functional.all_reduce(x, "sum", group.group_name))
         functional.wait_tensor(functional.all_gather_into_tensor(x, 2, group.group_name))
