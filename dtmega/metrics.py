@@ -188,7 +188,8 @@ class Metrics:
             return
         if self._bar:
             self._bar.close()
-        self.sync()
+        if not self._file.closed:
+            self.sync()
         with contextlib.suppress(OSError):  # a full disk, as above
             self._file.close()
         if self._tensorboard:

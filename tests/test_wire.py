@@ -168,7 +168,7 @@ def in_both_vocabularies() -> Counter:
     with Wire(groups) as wire:
         dist.all_reduce(x, group=group)
         mappings._all_gather_into(both, x, group=group)
-        mappings._reduce_scatter(x, both, group=group)
+        mappings._reduce_scatter_into(x, both, group=group)
         functional.wait_tensor(functional.all_reduce(x, "sum", group.group_name))
         functional.wait_tensor(functional.all_gather_into_tensor(x, 2, group.group_name))
         functional.wait_tensor(functional.reduce_scatter_tensor(both, "sum", 2, group.group_name))
