@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dtmega import config, durable, job, mesh, models, optim, output
-from dtmega.checkpoint import found, resume
+from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
@@ -28,7 +28,7 @@ from dtmega.data.text import open_text
 from dtmega.evaluate import evaluate, show_sample
 from dtmega.metrics import Metrics, describe
 from dtmega.optim import Spikes
-from dtmega.parallelize import check, parallelize, starting_weights
+from dtmega.parallelize import check, fitted, parallelize, starting_weights
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.startup import Refused, Startup, same_job
 from dtmega.step import Run, check_same_batch, train_step
@@ -52,8 +52,9 @@ def main(argv: list[str]) -> int:
 def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, Progress]:
     """The start, in steps that all ranks take together. What is opened is closed by `closing`."""
     with startup.step("configuration") as step:
-        cfg = models.resolved(config.load(argv))
-        device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, startup.size)
+        asked = models.resolved(config.load(argv))
+        device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
+        cfg = fitted(asked, sizes)
         check(cfg, sizes, device)
         startup.timeout_s = cfg.run.collective_timeout_s()
         step.same = same_job(cfg, device)
@@ -113,14 +114,16 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         if world.rank == 0:
             resume.set_aside_newer(cfg, at.step)
             with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
-                file.write(cfg.to_toml())
+                file.write(asked.to_toml())
         metrics = Metrics(cfg, device, world.size, end, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
     n_tokens = text.samples("train").n_tokens
     lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *models.notes(cfg.model)]
+    if loaded:
+        lines += changes.lines(loaded.config, asked, at.step, at.samples)
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
-    return Run(cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at
+    return Run(asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at
 
 
 def train(run: Run, at: Progress) -> int:
@@ -172,7 +175,7 @@ def train(run: Run, at: Progress) -> int:
             watch.beat(at.step, SAVING)
             metrics.sync()
             state = State.of(
-                cfg.model_dump(),
+                run.asked.model_dump(),
                 progress=at,
                 updates=at.step - at.skipped,
                 recent=run.spikes.recent,

@@ -130,7 +130,7 @@ class Data(Section):
 
 
 class Batch(Section):
-    micro_batch_size: int = key(8, "B: sequences per rank and forward", ge=1)
+    micro_batch_size: int = key(8, "B: sequences per rank and forward; 0 = the largest up to 4 that fits", ge=0)
     global_batch_size: int = key(16, "sequences per optimizer step", ge=1)
     rampup: list[int] = key([], "[start, increment, samples]: grow from start to global_batch_size over samples")
 
@@ -148,7 +148,7 @@ class Batch(Section):
                     f"of {increment}: ({self.global_batch_size} - {start}) % {increment} = "
                     f"{(self.global_batch_size - start) % increment}, expected 0 and start <= global_batch_size"
                 )
-        for size in self.sizes:
+        for size in self.sizes if self.micro_batch_size else ():
             if size % self.micro_batch_size:
                 raise ValueError(
                     f"micro_batch_size={self.micro_batch_size} does not divide {size} "

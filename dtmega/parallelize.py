@@ -34,6 +34,8 @@ from dtmega.plans.hf.parallel import cut_stage, plan_for
 from dtmega.recompute import recompute
 from dtmega.shards import local
 
+LARGEST_FITTED = 4  # sequences; larger microbatches are for those who have measured them
+
 
 class ShardedModel:
     """A model as this rank holds it: the pipeline stages that are its own, cut by tp and fsdp, and a step on them.
@@ -247,6 +249,27 @@ def compiling(cfg: config.Config, device: torch.device) -> bool:
     return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
 
 
+def fitted(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
+    """The configuration with a microbatch for this layout, if [batch] micro_batch_size = 0 leaves it open.
+
+    The largest one up to LARGEST_FITTED that divides every rank's share of every step and leaves a pipeline as many
+    microbatches as its schedule needs. Where not even 1 does, `check` and the loader say why.
+    """
+    if cfg.batch.micro_batch_size:
+        return cfg
+    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+
+    def fits(micro_batch_size: int) -> bool:
+        unit = data_size * micro_batch_size
+        return all(
+            size % unit == 0 and (sizes["pp"] == 1 or not schedule.broken_rule(cfg.pipeline, sizes["pp"], size // unit))
+            for size in cfg.batch.sizes
+        )
+
+    found = next((size for size in range(LARGEST_FITTED, 1, -1) if fits(size)), 1)
+    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"micro_batch_size": found})})
+
+
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
     """Refuse combinations that cannot work, with the reason.
 
@@ -264,8 +287,9 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         if size % tp:
             section = "data" if key == "seq_len" else "model"
             raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [{section}] {key})")
-    if pp == 1 and cfg.pipeline.draw:
-        raise ValueError("there is no schedule to draw without a pipeline ([pipeline] draw, [mesh] pp)")
+    idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
+    if pp == 1 and idle:
+        raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")
     if pp > 1 and cfg.fsdp.reshard_after_forward is True:
         raise ValueError(
             "under a pipeline weights stay gathered between microbatches ([fsdp] reshard_after_forward, [mesh] pp)"

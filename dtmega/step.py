@@ -22,8 +22,15 @@ from dtmega.watch import Watch
 
 
 class Run(NamedTuple):
-    """What the loop works with."""
+    """What the loop works with.
 
+    Attributes:
+        asked: the configuration as it was given, which config.toml and checkpoints keep: what it leaves open is decided
+            on another layout otherwise.
+        cfg: the same, decided.
+    """
+
+    asked: Config
     cfg: Config
     world: World
     text: Text

@@ -16,7 +16,7 @@ from dtmega.data.loader import TrainBatches
 from dtmega.data.text import open_text
 from dtmega.fsdp import release
 from dtmega.models.generate import generate
-from dtmega.parallelize import check, parallelize, starting_weights
+from dtmega.parallelize import check, fitted, parallelize, starting_weights
 from dtmega.shards import local
 
 directory, out, steps = sys.argv[1], sys.argv[2], 3
@@ -30,6 +30,7 @@ overrides |= {"batch.global_batch_size": 4, "optim.warmup": 0, "optim.schedule":
 argv = [text for key, value in overrides.items() for text in (f"--{key}", str(value))]
 cfg = models.resolved(config.load(["--config", "hf.toml", *argv]))
 device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, world=1)
+cfg = fitted(cfg, sizes)
 check(cfg, sizes, device)
 text = open_text(cfg)
 print(f"{cfg.model.elements[1]:,} parameters on {device}; {text.samples('train').n_tokens:,} tokens to read")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dtmega import config, mesh, models
-from dtmega.parallelize import check, parallelize
+from dtmega.parallelize import check, fitted, parallelize
 from tests import hf_models
 
 CPU = torch.device("cpu")
@@ -28,7 +28,12 @@ def sections(**overrides: object) -> config.Config:
         (3, {"mesh__tp": 3}, r"tp=3 does not divide n_heads=8 \(\[mesh\] tp, \[model\] n_heads\)"),
         (2, {"mesh__tp": 2, "model__ffn_hidden_size": 1001}, "tp=2 does not divide ffn_hidden_size=1001"),
         (2, {"mesh__tp": 2, "data__seq_len": 255}, r"tp=2 does not divide seq_len=255 \(\[mesh\] tp, \[data\] seq_len"),
-        (1, {"pipeline__draw": "x.svg"}, "no schedule to draw without a pipeline"),
+        (1, {"pipeline__draw": "x.svg"}, r"there is no pipeline for \[pipeline\] draw: expected pp > 1, got 1"),
+        (
+            1,
+            {"pipeline__schedule": "GPipe", "pipeline__virtual_stages": 2, "mesh__pp": -1, "mesh__dp_shard": 1},
+            "virt",
+        ),
         (2, {"mesh__pp": 2, "fsdp__reshard_after_forward": True}, "reshard_after_forward"),
         (2, {"mesh__pp": 2, "recompute__mode": "selective", "compile__enable": True}, "pytorch#166926"),
         (2, {"mesh__pp": 2, "pipeline__schedule": "ZBVZeroBubble", "compile__enable": True}, "backward in two parts"),
@@ -80,3 +85,34 @@ def test_rotary_frequencies_of_a_transformers_model_are_where_it_computes():
     found = places({"model": {"name": "hf", "path": hf_models.saved([case])[case]}, "data": {"tokenizer": "bytes"}})
     assert found["parameters"] == {"cpu"}
     assert found["buffer inv_freq"] == {"meta"}
+
+
+def fits(size: int, data: int, pp: int, needs: int, micro: int) -> bool:
+    return size % (data * micro) == 0 and (pp == 1 or size // (data * micro) >= needs)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+@pytest.mark.parametrize("sizes", [[8], [12], [8, 16, 24]])
+@pytest.mark.parametrize(("pp", "data", "tp"), [(1, 1, 1), (1, 2, 1), (1, 4, 2), (2, 1, 1), (2, 2, 1), (4, 1, 1)])
+def test_an_open_microbatch_is_the_largest_up_to_4_that_the_layout_can_have(pp, data, tp, sizes, schedule):
+    cfg = sections(
+        batch__micro_batch_size=0,
+        batch__global_batch_size=sizes[-1],
+        batch__rampup=[sizes[0], 8, 100] if sizes[1:] else [],
+        pipeline__schedule=schedule,
+    )
+    needs = {"1F1B": pp, "DualPipeV": 2 * pp}[schedule]
+    right = [b for b in (1, 2, 3, 4) if all(fits(size, data, pp, needs, b) for size in sizes)]
+    found = fitted(cfg, {"pp": pp, "dp_replicate": 1, "dp_shard": data, "cp": 1, "tp": tp})
+    assert found.batch.micro_batch_size == max(right, default=1)
+
+
+def test_a_microbatch_that_is_given_stays():
+    cfg = sections(batch__micro_batch_size=8)
+    assert fitted(cfg, mesh.resolve(cfg.mesh, 1)) is cfg
+
+
+@pytest.mark.parametrize("key", [{"model__elements": [1, 2]}, {"model__digest": "0123"}])
+def test_what_the_trainer_counts_for_a_model_of_transformers_is_not_for_others(key):
+    with pytest.raises(ValueError, match="elements and digest are set by the trainer"):
+        models.resolved(sections(**key))

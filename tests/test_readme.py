@@ -1,7 +1,20 @@
 """What the README says is so."""
 
+from __future__ import annotations
+
 import re
+import shlex
 from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dtmega import __main__, config, mesh, models
+from dtmega.data import tokenize
+from dtmega.data.loader import TrainBatches
+from dtmega.parallelize import check, fitted
+from tests import hf_models
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,6 +53,68 @@ def test_the_configuration_shown_is_the_file():
 def test_the_commands_shown_are_targets_of_the_makefile():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"^make (\w+)", README, flags=re.MULTILINE)) == {"train", "test"} <= targets
+
+
+def commands(program: str) -> list[str]:
+    """The lines of the README's shell blocks that begin so, without their comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    found = [re.sub(r"\s{2,}#.*", "", line) for line in lines if line.startswith(program)]
+    assert found
+    return found
+
+
+def starts(argv: list[str], world: int) -> config.Config:
+    """Through configuration, mesh and batches, as `train.py` does on each of so many processes."""
+    asked = models.resolved(config.load(argv))
+    sizes = mesh.resolve(asked.mesh, world)
+    cfg = fitted(asked, sizes)
+    check(cfg, sizes, torch.device("cpu"))
+    TrainBatches(cast(Any, None), cfg.data, cfg.batch, 0, *mesh.data_coordinate(sizes, 0)).close()
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A DIR of the README: a tiny LLaMA."""
+    home = tmp_path_factory.mktemp("llama")
+    model = hf_models.build(hf_models.Case("llama", tied=False))
+    model.config.max_position_embeddings = 512
+    model.save_pretrained(home)
+    (home / "tokenizer.json").touch()
+    return home
+
+
+@pytest.mark.parametrize("command", commands("torchrun "))
+def test_a_training_command_passes_configuration_mesh_and_batches(command: str, directory: Path):
+    words = shlex.split(command.replace("DIR", str(directory)))
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    flag = "--nproc-per-node"
+    world = int(words[words.index(flag) + 1]) if flag in words else 1
+    if words[script] == "train.py":
+        starts(words[script + 1 :], world)
+    else:
+        assert (ROOT / words[script]).is_file()
+
+
+@pytest.mark.parametrize("command", commands("python -m dtmega "))
+def test_a_command_of_the_package_has_the_options_that_it_is_given(command: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("_generate", "_convert", "_inspect", "_verify"):
+        monkeypatch.setattr(__main__, name, lambda args: 0)
+    monkeypatch.setattr(tokenize, "main", lambda args: 0)
+    assert __main__.main(shlex.split(command)[3:]) == 0
+
+
+def test_no_command_presumes_that_the_package_is_on_pypi():
+    assert re.findall(r"pip install '?dtmega", README) == []
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp_shard", "dp_replicate"])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_the_first_configuration_trains_as_it_is_on_any_power_of_two_up_to_8(world: int, axis: str):
+    cfg = starts(["--config", "bloom.toml", "--mesh.dp_shard", "1", f"--mesh.{axis}", str(world)], world)
+    share = cfg.batch.global_batch_size // (1 if axis == "tp" else world)
+    assert cfg.batch.micro_batch_size == min(4, share)
 
 
 def test_ci_runs_the_readmes_test_command_and_nothing_else():

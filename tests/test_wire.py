@@ -128,7 +128,7 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
         with wire, contextlib.suppress(StopIteration):
             nobody = {"checkpoints": Mock(), "metrics": Mock(), "watch": Mock(signals=[])}
             nobody["checkpoints"].poll.return_value = []
-            run = train.Run(cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
+            run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
             train.train(run, train.Progress())
         pipeline = {}
         if world.sizes["pp"] > 1:

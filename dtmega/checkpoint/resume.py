@@ -16,17 +16,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dtmega import __version__, config
-from dtmega.checkpoint import manifest
+from dtmega.checkpoint import changes, manifest
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 
 FINISHED = re.compile(r"step-\d{8}")
-# Keys of [model] that a checkpoint must agree with: the tensors' shapes and the function they are weights of.
-SAME = (
-    *("name", "vocab_size", "pad_vocab_to_multiple", "hidden_size", "n_layers", "n_heads", "ffn_hidden_size"),
-    *("layer_norm_eps", "apply_residual_connection_post_layernorm", "digest"),
-)
 Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
@@ -210,29 +205,31 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     ValueError: a run with this configuration cannot go on from there; names what differs.
     """
     state = state_of(checkpoint)
-    there = state.config.get("model", {})
-    for key in SAME:
-        here = getattr(cfg.model, key)
-        if there.get(key, "") != here:
-            raise ValueError(
-                f"{checkpoint.path} is of a model with {key}={there.get(key)}, not {here} ([model] {key}; another "
-                f"[run] dir or [checkpoint] resume = 'none' starts anew)"
-            )
+    anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"
     if not state.identity:
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
+    refused = changes.changed(state.config, cfg, "refused")
+    of_data = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
+    others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in of_data]
+    if others:
+        raise ValueError(f"{checkpoint.path} is of another run: {'; '.join(others)} ({anew})")
     order = state.identity.get("order", 1)  # runs that do not name it are from before it was ever changed
     if order != identity.get("order", order):
         raise ValueError(
             f"{checkpoint.path} is of a run that reads its samples in order number {order}, this dtmega in number "
             f"{identity['order']}: the order of samples has changed, so finish that run with the version that wrote it "
-            f"(to start anew: another [run] dir or [checkpoint] resume = 'none')"
+            f"({anew})"
         )
-    differing = [k for k in {**state.identity, **identity} if state.identity.get(k) != identity.get(k)]
+    differing = {change.name: (change.was, change.now) for change in of_data}
+    for key in {**state.identity, **identity}:
+        there, here = state.identity.get(key), identity.get(key)
+        if there != here:
+            differing[key] = there, here
     if differing and not cfg.checkpoint.allow_changed_data:
-        lines = "; ".join(f"{k} was {state.identity.get(k)}, is {identity.get(k)}" for k in differing)
+        lines = "; ".join(f"{key} was {there}, is {here}" for key, (there, here) in differing.items())
         raise ValueError(
             f"{checkpoint.path} is of a run on other data: {lines} (to go on all the same: [checkpoint] "
-            f"allow_changed_data = true; to start anew: another [run] dir or [checkpoint] resume = 'none')"
+            f"allow_changed_data = true; {anew})"
         )
 
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source
+from dtmega.checkpoint import Source, changes
 from dtmega.checkpoint.hf import HFFolder, check_config
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.resume import SAME, open_checkpoint, state_of
+from dtmega.checkpoint.resume import open_checkpoint, state_of
+
+# Keys of [model] that another run with the same weights may have otherwise.
+OF_THE_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")
 
 
 class Weights:
@@ -48,10 +51,10 @@ def open_weights(model: config.Model, hf_keys: Mapping[str, str]) -> Source:
         return HFFolder(Path(path), hf_keys)
     checkpoint = open_checkpoint(path)
     there = state_of(checkpoint).config.get("model", {})
-    for key in SAME:
-        if key != "pad_vocab_to_multiple" and there.get(key, "") != getattr(model, key):
+    for change in changes.differing("model", there, model):
+        if changes.kind_of("model", change.key) == "refused" and change.key not in OF_THE_RUN:
             raise ValueError(
-                f"{checkpoint.path} is of a model with {key}={there.get(key)}, not {getattr(model, key)} "
-                f"([model] init_from, [model] {key})"
+                f"{checkpoint.path} is of a model with {change.key}={change.was}, not {change.now} "
+                f"([model] init_from, [model] {change.key})"
             )
     return Weights(checkpoint)

@@ -21,12 +21,14 @@ def resolved(cfg: config.Config) -> config.Config:
     """The configuration with what the directory of `[model] path` says, for the model that has one.
 
     Raises:
-        ValueError: what `hf_resolve.resolve` refuses; a path that would not be read.
+        ValueError: what `hf_resolve.resolve` refuses; keys that would not be read.
     """
     if cfg.model.name == "hf":
         return hf_resolve.resolve(cfg)
     if cfg.model.path:
         raise ValueError(f"path={cfg.model.path} is for name = 'hf' ([model] path; [model] init_from for weights)")
+    if cfg.model.elements or cfg.model.digest:
+        raise ValueError("[model] elements and digest are set by the trainer, for name = 'hf': leave them out")
     return cfg
 
 

@@ -39,7 +39,7 @@ def check(cfg: config.Config, pp: int, data_size: int, compiled: bool) -> None:
     batch = cfg.batch
     for size in batch.sizes:
         n_microbatches = size // (data_size * batch.micro_batch_size)
-        if broken := _broken_rule(cfg.pipeline, pp, n_microbatches):
+        if broken := broken_rule(cfg.pipeline, pp, n_microbatches):
             raise ValueError(
                 f"{size} sequences / ({data_size} data ranks x micro_batch_size={batch.micro_batch_size}) = "
                 f"{n_microbatches} microbatches, but {name} needs {broken} ([batch] global_batch_size, rampup and "
@@ -62,7 +62,7 @@ def check(cfg: config.Config, pp: int, data_size: int, compiled: bool) -> None:
         )
 
 
-def _broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
+def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
     """What the schedule needs and n microbatches are not; '' if all is well. From the classes' own checks in torch."""
     if pipeline.csv:
         written = microbatches_in(csv_table(pipeline.csv, pp))

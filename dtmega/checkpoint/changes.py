@@ -1,0 +1,125 @@
+"""Which keys of the configuration may differ when a run goes on: each is free, printed or refused.
+
+free      no number of the run depends on it: where, how fast, how often, on which layout
+printed   the recipe, which people change on purpose: the run goes on and says what it changes
+refused   all others: with another model, data or seed it would be another run. A new key is refused until placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from dtmega import optim
+from dtmega.config import Config
+from dtmega.sections import Section
+
+Kind = Literal["free", "printed", "refused"]
+FREE: dict[str, tuple[str, ...]] = {
+    "run": ("dir", "device", "timeout_s", "grace_s"),
+    "data": ("num_workers",),
+    "eval": ("interval", "steps", "prompt", "sample_tokens"),
+    "log": ("interval", "tensorboard", "num_zeros", "params_norm"),
+    "checkpoint": ("interval", "keep", "resume", "dir", "mode", "allow_changed_data"),
+    "compile": ("enable",),
+    "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel"),
+    "pipeline": ("schedule", "virtual_stages", "stages", "csv", "draw"),
+    "recompute": ("mode",),
+    "fsdp": ("reshard_after_forward", "cpu_offload"),
+}
+# Keys that move the learning rate or the end of the run, and the rest of the recipe.
+COURSE: dict[str, tuple[str, ...]] = {
+    "batch": ("global_batch_size", "rampup"),
+    "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "decay", "wsd_decay"),
+    "train": ("steps", "samples", "tokens"),
+}
+PRINTED: dict[str, tuple[str, ...]] = {
+    "model": ("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss"),
+    "batch": ("micro_batch_size", *COURSE["batch"]),
+    "optim": (*COURSE["optim"], "beta1", "beta2", "eps", "weight_decay", "clip_grad"),
+    "train": (
+        *COURSE["train"],
+        *("drift_interval", "max_skipped", "skip_spikes", "exit_interval", "exit_duration_min"),
+    ),
+    "precision": ("params", "reduce"),
+}
+# Refused by what is in the file, which may move: the data's identity and [model] digest tell.
+BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "tokenizer"), "model": ("path",)}
+
+
+class Change(NamedTuple):
+    """A key whose value is another one than in the checkpoint."""
+
+    section: str
+    key: str
+    was: Any
+    now: Any
+
+    @property
+    def name(self) -> str:
+        return f"[{self.section}] {self.key}"
+
+    def within(self, table: Mapping[str, tuple[str, ...]]) -> bool:
+        return self.key in table.get(self.section, ())
+
+
+def kind_of(section: str, key: str) -> Kind:
+    if key in FREE.get(section, ()):
+        return "free"
+    return "printed" if key in PRINTED.get(section, ()) else "refused"
+
+
+def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[Change]:
+    """Keys of one section that differ; those whose content counts are not among them.
+
+    Args:
+        then: the section as a checkpoint keeps it. A key that it lacks is newer than it, and counts as its default; one
+            that it alone has is gone, and counts for nothing.
+    """
+    for key, field in type(now).model_fields.items():
+        change = Change(section, key, then.get(key, field.default), getattr(now, key))
+        if change.was != change.now and not change.within(BY_CONTENT):
+            yield change
+
+
+def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Kind) -> list[Change]:
+    """Keys of this kind, in all sections."""
+    every = (differing(section, then.get(section, {}), getattr(now, section)) for section in Config.model_fields)
+    return [change for found in every for change in found if kind_of(change.section, change.key) == kind]
+
+
+def lines(then: Mapping[str, Mapping[str, Any]], now: Config, steps: int, samples: int) -> list[str]:
+    """What a run that goes on after so many steps and samples says of its changed recipe, a line for each key.
+
+    The last key that moves the learning rate or the end of the run also says what they all come to.
+    """
+    printed = changed(then, now, "printed")
+    of_course = [change for change in printed if change.within(COURSE)]
+    found = []
+    for change in printed:
+        line = f"changed since the checkpoint: {change.section}.{change.key} {change.was} → {change.now}"
+        if change in of_course[-1:]:
+            consequences = "; ".join(_consequences(printed, now, steps, samples))
+            line += f": {consequences}" if consequences else ""
+        found.append(line)
+    return found
+
+
+def _consequences(printed: list[Change], now: Config, steps: int, samples: int) -> list[str]:
+    values: dict[str, dict[str, Any]] = now.model_dump()
+    for change in printed:
+        values[change.section][change.key] = change.was
+    try:
+        before = Config.model_validate(values)
+    except ValidationError:  # that recipe is refused today
+        return []
+    ends = before.end(steps, samples), now.end(steps, samples)
+    rates = [optim.rate_at(cfg, max(steps, 1), samples, end) for cfg, end in zip((before, now), ends, strict=True)]
+    left_before, left = (end.steps - steps for end in ends)
+    texts = {
+        f"{left} steps are left, not {left_before}": left != left_before,
+        f"the learning rate goes from {rates[0]:.3g} to {rates[1]:.3g}": rates[0] != rates[1],
+    }
+    return [text for text, holds in texts.items() if holds]
