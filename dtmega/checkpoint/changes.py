@@ -22,7 +22,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "data": ("num_workers",),
     "eval": ("interval", "steps", "prompt", "sample_tokens"),
     "log": ("interval", "tensorboard", "num_zeros", "params_norm"),
-    "checkpoint": ("interval", "keep", "resume", "dir", "mode", "allow_changed_data"),
+    "checkpoint": ("interval", "final", "keep", "resume", "dir", "mode", "allow_changed_data"),
     "compile": ("enable",),
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel"),
     "pipeline": ("schedule", "virtual_stages", "stages", "csv", "draw"),
