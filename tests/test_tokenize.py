@@ -193,7 +193,7 @@ def test_the_eos_token_of_a_models_directory_ends_its_documents(tmp_path, json_p
 
 def test_without_the_tokenizers_library_a_json_says_what_to_install(json_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install dtmega\[data\]"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[data\]'"):
         load_tokenizer(str(json_path))
 
 
@@ -565,7 +565,7 @@ def test_without_the_library_of_a_kind_it_says_what_to_install(tmp_path, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == library else find_spec(wanted))
     (tmp_path / name).touch()
     assert run(tmp_path, name) == 2
-    assert f"needs the {library} library: pip install dtmega[data]" in capsys.readouterr().err
+    assert f"needs the {library} library: pip install -e '.[data]'" in capsys.readouterr().err
 
 
 def test_an_unknown_tokenizer_is_exit_code_2(tmp_path, capsys):

@@ -114,5 +114,5 @@ def test_what_is_no_tokenizer_is_refused(spec, message):
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install dtmega\[data\]"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[data\]'"):
         to_json(str(STDLIB_8K))

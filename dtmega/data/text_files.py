@@ -104,7 +104,7 @@ def find(patterns: list[str], kind: str | None = None) -> list[File]:
             )
         for suffix, library in LIBRARIES.items():
             if path.endswith(suffix) and importlib.util.find_spec(library) is None:
-                raise ValueError(f"{path} needs the {library} library: pip install dtmega[data]")
+                raise ValueError(f"{path} needs the {library} library: pip install -e '.[data]'")
         files.append(File(path, its_kind, 0 if path == STDIN else os.path.getsize(path)))
     return files
 

@@ -3,7 +3,7 @@
     stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
     bytes                  the 256 bytes, then end-of-document
     PATH.tiktoken          local ranks (a base64 token and its rank per line), then end-of-document
-    PATH.json              a Hugging Face tokenizer.json (eos_token beside it counts); needs `pip install dtmega[data]`
+    PATH.json              a Hugging Face tokenizer.json (eos_token beside it counts); needs `pip install -e '.[data]'`
     gpt2, cl100k_base ...  tiktoken's own, which it downloads
 
 Text is always ordinary: a document that spells "<|endoftext|>" never makes the end-of-document id.
@@ -140,7 +140,7 @@ def _from_huggingface(spec: str) -> Tokenizer:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError(f"'{spec}' needs the tokenizers library: pip install dtmega[data]") from None
+        raise ValueError(f"'{spec}' needs the tokenizers library: pip install -e '.[data]'") from None
     content = _read(Path(spec))
     try:
         loaded = tokenizers.Tokenizer.from_buffer(content)

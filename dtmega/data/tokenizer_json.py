@@ -27,7 +27,7 @@ def to_json(spec: str) -> str:
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ValueError("a tokenizer.json needs the tokenizers library: pip install dtmega[data]") from None
+        raise ValueError("a tokenizer.json needs the tokenizers library: pip install -e '.[data]'") from None
     encoding, _ = load_encoding(spec)
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
     spell = byte_level_alphabet()

@@ -19,7 +19,7 @@ def read_config(path: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise ValueError("name = 'hf' needs transformers: pip install dtmega[hf] ([model] name)") from None
+        raise ValueError("name = 'hf' needs transformers: pip install -e '.[hf]' ([model] name)") from None
     if not path:
         raise ValueError("name = 'hf' needs a directory with config.json ([model] path)")
     try:
