@@ -28,6 +28,7 @@ from dtmega.checkpoint import found
 from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.startup import Refused, Startup
+from dtmega.watch import Watch
 from tests import ranks
 from tests.layouts import write_text
 from tests.resumed import KEYS, flags
@@ -413,6 +414,27 @@ def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, 
 
     assert both(pair, do) == [None, None]
     assert min(beats) > 3
+
+
+def test_reading_a_checkpoint_is_such_work(tmp_path, text, monkeypatch):
+    assert alone(tmp_path, text) == 0
+    phases: list[str] = []
+    met: list[Startup] = []
+    beat, wait_for_all = Watch.beat, Startup.wait_for_all
+
+    def noted_beat(self: Watch, step: int, phase: str, *rest: Any) -> None:
+        phases.append(phase)
+        beat(self, step, phase, *rest)
+
+    def noted_wait(self: Startup) -> None:
+        met.append(self)
+        wait_for_all(self)
+
+    monkeypatch.setattr(Watch, "beat", noted_beat)
+    monkeypatch.setattr(Startup, "wait_for_all", noted_wait)
+    assert alone(tmp_path, text | {"train.steps": 3}) == 0
+    tensors = open_checkpoint(str(tmp_path)).manifest.tensors
+    assert (phases.count("load"), len(met)) == (len(tensors), 1)
 
 
 def test_who_does_not_come_and_does_not_work_is_named(pair):
