@@ -24,7 +24,7 @@ from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.data.loader import TrainBatches
-from dtmega.data.text import open_text
+from dtmega.data.text import open_text, read_again
 from dtmega.evaluate import evaluate, show_sample
 from dtmega.metrics import Metrics, describe
 from dtmega.optim import Spikes
@@ -121,6 +121,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *models.notes(cfg.model)]
     if loaded:
         lines += changes.lines(loaded.config, asked, at.step, at.samples)
+    lines += read_again(cfg, text)
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
     return Run(asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at

@@ -14,9 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tomli
-
-from dtmega import arguments, config, job, output
+from dtmega import arguments, config, job, output, sections
 from dtmega.data import tokenize
 
 if TYPE_CHECKING:
@@ -184,7 +182,7 @@ def run_config(run_dir: Path) -> config.Config:
         ValueError: its config.toml is no configuration.
     """
     path = run_dir / "config.toml"
-    return config.validate(tomli.loads(path.read_text(encoding="utf-8")), str(path))
+    return config.validate(sections.read_toml(path), str(path))
 
 
 def recorded_config(checkpoint: Checkpoint) -> config.Config:

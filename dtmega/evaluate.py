@@ -31,7 +31,8 @@ def mean_loss(run: Run, step: int, split: str) -> float | None:
     cfg, world, text = run.cfg, run.world, run.text
     total, n_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
     slices = world.data_rank, world.data_size, cfg.eval.steps
-    for batch in eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices):
+    batches = eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices)
+    for batch in run.metrics.evaluating(batches, split, cfg.eval.steps):
         if signalled(run):
             return None
         run.watch.beat(step, "evaluation")

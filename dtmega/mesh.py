@@ -27,6 +27,7 @@ from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportP
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtmega import config
+from dtmega.output import counted
 from dtmega.rendezvous import meet
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -105,7 +106,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
         sizes[free[0]] = world // known
     if math.prod(sizes.values()) != world:
         raise ValueError(
-            f"{equation} does not make the {world} processes there are ([mesh]; --nproc-per-node): "
+            f"{equation} does not make {counted(world, 'process')}, all there are ([mesh]; --nproc-per-node): "
             + (f"{world} % {known} = {world % known}, expected 0" if free else f"{known} != {world}")
         )
     return sizes

@@ -20,8 +20,9 @@ import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensorboardX import SummaryWriter
@@ -29,6 +30,9 @@ from tqdm import tqdm
 
 from dtmega import cost, durable
 from dtmega.config import Config, End
+from dtmega.output import counted
+
+Batch = TypeVar("Batch")
 
 
 class Metrics:
@@ -139,6 +143,12 @@ class Metrics:
         why = reason or f"spike: loss {loss:.4f}, grad_norm {grad_norm:.2f}"
         self._line(step, f"skipped: {why} | samples {samples.start} to {samples.stop - 1}")
 
+    def evaluating(self, batches: Iterable[Batch], split: str, n: int) -> Iterable[Batch]:
+        """The `n` batches of an evaluation; on a terminal a bar of their own counts them, as they can take minutes."""
+        if not self.write or not self._bar:
+            return batches
+        return tqdm(batches, desc=f"{split} loss", total=n, unit=" batches", leave=False, dynamic_ncols=True)
+
     def validation(self, step: int, loss: float) -> None:
         """The mean loss over the validation tokens, after `step` steps."""
         if self.write:
@@ -240,8 +250,9 @@ def describe(config: Config, device: torch.device, world_size: int, n_tokens: in
             f"{config.model.name}: {cost.parameters(config.model):,} parameters, "
             f"{cost.flops_per_token(config.model, seq_len) / 1e6:,.1f} MFLOP/token, "
             f"{config.precision.params} on {world_size} x {device.type}",
-            f"data: {n_tokens:,} training tokens; {end.steps:,} steps of {config.batch.global_batch_size} x {seq_len} "
-            f"tokens = {tokens:,} tokens, {tokens / n_tokens:.2f} epochs",
+            f"data: {counted(n_tokens, 'training token')}; {counted(end.steps, 'step')} of "
+            f"{config.batch.global_batch_size} x {seq_len} tokens = {counted(tokens, 'token')}, "
+            f"{tokens / n_tokens:.2f} epochs",
             f"run: {config.run.dir}, " + (f"resumed at step {step}" if step else "from the start"),
         ]
     )

@@ -315,6 +315,20 @@ def test_on_a_terminal_a_bar_shows_loss_rate_and_eta(start: Start, monkeypatch: 
     assert re.search(r" 50%\|.*\| 3/6 \| loss 4\.0000 \| 128 tok/s \| eta 00:01", terminal.getvalue())
 
 
+def test_on_a_terminal_an_evaluation_counts_its_batches_and_elsewhere_it_does_not(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    assert list(start().evaluating(iter("abc"), "valid", 3)) == ["a", "b", "c"]
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    run = start()
+    batches = run.evaluating(iter("abc"), "valid", 3)
+    monkeypatch.setattr("tqdm.std.tqdm.mininterval", 0, raising=False)
+    assert list(batches) == ["a", "b", "c"]
+    run.close()
+    assert re.search(r"valid loss: .* 0/3 ", terminal.getvalue())
+
+
 def test_tensorboard_gets_every_number_of_a_step(start: Start, tmp_path: Path):
     run = start(tensorboard=True)
     take(run, 1)

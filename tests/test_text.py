@@ -13,7 +13,7 @@ import pytest
 from dtmega import config
 from dtmega.data.indexed import IndexedWriter
 from dtmega.data.record import text_of
-from dtmega.data.text import fingerprint, open_text
+from dtmega.data.text import fingerprint, open_text, read_again
 from dtmega.data.tokenizer import load_tokenizer
 
 
@@ -177,3 +177,19 @@ def test_a_split_that_bears_no_loss_anywhere_is_refused_with_its_name(tmp_path):
 def test_an_empty_split_is_no_evaluation(tmp_path):
     text = opened(silent_at_the_end(tmp_path / "text"), "--data.eod_mask_loss", "true", "--data.split", "100,0,0")
     assert (text.splits["valid"], text.splits["test"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "note"),
+    [
+        # 10 % of 11 documents is one of 4,000 tokens, 125 sequences, and the last one has 40 tokens, one sequence.
+        (1, ""),
+        (2, "eval: 2 steps of 1 sequence, and test has 1: read again ([eval] steps)"),
+        (126, "eval: 126 steps of 1 sequence, and valid has 125, test has 1: read again ([eval] steps)"),
+    ],
+)
+def test_an_evaluation_that_is_longer_than_a_split_is_said(tmp_path, steps, note):
+    flags = [*KEYS, "--data.path", write(tmp_path / "text"), "--data.split", "9,1,1", "--eval.steps", str(steps)]
+    flags += ["--batch.micro_batch_size", "1", "--batch.global_batch_size", "1"]
+    cfg = config.load(flags)
+    assert read_again(cfg, open_text(cfg)) == ([note] if note else [])

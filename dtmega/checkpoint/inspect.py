@@ -12,7 +12,7 @@ from dtmega import job
 from dtmega.checkpoint.manifest import Entry
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
-from dtmega.output import printable
+from dtmega.output import counted, printable
 
 SHOWN = 10  # differing tensors
 
@@ -47,11 +47,11 @@ def describe(checkpoint: Checkpoint) -> list[str]:
     tokens = state.progress.samples * (seq_len if isinstance(seq_len, int) else 0)
     return [
         f"checkpoint  {checkpoint.path}",
-        f"step        {written.step:,}: {state.progress.samples:,} samples, {tokens:,} tokens, "
-        f"{state.progress.skipped:,} steps skipped",
-        f"model       {state.config.get('model', {}).get('name')}: {_elements(weights):,} parameters in {len(weights)} "
-        f"tensors, {_bytes(weights):,} bytes",
-        f"optimizer   {len(others)} tensors, {_bytes(others):,} bytes, {state.updates:,} updates",
+        f"step        {written.step:,}: {counted(state.progress.samples, 'sample')}, {counted(tokens, 'token')}, "
+        f"{counted(state.progress.skipped, 'step')} skipped",
+        f"model       {state.config.get('model', {}).get('name')}: {counted(_elements(weights), 'parameter')} in "
+        f"{counted(len(weights), 'tensor')}, {_bytes(weights):,} bytes",
+        f"optimizer   {counted(len(others), 'tensor')}, {_bytes(others):,} bytes, {counted(state.updates, 'update')}",
         f"written on  {', '.join(f'{axis}={size}' for axis, size in state.layout.items()) or 'no layout'}",
         f"written by  {', '.join(f'{what} {version}' for what, version in state.versions.items())}",
         f"identity    {', '.join(f'{key} {value}' for key, value in state.identity.items()) or 'weights only'}",
@@ -70,7 +70,7 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     found = [line for name in names if (line := _difference(a, b, name))]
     yield from found[:SHOWN]
     if len(found) > SHOWN:
-        yield f"... and {len(found) - SHOWN} more tensors differ, of {len(names)}"
+        yield f"... and {counted(len(found) - SHOWN, 'more tensor')} of {len(names)}"
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:

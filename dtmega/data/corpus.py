@@ -109,5 +109,5 @@ def _build(prefix: str, tokenizer: Tokenizer) -> None:
     line = f"tokenizing {len(texts)} documents of Python's library ({n_chars / 1e6:.1f} M characters) into {prefix}"
     print(line, file=sys.stderr, flush=True)
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        for text in tqdm(texts, desc="tokenize", unit=" documents", delay=1):
+        for text in tqdm(texts, desc="tokenize", unit=" documents", delay=1, disable=None):
             writer.add([*tokenizer.encode(text), tokenizer.eod_id])

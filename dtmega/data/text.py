@@ -17,6 +17,7 @@ from dtmega.data.loader import bears_loss
 from dtmega.data.samples import Samples
 from dtmega.data.token_ids import check_token_ids
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
+from dtmega.output import counted
 
 SAMPLED_BYTES, SAMPLES = 2**16, 64
 ORDER = 2  # raise it when sample g of the same data, keys and seed becomes another one: older runs are then refused
@@ -85,6 +86,17 @@ def check_losses(splits: Mapping[str, Samples | Blend | None], cfg: Config, eod_
                 f"([eval] steps={cfg.eval.steps}, [data] eod_mask_loss={str(cfg.data.eod_mask_loss).lower()}): split "
                 f"the documents otherwise, or give '{split}' weight 0 for no evaluation"
             )
+
+
+def read_again(cfg: Config, text: Text) -> list[str]:
+    """A line if an evaluation is longer than a split that it reads."""
+    wanted = cfg.eval.steps * cfg.batch.global_batch_size
+    held = {name: part.n_tokens // cfg.data.seq_len for name in ("valid", "test") if (part := text.splits[name])}
+    short = [f"{name} has {n:,}" for name, n in held.items() if n < wanted]
+    if not short:
+        return []
+    each = counted(cfg.batch.global_batch_size, "sequence")
+    return [f"eval: {counted(cfg.eval.steps, 'step')} of {each}, and {', '.join(short)}: read again ([eval] steps)"]
 
 
 def identity(cfg: Config, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtmega.models.stage import Stage
+from dtmega.output import counted
 
 PADDING = 64  # lengths come in few sizes, as some kernels are made for one
 
@@ -44,7 +45,9 @@ def generate(
         raise ValueError("the prompt has no tokens; give at least one character (--prompt)")
     longest = model.longest or sys.maxsize
     if len(tokens) >= longest:
-        raise ValueError(f"the prompt has {len(tokens)} tokens, and the model positions for {longest} (--prompt)")
+        raise ValueError(
+            f"the prompt has {counted(len(tokens), 'token')}, and the model positions for {longest} (--prompt)"
+        )
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device

@@ -16,6 +16,7 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtmega.hf import config_json
+from dtmega.output import counted
 from dtmega.plans.hf.parallel import parallelize_hf, plan_for
 from dtmega.plans.hf.verify import Verification, verify
 
@@ -59,7 +60,9 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
     made = plan_for(on_meta(directory), tp, **options)
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != tp:
-            raise ValueError(f"torchrun started {os.environ['WORLD_SIZE']} processes, expected --tp {tp}")
+            raise ValueError(
+                f"torchrun started {counted(int(os.environ['WORLD_SIZE']), 'process')}, expected --tp {tp}"
+            )
         dist.init_process_group("gloo", timeout=TIMEOUT)
         verification = _verification(directory, tp, options)
         leads = dist.get_rank() == 0
