@@ -194,7 +194,7 @@ class Metrics:
             sys.stdout.flush()
 
     def close(self) -> None:
-        if not self.write:
+        if not self.write or self._file.closed:
             return
         if self._bar:
             self._bar.close()
