@@ -49,6 +49,7 @@ CASES = [
     *(Case(name, vocab=129, tied=False, length=13, padded=False) for name in MODELS),
     *(Case(name, vocab=128, tied=False, length=12, padded=False) for name in ("bloom", "llama")),
     *(Case(name, padded="base" not in name) for name in VARIANTS),
+    *(Case(name, kv_heads=1) for name in ("gemma2", "cohere")),  # with a plan of transformers, as Gemma 3 1B
 ]
 TP4 = [Case(name, kv_heads=2, length=length) for name, length in (("llama", 12), ("qwen2", 13), ("qwen3", 12))]
 DP2_TP2 = [Case(name, tied=name not in ("opt", "llama")) for name in MODELS]
@@ -330,6 +331,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         pass
 
     ours = Mine(hf_models.build(Case("llama")).config)
+    with torch.device("meta"):
+        mamba = transformers.MambaForCausalLM(transformers.MambaConfig(num_hidden_layers=1, hidden_size=8))
     different = hf_models.build(Case("llama"))
     with torch.no_grad():
         different.lm_head.weight[3, 3] += dist.get_rank()
@@ -349,6 +352,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "attention": message(attribute("_attn_implementation", "paged|sdpa")),
         "flash on CPU": message(attribute("_attn_implementation", "flash_attention_2")),
         "family": message(lambda: plan_for(transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=1)))),
+        "gathered keys": message(lambda: plan_for(hf_models.plain(Case("olmo2", kv_heads=1)))),
+        "no heads": message(lambda: verify_plan(mamba, mesh, generic=True)),
         "string": message(lambda: parallelize_hf(planted, mesh)),
         "module": message(lambda: parallelize_hf(layer, mesh)),
         "ranks differ": message(lambda: parallelize_hf(different, mesh)),
@@ -395,6 +400,33 @@ def planted(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
     verified("slopes of fewer heads", "bloom", slopes_of_fewer_heads)
     verified("contiguous q, k, v", "gpt2", contiguous_qkv)
     verified("cut ties", "bloom", lambda table, model: None)
+    return found
+
+
+class Forgetful(torch.nn.Module):
+    """A dropout whose rate is in no key of a config, nor in its attributes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5, training=self.training)
+
+
+class OwnDropout(Forgetful):
+    pass
+
+
+def own_dropout(mesh: DeviceMesh) -> dict[str, bool]:
+    """Is a right cut of a class with such a module found right, and one that the wrapper cannot know of wrong?"""
+    from transformers.models.llama import modeling_llama
+
+    honest, found = modeling_llama.LlamaMLP.__init__, {}
+    for kind in (OwnDropout, Forgetful):
+
+        def init(self: Any, config: Any, kind: type[torch.nn.Module] = kind) -> None:
+            honest(self, config)
+            self.act_fn = torch.nn.Sequential(self.act_fn, kind())
+
+        with patch.object(modeling_llama.LlamaMLP, "__init__", init):
+            found[kind.__name__] = verify_plan(hf_models.plain(Case("llama")), mesh).ok
     return found
 
 
@@ -471,6 +503,7 @@ def everything_on_two(path: str, directories: dict[Case, str]) -> dict[str, Any]
         refusals,
         planted,
         generation,
+        own_dropout,
         without_a_plan,
         scaled_logits,
         changed_logits,
@@ -648,6 +681,8 @@ def test_dropout_keeps_the_ranks_together_and_ranks_with_other_seeds_are_refused
         ("attention", "attn_implementation='paged|sdpa' is not known to work"),
         ("flash on CPU", "attn_implementation='flash_attention_2' does not run on a CPU"),
         ("family", "no plan for model_type 'vit'"),
+        ("gathered keys", "tp=2 does not divide num_key_value_heads=1, and the plan of transformers for 'olmo2'"),
+        ("no heads", "a config of 'mamba' has no number of heads"),
         ("string", "says 'diagonal' for model.layers.*.mlp.up_proj, which we have no word for"),
         ("module", "has no word for the parameters of model.layers.0.extra (Linear)"),
         ("ranks differ", "first 'model.embed_tokens.weight' (rank"),
@@ -675,6 +710,20 @@ def test_verify_plan_finds_each_plan_that_is_wrong_without_an_error(what: str, l
         assert found["planted"]["nothing"] == {}
         logits_wrong = "logits" in found["planted"][what]
         assert logits_wrong is (what not in ("gradients of norms of heads", "cut ties"))
+
+
+def test_dropout_of_modules_that_no_key_of_the_config_rules_does_not_make_a_right_plan_wrong():
+    for found in on_two():
+        assert found["own_dropout"] == {"OwnDropout": True, "Forgetful": False}  # the second shows that masks count
+
+
+def test_a_model_without_a_plan_or_heads_is_one_line_and_exit_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    config = hf_models.transformers.MambaConfig(num_hidden_layers=1, hidden_size=8, architectures=["MambaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    assert dtmega_main(["verify-plan", str(tmp_path), "--tp", "1", "--generic"]) == 2
+    err = capfd.readouterr().err
+    assert "a config of 'mamba' has no number of heads" in err
+    assert "Traceback" not in err
 
 
 def test_a_model_without_any_plan_computes_on_dtensors_if_told_to_and_says_what_that_costs():

@@ -71,6 +71,8 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(_rank, (folder, directory, tp, options), nprocs=tp)  # pyright: ignore[reportPrivateImportUsage]
             verification, leads = torch.load(Path(folder, "result"), weights_only=False), True
+            if isinstance(verification, ValueError):
+                raise verification
     if leads:
         print(f"{made}\n\n{verification}")
     return 0 if verification.ok else 1
@@ -80,9 +82,12 @@ def _rank(rank: int, folder: str, directory: Path, tp: int, options: dict[str, b
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), tp)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=TIMEOUT)
-    verification = _verification(directory, tp, options)
+    try:
+        result = _verification(directory, tp, options)
+    except ValueError as error:  # a refusal, alike on all ranks; raised here it would be a traceback for each
+        result = error
     if rank == 0:
-        torch.save(verification, Path(folder, "result"))
+        torch.save(result, Path(folder, "result"))
     _leave()
 
 

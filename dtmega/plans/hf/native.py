@@ -14,7 +14,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtmega.plans.hf import styles
 from dtmega.plans.hf.packed import PackedColumn
-from dtmega.plans.hf.plan import HFPlan, add_guard, add_head, add_rest, base_model, joined, matching
+from dtmega.plans.hf.plan import (
+    HFPlan,
+    add_guard,
+    add_head,
+    add_rest,
+    base_model,
+    check_kv_heads,
+    joined,
+    matching,
+)
+from dtmega.plans.hf.regions import Counts
 from dtmega.plans.hf.styles import Stack, Whole
 from dtmega.plans.hf.vocab import VocabEmbedding
 
@@ -59,6 +69,7 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
             whole.append(pattern)
         elif found and not any(module in (embedding, head) for module in found):
             plan.table[pattern] = WORDS[string]()
+    copy_heads(plan, model)
     add_head(plan, model, loss_parallel)
     add_rest(plan, model, in_blocks=True)
     if tp == 1:
@@ -79,10 +90,32 @@ def _no_word(family: str, string: str, pattern: str, is_parameter: bool) -> str:
 
 
 def check_heads(config: Any, tp: int) -> None:
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if heads and heads % tp:
-            raise ValueError(f"tp={tp} does not divide {key}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
+    key = "num_attention_heads"
+    heads = getattr(config, key, None)
+    if heads and heads % tp:
+        raise ValueError(f"tp={tp} does not divide {key}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
+    check_kv_heads(config, "num_key_value_heads", tp)
+
+
+def copy_heads(plan: HFPlan, model: Any) -> None:
+    """Where tp is a multiple of the heads of keys, each rank computes the one that its heads of queries need.
+
+    Raises:
+        ValueError: keys and values are not linears of their own, cut by output features.
+    """
+    kv_heads, tp = getattr(model.config, "num_key_value_heads", None), plan.tp
+    if not kv_heads or kv_heads % tp == 0:
+        return
+    shared = [name for name in plan.table if name.rpartition(".")[2] in ("k_proj", "v_proj")]
+    if not shared or any(type(plan.table[name]) is not styles.Column for name in shared):
+        raise ValueError(
+            f"tp={tp} does not divide num_key_value_heads={kv_heads}, and the plan of transformers for "
+            f"'{plan.family}' has no k_proj and v_proj whose heads could be copied ([mesh] tp)"
+        )
+    for name in shared:
+        plan.table[name] = styles.SharedColumn(kv_heads, enters=True)
+        # One head of keys for all heads of queries that are here.
+        plan.table[name.rpartition(".")[0]] = Counts({"num_key_value_groups": model.config.num_attention_heads // tp})
 
 
 def block_names(model: Any) -> list[str]:

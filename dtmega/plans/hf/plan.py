@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dtmega.plans.hf import families, styles
 from dtmega.plans.hf.families import Attention, Family
 from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow
-from dtmega.plans.hf.regions import Ends, Enter, Guard
+from dtmega.plans.hf.regions import Counts, Ends, Enter, Guard
 from dtmega.plans.hf.styles import Stack, Whole
 from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
 
@@ -143,7 +143,7 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
 
     A parameter tied to one that has a style (BERT's second name for the head's bias) follows that one.
     """
-    hooks = (Guard, Ends, Enter)
+    hooks = (Guard, Ends, Counts)
     named = {n for pattern, s in plan.table.items() if not isinstance(s, hooks) for n, _ in matching(model, pattern)}
     styled = {id(p) for name in named for p in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules():
@@ -188,12 +188,8 @@ def check_sizes(config: Any, family: Family, tp: int) -> None:
     heads = getattr(config, family.heads)
     if heads % tp:
         raise ValueError(f"tp={tp} does not divide {family.heads}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
-    kv_heads = getattr(config, family.kv_heads) if family.kv_heads else None
-    if kv_heads and kv_heads % tp and tp % kv_heads:
-        raise ValueError(
-            f"tp={tp} and {family.kv_heads}={kv_heads}: neither divides the other, so heads of keys can neither be cut "
-            f"nor copied evenly ([mesh] tp)"
-        )
+    if family.kv_heads:
+        check_kv_heads(config, family.kv_heads, tp)
     for key in family.sizes:
         size = getattr(config, key, None)
         if size and size % tp:
@@ -201,6 +197,15 @@ def check_sizes(config: Any, family: Family, tp: int) -> None:
     for key, why in family.refused.items():
         if getattr(config, key, None):
             raise ValueError(f"{key}={getattr(config, key)} of a {config.model_type} config: {why}")
+
+
+def check_kv_heads(config: Any, key: str, tp: int) -> None:
+    kv_heads = getattr(config, key, None)
+    if kv_heads and kv_heads % tp and tp % kv_heads:
+        raise ValueError(
+            f"tp={tp} and {key}={kv_heads}: neither divides the other, so heads of keys can neither be cut nor copied "
+            f"evenly ([mesh] tp)"
+        )
 
 
 def dropouts(model: Any) -> list[str]:

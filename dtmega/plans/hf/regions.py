@@ -18,7 +18,28 @@ from dtmega.plans.hf.dropout import check_random_state
 from dtmega.plans.hf.styles import Stack
 
 
-class Enter(ParallelStyle):
+class Counts(ParallelStyle):
+    """Attributes of a module that say how many heads or groups of them there are: on this rank.
+
+    Args:
+        set: their new values.
+    """
+
+    cost = ("", "")
+
+    def __init__(self, set: dict[str, int]) -> None:
+        self.set = set
+
+    def check(self, module: nn.Module, tp: int) -> None:
+        """Anything goes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, value in self.set.items():
+            setattr(module, name, value)
+        return module
+
+
+class Enter(Counts):
     """The hidden state enters a module whose projections share it; they then compute on local features.
 
     Args:
@@ -39,7 +60,8 @@ class Enter(ParallelStyle):
         divide: tuple[str, ...] = (),
         set: dict[str, int] | None = None,
     ) -> None:
-        self.stack, self.also, self.alibi, self.divide, self.set = stack, also, alibi, divide, set or {}
+        super().__init__(set or {})
+        self.stack, self.also, self.alibi, self.divide = stack, also, alibi, divide
 
     def check(self, module: nn.Module, tp: int) -> None:
         for name in self.divide:
@@ -50,8 +72,7 @@ class Enter(ParallelStyle):
         group = device_mesh.get_group()
         for name in self.divide:
             setattr(module, name, getattr(module, name) // device_mesh.size())
-        for name, value in self.set.items():
-            setattr(module, name, value)
+        super()._apply(module, device_mesh)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args, kwargs = _changed(args, kwargs, lambda x: self.stack.enter(x, group))

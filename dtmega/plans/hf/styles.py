@@ -130,15 +130,17 @@ class SplitRow(Row):
 class SharedColumn(Word):
     """nn.Linear for keys or values where tp is a multiple of their heads: each rank computes the one head it needs.
 
-    The weight stays whole on every rank; the parts of its gradient are summed.
+    The weight stays whole on every rank; the parts of its gradient are summed. `enters`: as for a `Column`.
     """
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Replicate(), "bias": Replicate()}
     cost = ("backward all-reduce of the weight", "backward all-reduce of the weight")
 
-    def __init__(self, kv_heads: int, stack: Stack | None = None) -> None:
+    def __init__(self, kv_heads: int, stack: Stack | None = None, enters: bool = False) -> None:
         super().__init__(stack)
         self.kv_heads = kv_heads
+        if not enters:
+            self.enter = as_it_is
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         group = group_of(module)
@@ -149,7 +151,7 @@ class SharedColumn(Word):
                 return None
             return mappings.copy(local(parameter), group).unflatten(0, (self.kv_heads, -1))[head]
 
-        return F.linear(x, mine(module.weight), mine(module.bias))
+        return F.linear(self.enter(x, group), mine(module.weight), mine(module.bias))
 
 
 class Whole(ParallelStyle):

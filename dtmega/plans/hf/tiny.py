@@ -23,6 +23,9 @@ def tiny_config(config: Any, tp: int) -> Any:
 
     What decides how tp cuts stays: whether keys have fewer heads than queries and than there are ranks, whether heads
     make up the hidden size, ties, biases, norms, the kind of attention. Two heads a rank show a wrong order of them.
+
+    Raises:
+        ValueError: a model without heads (Mamba).
     """
     new = copy.deepcopy(config)
 
@@ -35,6 +38,11 @@ def tiny_config(config: Any, tp: int) -> Any:
                 setattr(new, key, value)
 
     heads, hidden = first(HEADS), first(HIDDEN)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        raise ValueError(
+            f"a plan is proven on a small clone, and a config of '{config.model_type}' has no number of heads or no "
+            f"hidden size to make one by (none of {', '.join(HEADS)}; {', '.join(HIDDEN)})"
+        )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     few_kv = 2 * tp if kv_heads == heads else tp if kv_heads % tp == 0 else kv_heads
     few = few_kv if kv_heads == heads else max(2 * few_kv, 2 * tp)
@@ -70,7 +78,21 @@ def build(model_class: type[Any], config: Any, attention: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = model_class._from_config(copy.deepcopy(config), attn_implementation=attention)
-    return perturbed(model).train()
+    return without_dropout(perturbed(model).train())
+
+
+def without_dropout(model: nn.Module) -> Any:
+    """Nothing is dropped, also not by modules whose rate is in no key of the config.
+
+    Masks are random, so with them a right cut would look wrong.
+    """
+    for module in model.modules():
+        if "drop" in type(module).__name__.lower():
+            module.eval()
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 @torch.no_grad()
