@@ -170,6 +170,7 @@ def _fork(rank: int, group: Group) -> int:
             warnings.filterwarnings("ignore", message)
         store, timeout = dist.FileStore(str(folder / "store"), group.n), timedelta(seconds=group.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=group.n, timeout=timeout)
+        dist.barrier()  # a rank that leaves the group at once would end those that are still connecting to each other
         torch.save(fn(*args), folder / f"{rank}.result")
         gc.collect()  # gloo aborts at exit if a tensor with pending work outlives the group
         if dist.is_initialized():
