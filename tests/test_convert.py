@@ -32,11 +32,12 @@ def trained(tmp_path_factory, corpus) -> Path:  # noqa: F811
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory, corpus) -> Path:  # noqa: F811
-    """A working directory in which `run` trained 30 steps, with its checkpoints, of steps 15 and 30, in `kept`."""
+    """A working directory in which `run` trained 60 steps, with its checkpoints, of every tenth, in `kept`."""
     folder = tmp_path_factory.mktemp("apart")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        keys = {"checkpoint__dir": "kept", "checkpoint__interval": 15, "train__steps": 30, "eval__interval": 0}
+        keys = {"checkpoint__dir": "kept", "checkpoint__interval": 10, "checkpoint__keep": 9}
+        keys |= {"train__steps": 60, "eval__interval": 0}
         assert run(Path("run"), corpus, **PADDED, **keys) == job.DONE
     assert not (folder / "run" / "checkpoints").exists()
     return folder
@@ -139,10 +140,10 @@ def most_probable(path: Path, prompt: str, n: int, cfg: Config) -> str:
 @pytest.mark.parametrize(
     ("named", "of"),
     [
-        ("run", "step-00000030"),
-        ("kept", "step-00000030"),
-        ("kept/step-00000030", "step-00000030"),
-        ("kept/step-00000015", "step-00000015"),
+        ("run", "step-00000060"),
+        ("kept", "step-00000060"),
+        ("kept/step-00000060", "step-00000060"),
+        ("kept/step-00000010", "step-00000010"),
     ],
 )
 def test_generate_takes_a_run_with_checkpoints_elsewhere_a_folder_of_them_and_any_single_one(
@@ -150,7 +151,7 @@ def test_generate_takes_a_run_with_checkpoints_elsewhere_a_folder_of_them_and_an
 ):
     monkeypatch.chdir(apart)
     cfg = run_config(Path("run"))
-    expected = {path.name: most_probable(path, "ABCDEFGH", 4, cfg) for path in Path("kept").glob("step-*")}
+    expected = {path.name: most_probable(path, "ABCDEFGH", 4, cfg) for path in Path("kept").glob("step-000000[16]0")}
     assert len(set(expected.values())) == 2
     greedy = ["--prompt", "ABCDEFGH", "--tokens", "4", "--temperature", "0"]
     assert command(["generate", "--run", named, *greedy]) == job.DONE
@@ -165,12 +166,12 @@ def test_inspect_convert_and_init_from_find_the_checkpoints_of_a_run_that_keeps_
 ):
     monkeypatch.chdir(apart)
     assert command(["inspect", "--quick", "run"]) == job.DONE
-    assert "checkpoint  kept/step-00000030\n" in capsys.readouterr().out
+    assert "checkpoint  kept/step-00000060\n" in capsys.readouterr().out
     assert command(["convert", "--from", "dtmega", "run", "--to", "dtmega", "weights"]) == job.DONE
-    before, after = weights(Path("kept", "step-00000030")), weights(Path("weights"))
+    before, after = weights(Path("kept", "step-00000060")), weights(Path("weights"))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert run(Path("second"), corpus, **PADDED, model__init_from="run", train__steps=1) == job.DONE
-    (last,) = [line["val_loss"] for line in metrics(Path("run")) if "val_loss" in line and line["step"] == 30]
+    (last,) = [line["val_loss"] for line in metrics(Path("run")) if "val_loss" in line and line["step"] == 60]
     assert metrics(Path("second"))[0]["val_loss"] == pytest.approx(last, rel=1e-6)
 
 

@@ -68,7 +68,7 @@ def test_minus_one_is_what_is_left():
 @pytest.mark.parametrize(
     ("sizes", "world", "message"),
     [
-        ({"tp": 3}, 16, "tp=3 does not make the 16 processes .*16 % 3 = 1"),
+        ({"tp": 3}, 16, "tp=3 does not make 16 processes, .*16 % 3 = 1"),
         ({"pp": 2, "dp_shard": 2}, 16, "4 != 16"),
         ({"tp": -1}, 16, "one of them"),
         ({"tp": 0}, 16, "positive"),

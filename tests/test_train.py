@@ -263,7 +263,7 @@ def test_what_cannot_be_is_one_message_and_exit_code_2_before_any_process_group(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"mesh__tp": 2}, "does not make the 1 processes"),
+        ({"mesh__tp": 2}, "does not make 1 process, "),
         ({"mesh__pp": 2, "mesh__dp_shard": 1}, "!= 1"),
         ({"pipeline__draw": "x.svg"}, "there is no pipeline for [pipeline] draw"),
     ],
