@@ -1,4 +1,9 @@
+import signal
+
 import torch
 
 # Two threads on two busy cores wait for each other longer than one of them computes.
 torch.set_num_threads(1)
+
+# A shell starts a job in the background with Ctrl-C ignored, and what the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -630,6 +630,7 @@ def endless(tmp_path):
     with process:
         process.workers = [int(pid) for pid in process.stdout.readline().split()]
         yield process
+        process.kill()
 
 
 def test_a_worker_killed_at_work_ends_the_run_with_nothing_written(tmp_path, endless):
