@@ -56,7 +56,7 @@ class Scale(nn.Module):
 
 def scale_first_half(block: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
     sample_ids = args[3]
-    return block.scale(out) if sample_ids[0] % 4 < 2 else out
+    return block.scale(out) if sample_ids is None or sample_ids[0] % 4 < 2 else out  # a drawn sample has no number
 
 
 def build(honest: Any, cfg: config.Model) -> Stage:
