@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -49,9 +48,7 @@ def main(argv: list[str]) -> int:
         message += f"; nothing was written to {args.output}"
     except (ValueError, OSError, KeyboardInterrupt) as error:
         message, code = _explained(error)
-    if _is_first(message):
-        with output.guarded():
-            output.say(f"dtmega {args.command}: {message}")
+    output.say(f"dtmega {args.command}: {message}")
     return code
 
 
@@ -65,20 +62,6 @@ class NothingWritten(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
-
-
-def _is_first(message: str) -> bool:
-    """Of the processes that torchrun started, and that end with these words: one line is enough."""
-    if "WORLD_SIZE" not in os.environ:
-        return True
-    import torch.distributed as dist
-
-    from dtmega import mesh
-
-    try:
-        return not dist.is_initialized() or mesh.store().add(f"dtmega/said/{message}", 1) == 1
-    except RuntimeError:  # the store is gone, with the process that kept it
-        return True
 
 
 def _explained(error: BaseException) -> tuple[str, int]:
@@ -140,30 +123,27 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
-    from dtmega import mesh, models
+    from dtmega import models
     from dtmega.checkpoint import convert
     from dtmega.data.tokenizer import load_tokenizer
     from dtmega.data.tokenizer_json import to_json
     from dtmega.models.bloom import HF_KEYS
+    from dtmega.startup import Refused, Startup
 
     def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             built = models.build(model)
         return {built.full_name(name): tuple(p.shape) for name, p in built.named_parameters()}
 
-    world = convert.World()
-    if mesh.world_size() > 1:
-        mesh.start(torch.device("cpu"), mesh.resolve(config.Mesh(), mesh.world_size()))
-        world = convert.World(mesh.rank(), mesh.world_size(), lambda: dist.barrier() and None)
-
     def tokenizer(spec: str) -> tuple[str, int]:
         return to_json(spec), load_tokenizer(spec).eod_id
 
-    convert.main(args, HF_KEYS, shapes, models.described, tokenizer, world)
-    if world.size > 1:
-        mesh.stop()
+    startup = Startup(program="dtmega convert", explain=lambda error, what: _explained(error))
+    try:
+        convert.main(args, HF_KEYS, shapes, models.described, tokenizer, startup)
+    except Refused as refused:
+        return refused.exit_code
     return job.DONE
 
 

@@ -58,8 +58,9 @@ def guarded() -> Iterator[None]:
 
 def say(text: str) -> None:
     """Lines on stderr in one write, so that those of several ranks do not mix; `printable`, since they repeat names."""
-    sys.stderr.write(printable(text, keep="\n") + "\n")
-    sys.stderr.flush()
+    stream = Guarded(sys.stderr)
+    stream.write(printable(text, keep="\n") + "\n")
+    stream.flush()
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -42,6 +42,10 @@ PLACES = ("[data] path", "[data] tokenizer")
 T = TypeVar("T")
 
 
+class Abandoned(Exception):
+    """Another rank refuses in this step, and will not come to where this one waits."""
+
+
 class Refused(Exception):
     """Some rank refuses to start, and has said why.
 
@@ -77,8 +81,19 @@ class Refusal:
     exit_code: int
 
 
+def explained(error: ValueError | OSError, what: str) -> tuple[str, int]:
+    """Reason and exit code of what a rank has raised in the step `what`; a disk may be full, or not be written to."""
+    if isinstance(error, OSError):
+        return f"{what}: {error}", job.REFUSED
+    return str(error), getattr(error, "exit_code", job.REFUSED)
+
+
 class Startup:
-    """The ranks of a job before they train.
+    """The ranks of a job before they train, or of a command.
+
+    Args:
+        program: begins each line that is said.
+        explain: reason and exit code of an error, as `explained`.
 
     Attributes:
         rank, size: as the launcher says.
@@ -87,8 +102,14 @@ class Startup:
         beat: called when this rank, or one that it waits for, says that it works.
     """
 
-    def __init__(self, timeout_s: float = mesh.TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        timeout_s: float = mesh.TIMEOUT_S,
+        program: str = "dtmega",
+        explain: Callable[[ValueError | OSError, str], tuple[str, int]] = explained,
+    ) -> None:
         self.rank, self.size, self.timeout_s = mesh.rank(), mesh.world_size(), timeout_s
+        self._program, self._explain = program, explain
         self.store: Store | None = None
         self.beat: Callable[[], object] = int
         self._meeting: Store | None = None
@@ -110,10 +131,10 @@ class Startup:
         step, refusal = Step(), None
         try:
             yield step
-        except ValueError as error:
-            refusal = Refusal(str(error), getattr(error, "exit_code", job.REFUSED))
-        except OSError as error:  # a disk that is full or may not be written
-            refusal = Refusal(f"{what}: {error}", job.REFUSED)
+        except (ValueError, OSError) as error:
+            refusal = Refusal(*self._explain(error, what))
+        except Abandoned:  # the verdict says why
+            pass
         except Exception:
             if self.size == 1:
                 raise
@@ -137,25 +158,43 @@ class Startup:
     def at_work(self, items: Iterable[T]) -> Iterator[T]:
         """The items; before each, this rank says that it works. For what may take longer than timeout_s."""
         for item in items:
-            self.beat()
-            if self._meeting is not None and time.monotonic() - self._worked_at > WORK_S:
-                self._worked_at = time.monotonic()
-                self._meeting.add("work", 1)
+            self.work()
             yield item
+
+    def work(self) -> None:
+        """Say that this rank works."""
+        self.beat()
+        if self._meeting is not None and time.monotonic() - self._worked_at > WORK_S:
+            self._worked_at = time.monotonic()
+            self._meeting.add("work", 1)
 
     def wait_for_all(self) -> None:
         """Wait until every rank has come here. Unlike a collective, this does not time out while others are at work.
 
         Raises:
+            Abandoned: one has refused in this step.
             RuntimeError: not all ranks came.
         """
         assert self._meeting is not None
         self._n_waits += 1
         store = PrefixStore(f"wait/{self._n_waits}", self._meeting)
+        this_step = PrefixStore(str(self._n_steps + 1), self._meeting)
         if store.add("arrived", 1) == self.size:
             store.set("complete", "")
-        if not self._wait(store, "complete", patient=lambda: True):
+
+        def patient() -> bool:
+            # Who refused after all had come here has come too: then there is nothing to give up.
+            if this_step.check(["refused"]) and not store.check(["complete"]):
+                raise Abandoned
+            return True
+
+        if not self._wait(store, "complete", patient):
             raise RuntimeError(f"not all ranks came in {self.timeout_s:g} s")
+
+    def leave(self) -> None:
+        """Leave after the last step, where no process group follows; rank 0, which may hold the store, as the last."""
+        assert self._meeting is not None
+        self._leave(PrefixStore("end", self._meeting))
 
     def _next_meeting(self, refusal: Refusal | None) -> Store:
         """A part of the store that only this step uses."""
@@ -168,7 +207,7 @@ class Startup:
         except (ValueError, RuntimeError):
             # Nobody to meet: what this rank has to say must not be lost by that.
             if refusal is not None:
-                output.say(f"dtmega: {refusal.reason}")
+                output.say(f"{self._program}: {refusal.reason}")
                 raise Refused(refusal.exit_code) from None
             raise
         self._n_steps += 1
@@ -198,7 +237,7 @@ class Startup:
         exit_code = next((code for _, code in refusals), 0)
         if len(contents) > 1:
             values = [(json.loads(store.get(f"same/{digest}")), ranks) for digest, ranks in contents.items()]
-            output.say(f"dtmega: the ranks do not have the same {what}: {_differences(values)}")
+            output.say(f"{self._program}: the ranks do not have the same {what}: {_differences(values)}")
             exit_code = exit_code or job.REFUSED
         verdict = {"exit_code": exit_code, "told": step.tell}
         store.set("verdict", json.dumps(verdict))
@@ -216,7 +255,7 @@ class Startup:
     def _say_once(self, store: Store, reason: str, who: str) -> None:
         """Rank 0 says all there is; a rank that it does not come for says its own."""
         if store.add(f"said/{_digest(reason)}", 1) == 1:
-            output.say(f"dtmega: {who}{reason}")
+            output.say(f"{self._program}: {who}{reason}")
 
     def _leave(self, store: Store) -> None:
         """Rank 0, which may hold the store, leaves after those that have still to read the verdict."""

@@ -9,17 +9,27 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
-from dtmega import __main__, job
+from dtmega import __main__, config, job
 from dtmega.__main__ import main as command
+from dtmega.checkpoint import convert, hf_export
+from dtmega.checkpoint.manifest import Damaged
+from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed import IndexedDataset
 from tests import ranks
+from tests.test_hf import Memory
+from tests.test_job import free_port
 from tests.test_train import corpus, run  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,17 +221,96 @@ def test_a_reader_of_the_output_who_leaves_ends_a_command_without_a_word(finishe
     assert (ended.returncode, ended.stderr) == (__main__.BROKEN, b"")
 
 
-def convert_on_a_rank(argv: list[str]) -> tuple[int, str]:
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+class Live:
+    """A run that goes on: what is being saved is published after rank 0 has looked for the newest checkpoint."""
+
+    def __init__(self, run: Path, saving: Path) -> None:
+        self.run, self.saving = run, saving
+
+    def __call__(self) -> None:
+        honest, rank = convert.open_checkpoint, dist.get_rank()
+
+        def open_checkpoint(path: str) -> Any:
+            while rank == 1 and not (self.run / "rank 0 has looked").exists():
+                time.sleep(0.01)
+            if rank == 1:
+                self.saving.rename(self.run / "checkpoints" / "step-00000002")
+            checkpoint = honest(path)
+            if rank == 0:
+                (self.run / "rank 0 has looked").touch()
+            return checkpoint
+
+        convert.open_checkpoint = open_checkpoint
+
+
+def rank_1_raises(function: str, error: Exception) -> None:
+    module = hf_export if function == "export" else convert
+
+    def raising(*args: Any, **options: Any) -> None:
+        raise error
+
+    if dist.get_rank() == 1:
+        setattr(module, function, raising)
+
+
+def convert_on_a_rank(argv: list[str], port: int, plant: Callable[[], object]) -> tuple[int, str]:
+    """As one of two processes that were started by hand: rank 0 holds the store, and takes it with it."""
+    plant()
+    hf_export.export = partial(hf_export.export, max_file_bytes=12_000)  # so that both write
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.barrier()
+    dist.destroy_process_group()
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return command(argv), said.getvalue()
 
 
-def test_what_all_ranks_of_a_conversion_find_is_said_by_one(tmp_path, finished):
-    argv = ["convert", "--from", "dtmega", str(finished), "--to", "hf", str(finished)]
-    results = ranks.run(2, convert_on_a_rank, argv)
-    assert [code for code, _ in results] == [job.REFUSED, job.REFUSED]
-    assert sorted(said for _, said in results) == [
-        "",
-        f"dtmega convert: {finished} is there already; expected a new folder, or an empty one\n",
-    ]
+def convert_on_two(source: Path, target: Path, plant: Callable[[], object] = tuple) -> tuple[list[int], list[str]]:
+    """Exit codes and lines."""
+    argv = ["convert", "--from", "dtmega", str(source), "--to", "hf", str(target)]
+    results = ranks.run(2, convert_on_a_rank, argv, free_port(), plant)
+    return [code for code, _ in results], [said for _, said in results if said]
+
+
+def test_what_all_ranks_of_a_conversion_find_is_said_by_one(finished):
+    codes, said = convert_on_two(finished, finished)
+    assert codes == [job.REFUSED, job.REFUSED]
+    assert said == [f"dtmega convert: {finished} is there already; expected a new folder, or an empty one\n"]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "code"),
+    [
+        ("open_checkpoint", Damaged("not intact"), job.DAMAGED),
+        ("export", ValueError("not intact"), job.REFUSED),  # when rank 0 waits to write already
+        ("export", OSError(errno.EIO, "not intact"), __main__.BROKEN),
+    ],
+)
+def test_what_one_rank_of_a_conversion_refuses_ends_all_with_its_line_and_nothing_is_written(
+    tmp_path, finished, function, error, code
+):
+    ended = convert_on_two(finished, tmp_path / "out", partial(rank_1_raises, function, error))
+    assert ended == ([code, code], ["dtmega convert: rank 1: not intact\n"])
+    assert not any(tmp_path.iterdir())
+
+
+def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goes_on(tmp_path, finished):
+    checkpoint = open_checkpoint(str(finished))
+    model = config.Model(**state_of(checkpoint).config["model"])
+    weights = Weights(checkpoint)
+    first, second = tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "saving"
+    first.parent.mkdir(parents=True)
+    convert.write(str(first), weights, model)
+    convert.write(str(second), Memory({name: weights.read(name) + 1 for name in weights.tensors}), model)
+    live = Live(tmp_path / "run", second)
+    assert convert_on_two(tmp_path / "run", tmp_path / "out", live) == ([job.DONE, job.DONE], [])
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert command(["convert", "--from", "dtmega", str(first), "--to", "hf", str(tmp_path / "alone")]) == job.DONE
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
+    written, truth = stored(tmp_path / "out"), stored(tmp_path / "alone")
+    assert written.keys() == truth.keys()
+    assert all(torch.equal(written[name], truth[name]) for name in truth)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """What all files of a directory hold together."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

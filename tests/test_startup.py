@@ -446,6 +446,33 @@ def test_who_does_not_come_and_does_not_work_is_named(pair):
     assert str(error) == "rank 1 did not come to the end of the step 'step' in 0.3 s"
 
 
+def test_a_refusal_is_not_kept_back_by_a_rank_that_never_comes(pair, monkeypatch, capsys):
+    monkeypatch.setattr(startup, "PATIENCE_S", 0.2)
+
+    def do(one: Startup) -> None:
+        one.size, one.timeout_s = 3, 5.0  # after which rank 0 would only know that somebody did not come
+        with one.step("step"):
+            if one.rank == 1:
+                raise ValueError("no such file")
+
+    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
+    assert capsys.readouterr().err == "dtmega: rank 1: no such file\n"
+
+
+def test_who_waits_in_a_step_that_another_rank_refuses_gives_up_and_does_not_go_on(pair, capsys):
+    went_on: list[int] = []
+
+    def do(one: Startup) -> None:
+        with one.step("step"):
+            if one.rank == 1:
+                raise ValueError("no such file")
+            one.wait_for_all()
+            went_on.append(one.rank)
+
+    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
+    assert (went_on, capsys.readouterr().err) == ([], "dtmega: rank 1: no such file\n")
+
+
 def test_keys_that_only_one_rank_has_and_long_values_are_shown_too(pair, capsys):
     def do(one: Startup) -> None:
         take(one, {"a": "x" * 500, "b": 1, "same": 2} if one.rank == 0 else {"a": "x" * 499, "same": 2})

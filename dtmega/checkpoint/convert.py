@@ -7,7 +7,8 @@
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
 
 A run of a model of transformers ([model] name = "hf") becomes a directory like the one it is of, which --original names
-where it has moved since. Tensors pass one by one, so no model has to fit in memory.
+where it has moved since. Tensors pass one by one, so no model has to fit in memory. Of several ranks, rank 0 looks for
+the newest checkpoint, which may be another a moment later, and the others open that one.
 """
 
 from __future__ import annotations
@@ -22,29 +23,26 @@ import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source, hf, hf_copy, hf_export, manifest
+from dtmega.checkpoint import Source, found, hf, hf_copy, hf_export, manifest
 from dtmega.checkpoint.dcp import DataFile
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.foreign import DCPFolder
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import State, open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
+from dtmega.startup import Startup
 
 
-class World(NamedTuple):
-    """Who takes part; alone unless torchrun started several."""
-
-    rank: int = 0
-    size: int = 1
-    barrier: Callable[[], None] = lambda: None
-
-
-class Found(NamedTuple):
+class Opened(NamedTuple):
     """What `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer.
 
     The tokenizer is '' where there is none, or none but that of the directory which the model is of.
+
+    Attributes:
+        path: where exactly it was found, for the other ranks.
     """
 
+    path: str
     source: Source
     model: config.Model
     tokenizer: str
@@ -56,7 +54,7 @@ def main(
     shapes: Callable[[config.Model], Mapping[str, tuple[int, ...]]],
     described: Callable[[config.Model], tuple[config.Model, str, Mapping[str, str]]],
     load_tokenizer: Callable[[str], tuple[str, int]],
-    world: World,
+    startup: Startup,
 ) -> None:
     """Args:
         args: of `python -m dtmega convert`.
@@ -64,56 +62,101 @@ def main(
         shapes: of a model's parameters, in order.
         described: of a [model] section: what its directory makes of it, transformers' class, our name -> theirs.
         load_tokenizer: spec -> tokenizer.json and the id of end-of-document.
+        startup: of the ranks that take part.
 
     Raises:
-        ValueError: unknown formats, nothing there, another model, a directory that has changed; names what is missing.
-        Damaged: a source is not intact.
+        Refused: on every rank, after it was said: unknown formats, nothing there, another model, a directory that has
+            changed, a source that is damaged, a disk.
     """
+    opened = _open(args, hf_keys, startup)
+    with startup.step("model"):
+        model, architecture, stored = _described(args, opened, described)
+        expected = shapes(model)
+        left_out = _left_out(args, opened, model, expected)
+    if left_out and startup.rank == 0:
+        print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
+    with startup.step("output"):
+        # Ranks that have nothing to write wait for those that do.
+        source = Renamed(opened.source, {name: name for name in expected}, startup.work)
+        if args.target[0] == "hf":
+            tokenizer, folder = args.tokenizer or opened.tokenizer, Path(args.target[1])
+            json, eod_id = load_tokenizer(tokenizer) if tokenizer else (None, None)
+            ranks = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
+            options: dict[str, Any] = {**ranks, "eod_id": eod_id, "dtype": _dtype(args.dtype)}
+            if model.name == "hf":
+                hf_copy.export(source, folder, Path(model.path), architecture, stored, json, **options)
+            else:
+                hf_export.export(source, folder, model, hf_keys, json, **options)
+        elif startup.rank == 0:
+            write(args.target[1], source, model)
+    startup.leave()
+    if startup.rank == 0:
+        print(f"written: {args.target[1]}")
+
+
+def _open(args: argparse.Namespace, hf_keys: Mapping[str, str], startup: Startup) -> Opened:
+    """What `--from` names, the same on all ranks."""
     readers = {"hf": _from_hf, "dtmega": _from_dtmega, "dcp": _from_dcp}
-    kind, target = args.source[0], args.target[0]
-    if kind not in readers or target not in ("dtmega", "hf"):
-        raise ValueError(f"--from is one of {', '.join(readers)} and --to one of dtmega, hf; got {kind} and {target}")
-    found = readers[kind](args, hf_keys)
-    if args.original and found.model.name != "hf":
+    kind, path = args.source
+    opened = None
+    with startup.step("search of the source") as first:
+        if kind not in readers or args.target[0] not in ("dtmega", "hf"):
+            raise ValueError(
+                f"--from is one of {', '.join(readers)} and --to one of dtmega, hf; got {kind} and {args.target[0]}"
+            )
+        if startup.rank == 0:
+            opened = readers[kind](path, args, hf_keys)
+            first.tell = opened.path
+    with startup.step("source") as step:
+        opened = opened or readers[kind](first.told, args, hf_keys)
+        model = {f"[model] {key}": value for key, value in opened.model.model_dump().items()}
+        tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in opened.source.tensors.items()}
+        step.same = model | tensors | found.digests([opened.source])
+    return opened
+
+
+def _described(
+    args: argparse.Namespace,
+    opened: Opened,
+    described: Callable[[config.Model], tuple[config.Model, str, Mapping[str, str]]],
+) -> tuple[config.Model, str, Mapping[str, str]]:
+    """`described` of the model, with the directory that `--original` names."""
+    if args.original and opened.model.name != "hf":
         raise ValueError(f"--original is for a run with [model] name = 'hf'; {args.source[1]} is of BLOOM")
-    path = args.original or found.model.path
+    path = args.original or opened.model.path
     try:
-        model, architecture, stored = described(found.model.model_copy(update={"path": path}))
+        model, architecture, stored = described(opened.model.model_copy(update={"path": path}))
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
-    if model.n_layers > len(found.source.tensors):
+    if model.n_layers > len(opened.source.tensors):
         raise ValueError(
             f"{args.source[1]}: n_layers={model.n_layers} of the model ({args.config or 'its own config'}), but "
-            f"{len(found.source.tensors)} tensors are stored"
+            f"{len(opened.source.tensors)} tensors are stored"
         )
-    expected, left_out = shapes(model), sorted(found.source.tensors)
+    return model, architecture, stored
+
+
+def _left_out(
+    args: argparse.Namespace, opened: Opened, model: config.Model, expected: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Names of stored tensors that are no parameters of the model.
+
+    Raises:
+        ValueError: a parameter is not stored, or has another shape.
+    """
+    left_out = sorted(opened.source.tensors)
     for name, shape in expected.items():
-        if name not in found.source.tensors:
+        if name not in opened.source.tensors:
             raise ValueError(
                 f"{args.source[1]} has no '{name}' of the model ({args.config or 'its own config'}); it has "
                 f"{', '.join(left_out[:5])}, ... (--config, --prefix)"
             )
-        there = found.source.tensors[name][1]
+        there = opened.source.tensors[name][1]
         # A Hugging Face vocabulary is not padded.
         if there[1:] != shape[1:] or (there != shape and there[:1] != (model.vocab_size,)):
             raise ValueError(f"{args.source[1]}: '{name}' is {list(there)}, the model's is {list(shape)} (--config)")
         left_out.remove(name)
-    if left_out and world.rank == 0:
-        print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
-    source = Renamed(found.source, {name: name for name in expected})
-    if target == "hf":
-        tokenizer, folder = args.tokenizer or found.tokenizer, Path(args.target[1])
-        json, eod_id = load_tokenizer(tokenizer) if tokenizer else (None, None)
-        options: dict[str, Any] = {**world._asdict(), "eod_id": eod_id, "dtype": _dtype(args.dtype)}
-        if model.name == "hf":
-            hf_copy.export(source, folder, Path(model.path), architecture, stored, json, **options)
-        else:
-            hf_export.export(source, folder, model, hf_keys, json, **options)
-    elif world.rank == 0:
-        write(args.target[1], source, model)
-    world.barrier()
-    if world.rank == 0:
-        print(f"written: {args.target[1]}")
+    return left_out
 
 
 def write(path: str, source: Source, model: config.Model) -> None:
@@ -150,29 +193,29 @@ def _fill(files: Disk | Remote, folder: str, source: Source, model: config.Model
         file.write(manifest.dump(Manifest(0, state.model_dump(), {name: data.n_bytes}, tensors)))
 
 
-def _from_hf(args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Found:
-    path = Path(args.source[1])
+def _from_hf(name: str, args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Opened:
+    path = Path(name)
     model = _model(args.config) if args.config else config.Model(**hf.model_section(path))
     hf.check_config(path, model)
     tokenizer = path / "tokenizer.json"
-    return Found(hf.HFFolder(path, hf_keys), model, str(tokenizer) if tokenizer.exists() else "")
+    return Opened(name, hf.HFFolder(path, hf_keys), model, str(tokenizer) if tokenizer.exists() else "")
 
 
-def _from_dtmega(args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Found:
-    checkpoint = open_checkpoint(args.source[1])
+def _from_dtmega(name: str, args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Opened:
+    checkpoint = open_checkpoint(name)
     there = state_of(checkpoint).config
     model = config.Model(**there.get("model", {}))
     tokenizer = there.get("data", {}).get("tokenizer", "")
     own = model.name == "hf" and Path(tokenizer) == Path(model.path, "tokenizer.json")
-    return Found(Weights(checkpoint), model, "" if own else tokenizer)
+    return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer)
 
 
-def _from_dcp(args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Found:
+def _from_dcp(name: str, args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Opened:
     if not args.config:
         raise ValueError("--from dcp needs --config NAME.toml: nothing in such a folder says what model it is of")
-    folder = DCPFolder(Path(args.source[1]))
+    folder = DCPFolder(Path(name))
     names = {name.removeprefix(args.prefix): name for name in folder.tensors if name.startswith(args.prefix)}
-    return Found(Renamed(folder, names), _model(args.config), "")
+    return Opened(name, Renamed(folder, names), _model(args.config), "")
 
 
 def _model(name: str) -> config.Model:
@@ -187,14 +230,19 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 class Renamed:
-    """Some tensors of a source under other names: {new: old}."""
+    """Some tensors of a source under other names: {new: old}.
 
-    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
-        self._source, self._names = source, names
+    Args:
+        on_read: called before each tensor is read.
+    """
+
+    def __init__(self, source: Source, names: Mapping[str, str], on_read: Callable[[], object] = int) -> None:
+        self._source, self._names, self._on_read = source, names, on_read
 
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {new: self._source.tensors[old] for new, old in self._names.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        self._on_read()
         return self._source.read(self._names[name], index)

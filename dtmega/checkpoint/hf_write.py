@@ -84,7 +84,8 @@ def write(
 
     Args:
         others: file -> content of everything that is not weights.
-        rank, size, barrier: of the processes that write, which see one file system.
+        rank, size: of the processes that write, which see one file system.
+        barrier: of them; may raise at its first call, where a rank has refused that therefore does not come.
         max_file_bytes: of the tensors in one file, unless a single one is larger.
 
     Raises:
@@ -131,7 +132,8 @@ def write(
             disk.rename(aside, folder.name)
             disk.sync(".")
 
-    # Whatever fails on one rank, each comes to every barrier: nobody waits there in vain.
+    barrier()  # so that nothing is made if any rank has refused
+    # From here on, whatever fails on one rank, each comes to every barrier: nobody waits there in vain.
     errors: list[Exception] = []
     for step in (prepare, write_weights, publish):
         try:
