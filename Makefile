@@ -12,10 +12,10 @@ test: .venv/installed-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/basedpyright
-	.venv/bin/pytest
+	.venv/bin/pytest -n 2 --dist worksteal
 
 test-full: test
-	.venv/bin/pytest -m full
+	.venv/bin/pytest -n 2 --dist worksteal -m full
 	.venv/bin/python tests/hf_sweep.py
 	.venv/bin/python benchmarks/faults.py
 	.venv/bin/python benchmarks/resume.py
