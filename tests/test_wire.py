@@ -200,7 +200,13 @@ def test_a_step_is_what_the_formula_says_per_layer_and_per_microbatch(name: str)
     check(AXES[name], itertools.product((2, 3), (1, 2)))
 
 
-@pytest.mark.parametrize("name", MORE)
+# Each combines what other cases have one by one.
+REPEATS = {"tp 2, no sequence parallel, recompute", "pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATS else ()) for name in MORE]
+)
 def test_a_step_is_what_the_formula_says_with_more_to_it(name: str):
     check(MORE[name], [(5, 2)])
 
