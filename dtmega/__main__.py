@@ -65,7 +65,7 @@ class NothingWritten(Exception):
 
 
 def _explained(error: BaseException) -> tuple[str, int]:
-    """What to say of an error, and the exit code."""
+    """The line to say of an error, and the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, OSError):

@@ -49,7 +49,7 @@ def temperature(text: str) -> float:
 
 
 def prefix(text: str) -> str:
-    """What `.bin` and `.idx` are put behind, so not a folder."""
+    """A prefix, which `.bin` and `.idx` are put behind, so not a folder."""
     if os.path.basename(text) in ("", ".", ".."):
         raise argparse.ArgumentTypeError(
             f"expected a prefix such as data/mine, for data/mine.bin and .idx, got '{text}'"
@@ -58,7 +58,7 @@ def prefix(text: str) -> str:
 
 
 def cut(text: str) -> str | int:
-    """Where to cut a text into documents: at blank lines, or so many tokens."""
+    """The places to cut a text into documents at: blank lines, or every so many tokens."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

@@ -333,7 +333,7 @@ class Config(Section):
         return self
 
     def end(self, steps: int, samples: int) -> End:
-        """Where a run that has done so many steps and samples will end. On its way there this does not change.
+        """The end of a run that has done so many steps and samples. On its way there this does not change.
 
         With [train] steps it is that step; with samples or tokens the last step that still fits whole.
         """
@@ -407,5 +407,5 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
 
 
 def describe() -> str:
-    """What `--help` prints."""
+    """The text that `--help` prints."""
     return f"{HELP}\n{sections.describe(Config)}"

@@ -1,4 +1,4 @@
-"""What a model is worth so far: its loss on the other splits, and how it goes on from a prompt.
+"""Evaluation: the loss on the other splits, and how the model goes on from a prompt.
 
 All ranks call these together. A signal ends them between two batches or tokens, so that the run can save in time.
 """

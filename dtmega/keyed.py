@@ -42,7 +42,7 @@ ROUNDS = 8  # of the Feistel network; four make a permutation pseudo-random (Lub
 
 
 def permuted(i: int, n: int, name: str) -> int:
-    """Where place i of 0 to n - 1 goes in a permutation that is a function of (n, name), without a table of n entries.
+    """The place that i, of 0 to n - 1, goes to in a permutation that is a function of (n, name); no table of n entries.
 
     A Feistel network on two digits in base ceil(sqrt(n)) permutes the n or a few more numbers that two such digits
     write; what falls outside 0 to n - 1 goes through again until it is inside, which keeps it a permutation (Black,

@@ -1,4 +1,4 @@
-"""Where the processes of one attempt of a job meet before there is a process group: a store of that attempt alone.
+"""The meeting of the processes of one attempt of a job, before there is a process group: a store of that attempt alone.
 
 torchrun keeps one store over all restarts, in which the next attempt finds the addresses of dead processes; with gloo,
 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT cannot tell attempts apart: each node counts its own failures. So

@@ -25,7 +25,7 @@ Sections = TypeVar("Sections", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """What the user asked for cannot be; `train.py` prints it and exits with code 2."""
+    """The user asked for what cannot be; `train.py` prints it and exits with code 2."""
 
 
 def key(default: Any, line: str, **bounds: Any) -> Any:

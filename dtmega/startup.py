@@ -60,7 +60,7 @@ class Refused(Exception):
 
 @dataclass
 class Step:
-    """What a rank brings to the end of a step, and takes from there.
+    """The things a rank brings to the end of a step, and takes from there.
 
     Attributes:
         same: by key, what must be equal on all ranks; JSON.

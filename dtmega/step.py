@@ -22,7 +22,7 @@ from dtmega.watch import Watch
 
 
 class Run(NamedTuple):
-    """What the loop works with.
+    """All that the loop works with.
 
     Attributes:
         asked: the configuration as it was given, which config.toml and checkpoints keep: what it leaves open is decided

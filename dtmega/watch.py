@@ -36,7 +36,7 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class Beat(NamedTuple):
-    """Where a rank is. All ranks beat the same phases in the same order, so (step, nth) says who is ahead.
+    """The place of a rank in the run. All beat the same phases in the same order, so (step, nth) says who is ahead.
 
     Attributes:
         nth: beat of this step.
@@ -53,7 +53,7 @@ class Beat(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where in the code a main thread is.
+    """The line of code that a main thread is in.
 
     Attributes:
         waits: in a collective, for other ranks.
@@ -113,7 +113,7 @@ class Watch:
         self.beat(self._last.step, phase)
 
     def who_is_behind(self) -> str:
-        """Which ranks did not come as far as the others, and where all of them are; one line per place.
+        """Name the ranks that did not come as far as the others, and where all of them are; one line per place.
 
         Where ranks are in the code is known of those that have been silent for half of timeout_s.
         """
@@ -164,7 +164,7 @@ class Watch:
             output.say(f"rank {self.rank}: beats are no longer shared: {error}")
 
     def _publish_place(self) -> None:
-        """Where the main thread is, for the report of whichever rank makes it."""
+        """Publish where the main thread is, for the report of whichever rank makes it."""
         if self._reader is None:
             return
         beat = self._last
@@ -173,7 +173,7 @@ class Watch:
             self._reader.set(f"place/{self.rank}", f"{beat.step} {beat.nth} {int(waits)} {text}")
 
     def _read(self, store: Store) -> dict[int, tuple[Beat, Place]]:
-        """Of each rank that has been heard of: its last beat, and where it was then in the code.
+        """The last beat of each rank that has been heard of, and where it was then in the code.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -228,7 +228,7 @@ class Watch:
             job.leave(code)
 
     def _is_first(self) -> bool:
-        """Of all ranks to report a hang: one table is enough."""
+        """Tell whether this rank is the first of all to report a hang: one table is enough."""
         try:
             return self._reader is None or self._reader.add("hung", 1) == 1
         except RuntimeError:
@@ -241,7 +241,7 @@ def _parse(text: bytes) -> Beat:
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """Where a thread is whose innermost frame this is; it waits if it came there through torch.distributed."""
+    """The place of a thread whose innermost frame this is; it waits if it came there through torch.distributed."""
     if frame is None:
         return Place(False, "")
     torch = getattr(sys.modules.get("torch"), "__path__", ["torch is not imported"])[0]

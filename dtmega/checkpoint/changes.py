@@ -1,4 +1,4 @@
-"""Which keys of the configuration may differ when a run goes on: each is free, printed or refused.
+"""The keys of the configuration that may differ when a run goes on: each is free, printed or refused.
 
 free      no number of the run depends on it: where, how fast, how often, on which layout
 printed   the recipe, which people change on purpose: the run goes on and says what it changes
@@ -91,7 +91,7 @@ def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Kind) -> l
 
 
 def lines(then: Mapping[str, Mapping[str, Any]], now: Config, steps: int, samples: int) -> list[str]:
-    """What a run that goes on after so many steps and samples says of its changed recipe, a line for each key.
+    """The lines, one for each key, that a run with a changed recipe says when it goes on after so many steps.
 
     The last key that moves the learning rate or the end of the run also says what they all come to.
     """

@@ -95,7 +95,7 @@ def main(
 
 
 def _open(args: argparse.Namespace, hf_keys: Mapping[str, str], startup: Startup) -> Opened:
-    """What `--from` names, the same on all ranks."""
+    """The source that `--from` names, the same on all ranks."""
     readers = {"hf": _from_hf, "dtmega": _from_dtmega, "dcp": _from_dcp}
     kind, path = args.source
     opened = None

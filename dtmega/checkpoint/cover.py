@@ -12,7 +12,7 @@ Sizes = tuple[int, ...]
 
 
 def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
-    """Is each element of a tensor in exactly one of the boxes? Linear in their number.
+    """Tell whether each element of a tensor is in exactly one of the boxes. Linear in their number.
 
     Boxes cover a whole exactly once if their signed corners add up to those of the whole. The sign of a corner is the
     product of +1 for each dim where it is the lower end, -1 where it is the upper: that is the mixed difference of a

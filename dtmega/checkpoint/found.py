@@ -1,4 +1,4 @@
-"""Where a run writes and what it goes on from: claimed and found by rank 0, seen by all ranks, or refused.
+"""The folders a run writes and the checkpoints it goes on from: claimed and found by rank 0, seen by all, or refused.
 
 Rank 0 claims, then looks: another process may still be writing the checkpoint to go on from. The others open the
 paths that it tells them; that they see the same files is checked, as every rank writes its part of a checkpoint.
@@ -58,7 +58,7 @@ def find(cfg: config.Config, identity: Mapping[str, Any]) -> Found:
 
 
 def see(cfg: config.Config, found: Found) -> list[Checkpoint]:
-    """What rank 0 found, opened on this rank.
+    """The checkpoints that rank 0 found, opened on this rank.
 
     Raises:
         ValueError: this rank does not see it.

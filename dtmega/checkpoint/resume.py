@@ -241,7 +241,7 @@ def state_of(checkpoint: Checkpoint) -> State:
 
 
 def command_that_goes_on(cfg: config.Config) -> str:
-    """What to do after a run has stopped and saved."""
+    """The command to give after a run has stopped and saved."""
     named = {"auto": "", "none": "start anew"}.get(cfg.checkpoint.resume, f"go back to {cfg.checkpoint.resume}")
     if not named:
         return "the same command goes on from there"

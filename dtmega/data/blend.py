@@ -1,4 +1,4 @@
-"""Which corpus, and which of its samples, is sample g: corpora mixed by weight, each at its share of any prefix.
+"""Corpora mixed by weight: sample g is a function of g, and each corpus has its share of any prefix.
 
     samples = build_samples(config.data, prefixes, config.run.seed)
     samples["train"][g]  # [S + 1] token ids
@@ -64,7 +64,7 @@ def huffman(weights: Sequence[float]) -> Node:
 
 
 def deal(tree: Node, g: int) -> tuple[int, int]:
-    """Which corpus gives sample g of the blend, and how many it has given before."""
+    """The corpus that gives sample g of the blend, and how many it has given before."""
     node = tree
     while node.left is not None and node.right is not None:
         before, after = (_share(n, node.left.weight, node.weight) for n in (g, g + 1))
@@ -105,7 +105,7 @@ class Blend:
 
 
 class Splits(NamedTuple):
-    """What `[data] split` makes of the corpora.
+    """The parts that `[data] split` makes of the corpora.
 
     Attributes:
         samples: of "train", "valid" and "test"; None where the split has weight 0.

@@ -129,7 +129,7 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
-        """Where documents start in the .bin file, in tokens; where it ends for one past the last."""
+        """The tokens of the .bin file before each of these documents; all of them for one past the last."""
         sequences = self.document_index[documents]
         starts = np.full(len(sequences), self.n_tokens)
         inside = sequences < len(self)

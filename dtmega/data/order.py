@@ -71,7 +71,7 @@ def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: 
 
 
 def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """Where each document ends, which is where the next one starts, in pieces."""
+    """The end of each document, which is the start of the next one, in pieces."""
     n = len(order)
     # The file is read along, and only the lengths, in as few bytes as they need, are then looked up out of order.
     lengths = np.concatenate([_lengths(dataset, first + i, first + min(i + CHUNK, n)) for i in range(0, n, CHUNK)])
@@ -158,7 +158,7 @@ class _OrderFile:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """What a killed process left behind, and epochs before the last one, which nobody needs who goes on."""
+        """Delete what a killed process left behind, and epochs before the last one, which nobody needs who goes on."""
         for path in cache_dir().glob(f"order-{self.name}-*"):
             found = re.fullmatch(rf"order-{self.name}-(\d+)\.bin(\.lock|\.\w+\.tmp)?", path.name)
             if found and int(found[1]) < self.epoch - 1:

@@ -1,4 +1,4 @@
-"""What a tokenised text says of how it was made: PREFIX.meta.json, which `tokenize` writes beside PREFIX.bin.
+"""The record of how a text was tokenised: PREFIX.meta.json, which `tokenize` writes beside PREFIX.bin.
 
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
 

@@ -191,7 +191,7 @@ def _read_parts(path: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _starts(text: bytes) -> list[int]:
-    """Where a part begins that follows blank lines."""
+    """The place where a part begins that follows blank lines."""
     return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 

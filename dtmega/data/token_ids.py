@@ -1,4 +1,4 @@
-"""Are the ids of a data set those of a vocabulary? A file is read whole once, and what was found is remembered."""
+"""A check that ids are those of a vocabulary. A file is read whole once, and what was found is remembered."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def write(args: argparse.Namespace) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs to know; it pickles.
+    """All that a worker needs to know; it pickles.
 
     Attributes:
         longest: tokens of a document that is a piece of a .txt; 0 leaves each .txt whole.

@@ -120,7 +120,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _others(directory: Path) -> str:
-    """What is there instead, to go on from."""
+    """The files that are there instead, for the message."""
     if found := sorted(path.name for path in directory.glob("*.safetensors")):
         return f", the names that transformers looks for; {found[0]} is not read"
     if found := sorted(path.name for pattern in WEIGHTS for path in directory.glob(pattern)):

@@ -187,7 +187,7 @@ def places(files: TensorFiles, model: Any) -> dict[str, str]:
 
 
 def conversions(model: Any) -> list[Any]:
-    """What transformers renames and converts when it loads a model of this class."""
+    """The names that transformers changes, and the tensors it converts, when it loads a model of this class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))

@@ -98,7 +98,7 @@ def check_heads(config: Any, tp: int) -> None:
 
 
 def copy_heads(plan: HFPlan, model: Any) -> None:
-    """Where tp is a multiple of the heads of keys, each rank computes the one that its heads of queries need.
+    """Copy heads of keys where tp is a multiple of them: each rank computes the one that its heads of queries need.
 
     Raises:
         ValueError: keys and values are not linears of their own, cut by output features.
