@@ -35,6 +35,7 @@ from dtmega.data.samples import Samples
 IGNORED = -100  # torch's cross_entropy leaves it out
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
+FEEDER = "QueueFeederThread"  # the name that multiprocessing gives them
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,16 @@ class TrainBatches:
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
         self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
+        self._feeders: set[threading.Thread] = set()  # of the queues to the workers
 
     def __iter__(self) -> TrainBatches:
         return self
 
     def __next__(self) -> StepBatch:
         if self._iterator is None:
+            before = set(threading.enumerate())
             self._iterator = self._start()
+            self._feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
         rows = next(self._iterator)
         first, size = self._consumed, self._batch.size_at(self._consumed)
         self._consumed += size
@@ -147,6 +151,10 @@ class TrainBatches:
         """Ends the worker processes. Iterating again starts new ones."""
         self._iterator = None
         gc.collect()  # queues in a cycle would be left to the end of the process, which would warn of their semaphores
+        # A feeder drops the last semaphore of its queue a moment later; the end of the process in between is a warning.
+        for feeder in self._feeders:
+            feeder.join(timeout=5)
+        self._feeders = set()
 
     def _start(self) -> Iterator[dict[str, Tensor]]:
         workers = self._data.num_workers
