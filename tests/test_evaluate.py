@@ -25,7 +25,7 @@ from dtmega.parallelize import ShardedModel
 from tests import ranks
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record, Training, flags, train_all
-from tests.test_faults import replaced
+from tests.test_faults import alone, replaced
 
 STEPS = 6
 
@@ -44,15 +44,6 @@ def truth(tmp_path_factory, keys) -> Record:
     folder = tmp_path_factory.mktemp("truth")
     assert alone(keys, folder) == 0
     return Record(folder)
-
-
-def alone(keys: dict[str, Any], folder: Path) -> int:
-    """train.py in this process; returns the exit code."""
-    try:
-        return train.main(flags(keys, folder))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
