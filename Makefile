@@ -1,6 +1,6 @@
 # make train [ARGS="--section.key value ..."]   install on first use, then train the default model
 # make test                                     install on first use, then lint, types and tests
-# make test-full                                then every kill point, damaged byte, pair of layouts, and random kills
+# make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
 PYTHON ?= python3
 
 .PHONY: train test test-full
@@ -16,6 +16,7 @@ test: .venv/installed-test
 
 test-full: test
 	.venv/bin/pytest -n 2 --dist worksteal -m full
+	.venv/bin/python tests/planted.py
 	.venv/bin/python tests/hf_sweep.py
 	.venv/bin/python benchmarks/faults.py
 	.venv/bin/python benchmarks/resume.py

@@ -1,0 +1,56 @@
+"""Claims about the table of planted faults, and about the runner that says which ones no test notices."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import planted
+
+CODE = "def add(a, b):\n    total = a + b\n    return total\n"
+TESTS = "import code_under_test\n\n\ndef test_the_sum():\n    assert code_under_test.add(2, 2) == 4\n"
+ENTRY = """
+[[fault]]
+file = "code_under_test.py"
+fault = "{says}"
+line = "a + b"
+planted = "{planted}"
+tests = ["tests/test_code.py::test_the_sum"]
+"""
+
+
+def test_every_entry_fits_the_code():
+    assert [*planted.mistakes(planted.ROOT, planted.table(planted.ROOT))] == []
+
+
+def test_the_runner_lists_a_fault_that_no_test_notices_and_leaves_the_code_as_it_is(tmp_path: Path):
+    files = {"code_under_test.py": CODE, "tests/test_code.py": TESTS, "tests/__init__.py": ""}
+    entries = {"a difference": "a - b", "a product, which is the same of 2 and 2": "a * b", "the sum of two": "2 + 2"}
+    files["tests/planted/all.toml"] = "".join(ENTRY.format(says=says, planted=p) for says, p in entries.items())
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shutil.copy(planted.__file__, tmp_path / "tests")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    run = [sys.executable, "tests/planted.py", "--jobs", "1"]
+    ended = subprocess.run(run, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    seen = {line.partition("  ")[2]: line.startswith("noticed") for line in ended.stdout.splitlines()[1:-1]}
+    passed = "passed: tests/test_code.py::test_the_sum"
+    assert seen == {
+        "code_under_test.py: a difference": True,
+        f"code_under_test.py: a product, which is the same of 2 and 2  {passed}": False,
+        f"code_under_test.py: the sum of two  {passed}": False,
+    }
+    assert ended.returncode == 1
+    assert (tmp_path / "code_under_test.py").read_text() == CODE
+
+
+def test_an_entry_whose_line_or_test_is_gone_is_a_mistake():
+    fault = next(one for one in planted.table(planted.ROOT) if one.tests)
+    moved = [fault._replace(line="no such line"), fault._replace(tests=("tests/test_house.py::test_no_such",))]
+    assert [message.rpartition(": ")[2] for message in planted.mistakes(planted.ROOT, moved)] == [
+        "'no such line'",
+        "there is no tests/test_house.py::test_no_such",
+    ]
