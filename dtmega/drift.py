@@ -5,6 +5,7 @@ A checksum of the bits of every tensor is compared over the group that holds cop
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -52,11 +53,12 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: s
         name = list(tensors)[differing[0]]
         values = everyone[:, differing[0]].tolist()
         ranks = dist.get_process_group_ranks(group)
-        usual = max(set(values), key=values.count)
-        odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual] or ranks
+        ((usual, copies),) = Counter(values).most_common(1)
+        odd = ", ".join(str(rank) for rank, value in zip(ranks, values, strict=True) if value != usual)
+        most = 2 * copies > len(values)
+        who = f"rank {odd} is not like the others" if most else "which of them is right cannot be told"
         raise RuntimeError(
-            f"{what}: {len(differing)} of {len(tensors)} tensors differ between ranks {ranks}, first '{name}' "
-            f"(rank {', '.join(map(str, odd))} is not like the others)"
+            f"{what}: {len(differing)} of {len(tensors)} tensors differ between ranks {ranks}, first '{name}' ({who})"
         )
 
 

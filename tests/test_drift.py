@@ -34,9 +34,13 @@ def test_equal_copies_pass():
 
 
 def test_one_flipped_bit_is_named_with_its_tensor_and_rank_on_every_rank():
-    for message in ranks.run(3, check, 1):
-        assert "'b'" in message
-        assert "rank 1 is not like the others" in message
+    said = "copies: 1 of 3 tensors differ between ranks [0, 1, 2], first 'b' (rank 1 is not like the others)"
+    assert ranks.run(3, check, 1) == [said] * 3
+
+
+def test_of_two_copies_that_differ_none_is_blamed():
+    said = "copies: 1 of 3 tensors differ between ranks [0, 1], first 'b' (which of them is right cannot be told)"
+    assert ranks.run(2, check, 0) == [said] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
