@@ -68,11 +68,6 @@ class World:
     def coordinate(self, axis: str) -> int:
         return self.mesh.get_local_rank(axis)
 
-    @property
-    def leads_stage(self) -> bool:
-        """The one rank of each pipeline stage that writes what all of it hold."""
-        return all(self.coordinate(axis) == 0 for axis in AXES if axis != "pp")
-
 
 def world_size() -> int:
     """Processes of the process group, or that the launcher started; 1 without either."""

@@ -81,7 +81,7 @@ def _cell(step: Step, y: int, depth: float) -> str:
 def _colours(kind: str, depth: float) -> tuple[str, str]:
     """Fill and text colour, for a stage between the first (depth 0) and the last (1) of its rank."""
     red, green, blue = (round(a + (b - a) * depth) for a, b in zip(*FILLS[kind], strict=True))
-    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 150  # luma, ITU-R BT.601
+    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 128  # luma, ITU-R BT.601
     return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if dark else "#1d2733"
 
 
