@@ -1,5 +1,6 @@
 """Claims about mesh.py; the lists are those in the comments of Megatron's `mpu/initialize.py`."""
 
+import itertools
 from datetime import timedelta
 from typing import Any
 
@@ -47,17 +48,38 @@ def test_the_description_prints_every_group():
     ]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 4}, {"pp": 8}])
-def test_groups_of_one_name_hold_every_rank_once(sizes):
-    resolved = mesh.resolve(config.Mesh(**sizes), 8)
-    for axes in [*((axis,) for axis in mesh.AXES), mesh.DATA, *mesh.DERIVED.values()]:
-        assert sorted(rank for group in mesh.rank_groups(resolved, axes) for rank in group) == list(range(8))
+# The axes along which the ranks of a group differ, as the table at the top of mesh.py and Megatron have them.
+VARYING = {
+    "pp": {"pp"},
+    "dp_replicate": {"dp_replicate"},
+    "dp_shard": {"dp_shard"},
+    "cp": {"cp"},
+    "tp": {"tp"},
+    "data": {"dp_replicate", "dp_shard"},
+    "loss": {"pp", "dp_replicate", "dp_shard", "cp"},
+    "shards": {"pp", "dp_shard", "cp", "tp"},
+    "model": {"pp", "tp"},
+    "embedding": {"pp"},  # its first and its last rank only
+}
+FIVE = {"pp": 3, "dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 2}
+# Ranks count through the axes, the last one fastest.
+PLACES = [dict(zip(FIVE, place, strict=True)) for place in itertools.product(*map(range, FIVE.values()))]
 
 
-def test_ranks_that_compute_one_microbatch_have_one_data_rank():
-    for group in mesh.rank_groups(MEGATRON, mesh.DERIVED["model"]):
-        assert len({mesh.data_coordinate(MEGATRON, rank) for rank in group}) == 1
-    assert mesh.data_coordinate(MEGATRON, 2) == (1, 2)
+def test_a_group_is_the_ranks_that_differ_in_its_axes_only():
+    lists = mesh.group_lists(FIVE)
+    assert lists.keys() == VARYING.keys()
+    for name, varying in VARYING.items():
+        together: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(PLACES):
+            if name != "embedding" or place["pp"] in (0, FIVE["pp"] - 1):
+                together.setdefault(tuple(place[axis] for axis in FIVE if axis not in varying), []).append(rank)
+        assert sorted(lists[name]) == sorted(together.values()), name
+
+
+def test_the_number_of_a_data_rank_counts_shards_within_replicas():
+    expected = [(place["dp_replicate"] * FIVE["dp_shard"] + place["dp_shard"], 2 * 3) for place in PLACES]
+    assert [mesh.data_coordinate(FIVE, rank) for rank in range(len(PLACES))] == expected
 
 
 def test_minus_one_is_what_is_left():
@@ -79,12 +101,80 @@ def test_sizes_that_do_not_multiply_to_the_world_show_the_equation(sizes, world,
         mesh.resolve(config.Mesh(**sizes), world)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "local_rank", "expected"),
+    [
+        ("auto", 0, None, "cpu"),
+        ("auto", 4, None, "cuda:0"),
+        ("auto", 4, 3, "cuda:3"),
+        ("cpu", 4, 3, "cpu"),
+        ("cuda", 4, 1, "cuda:1"),
+    ],
+)
+def test_a_process_computes_on_the_gpu_of_its_place_on_the_machine(monkeypatch, wanted, gpus, local_rank, expected):
+    machine(monkeypatch, gpus, local_rank)
+    assert mesh.pick_device(wanted) == torch.device(expected)
+
+
+@pytest.mark.parametrize(("wanted", "gpus", "local_rank"), [("auto", 4, 4), ("cuda", 0, None)])
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch, wanted, gpus, local_rank):
+    machine(monkeypatch, gpus, local_rank)
+    with pytest.raises(ValueError, match=f"needs GPU number {local_rank or 0}, but this machine has {gpus} "):
+        mesh.pick_device(wanted)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int | None) -> None:
+    """With so many GPUs, and this process so many after the first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+
+class Started(Exception):
+    """By a process group that is not really made."""
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "bound"), [(CPU, "gloo", None), (torch.device("cuda", 3), "nccl", torch.device("cuda", 3))]
+)
+def test_the_process_group_is_of_the_device_and_has_the_place_store_and_timeout_it_was_given(
+    monkeypatch, device, backend, bound
+):
+    asked, used, store = [], [], dist.HashStore()
+
+    def init_process_group(*args: Any, **keywords: Any) -> None:
+        asked.append((*args, keywords))
+        raise Started
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(Started):
+        mesh.start(device, mesh.resolve(config.Mesh(), 6), 33, store)
+    place = {"store": store, "rank": 5, "world_size": 6, "timeout": timedelta(seconds=33), "device_id": bound}
+    assert asked == [(backend, place)]
+    assert used == ([device] if bound else [])
+
+
+def test_only_a_gpu_is_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (CPU, torch.device("cuda", 1)):
+        mesh.synchronize(device)
+    assert waited == [torch.device("cuda", 1)]
+
+
 class Calls:
     """What is asked of torch's functions that make groups."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.new: list[list[int]] = []
         self.split: list[list[list[int]]] = []
+        self.timeouts: set[timedelta] = set()
         honest = dist.new_group
 
         def new_group(members: list[int], **keywords: Any) -> Any:
@@ -93,6 +183,7 @@ class Calls:
 
         def split_group(split_ranks: list[list[int]], **keywords: Any) -> Any:
             self.split.append(split_ranks)
+            self.timeouts.add(keywords["timeout"])
             return dist.group.WORLD
 
         monkeypatch.setattr(dist, "new_group", new_group)
@@ -130,6 +221,23 @@ def test_each_of_16384_ranks_makes_one_group_of_a_kind_and_none_that_it_is_not_i
     assert [world.mesh.get_group(axis) for axis in mesh.AXES] == [world.groups[axis] for axis in mesh.AXES]
 
 
+@pytest.mark.parametrize("rank", [0, 50, 71])
+def test_a_rank_knows_its_place(pretended, rank):
+    pretended(72, rank)
+    world = mesh.start(CPU, FIVE)
+    place = PLACES[rank]
+    assert (world.rank, world.size, world.device, world.sizes) == (rank, 72, CPU, FIVE)
+    assert {axis: world.coordinate(axis) for axis in mesh.AXES} == place
+    assert (world.data_rank, world.data_size) == (place["dp_replicate"] * 3 + place["dp_shard"], 6)
+    assert (world.tp.mesh_dim_names, world.tp.size(), world.tp.get_local_rank()) == (("tp",), 2, place["tp"])
+    assert world.fsdp.mesh_dim_names == ("dp_replicate", "dp_shard")  # HSDP
+
+
+def test_without_replicas_parameters_are_cut_over_one_axis(pretended):
+    pretended(4, 3)
+    assert mesh.start(CPU, mesh.resolve(config.Mesh(tp=2), 4)).fsdp.mesh_dim_names == ("dp_shard",)
+
+
 def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_rank(monkeypatch, pretended):
     """As nccl needs it: a process that stays away from a split would be waited for."""
     splits = []
@@ -140,6 +248,7 @@ def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_
         mesh.make_groups(MANY, CPU, timedelta(seconds=9))
         splits.append(calls.split)
         assert calls.new == []
+        assert calls.timeouts == {timedelta(seconds=9)}
         dist.destroy_process_group()
     pretended(1, 0)
     assert splits[0] == splits[1]

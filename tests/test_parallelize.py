@@ -1,16 +1,30 @@
-"""What cannot be combined is refused before anything starts, with the reason."""
+"""What cannot be combined is refused with the reason; what is built computes, and watches over, what it should."""
+
+from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import config, mesh, models
-from dtmega.parallelize import check, fitted, parallelize
-from tests import hf_models
+from dtmega import config, fsdp, keyed, mesh, models
+from dtmega.parallelize import ShardedModel, check, fitted, parallelize
+from dtmega.shards import local
+from tests import hf_models, ranks
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 def sections(**overrides: object) -> config.Config:
@@ -37,8 +51,14 @@ def sections(**overrides: object) -> config.Config:
         (2, {"mesh__pp": 2, "fsdp__reshard_after_forward": True}, "reshard_after_forward"),
         (2, {"mesh__pp": 2, "recompute__mode": "selective", "compile__enable": True}, "pytorch#166926"),
         (2, {"mesh__pp": 2, "pipeline__schedule": "ZBVZeroBubble", "compile__enable": True}, "backward in two parts"),
+        (2, {"mesh__pp": 2, "pipeline__schedule": "DualPipeV", "recompute__mode": "full"}, "backward in two parts"),
         (8, {"mesh__pp": 8}, r"8 stages cannot be cut from n_layers=4"),
-        (4, {"mesh__pp": 4, "batch__global_batch_size": 2}, "2 microbatches"),
+        (4, {"mesh__pp": 4, "batch__global_batch_size": 3}, "3 microbatches"),
+        (
+            8,
+            {"mesh__pp": 2, "mesh__dp_replicate": 2, "mesh__dp_shard": 2, "batch__global_batch_size": 4},
+            r"4 sequences / \(4 data ranks x micro_batch_size=1\) = 1 microbatches",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused(world, overrides, message):
@@ -53,12 +73,38 @@ def test_a_combination_that_cannot_work_is_refused(world, overrides, message):
         (1, {}),
         (2, {"mesh__tp": 2, "data__seq_len": 255, "mesh__sequence_parallel": False}),
         (2, {"mesh__pp": 2, "recompute__mode": "full", "compile__enable": True}),
+        (2, {"mesh__pp": 2, "recompute__mode": "selective"}),
+        (1, {"recompute__mode": "selective", "compile__enable": True}),
+        (2, {"mesh__pp": 2, "pipeline__schedule": "ZBVZeroBubble"}),
+        (2, {"mesh__pp": 2, "fsdp__reshard_after_forward": False}),
+        (1, {"fsdp__reshard_after_forward": True}),
+        (4, {"mesh__pp": 4, "batch__global_batch_size": 4}),
         (8, {"mesh__pp": 2, "mesh__tp": 2}),
+        (8, {"mesh__tp": 8}),
     ],
 )
 def test_what_works_is_let_through(world, overrides):
     cfg = sections(**overrides)
     check(cfg, mesh.resolve(cfg.mesh, world), CPU)
+
+
+@pytest.mark.parametrize("keys", [{"recompute__mode": "selective"}, {"pipeline__schedule": "ZBVZeroBubble"}])
+def test_what_compiled_blocks_cannot_is_refused_where_they_are_compiled_unasked(keys):
+    cfg = sections(mesh__pp=2, **keys)
+    check(cfg, mesh.resolve(cfg.mesh, 2), CPU)
+    with pytest.raises(ValueError, match=r"\[compile\] enable"):
+        check(cfg, mesh.resolve(cfg.mesh, 2), GPU)
+
+
+# Another value of each key of [pipeline]; a new key needs one.
+ANOTHER = {"schedule": "GPipe", "virtual_stages": 2, "stages": [[0, 1], [2, 3]], "csv": "x.csv", "draw": "x.svg"}
+
+
+@pytest.mark.parametrize("key", config.Pipeline.model_fields)
+def test_no_key_of_a_pipeline_is_ignored_where_there_is_none(key):
+    cfg = sections(**{f"pipeline__{key}": ANOTHER[key]})
+    with pytest.raises(ValueError, match=rf"there is no pipeline for \[pipeline\] {key}: expected pp > 1"):
+        check(cfg, mesh.resolve(cfg.mesh, 1), CPU)
 
 
 def places(values: dict[str, dict[str, object]]) -> dict[str, set[str]]:
@@ -87,24 +133,33 @@ def test_rotary_frequencies_of_a_transformers_model_are_where_it_computes():
     assert found["buffer inv_freq"] == {"meta"}
 
 
-def fits(size: int, data: int, pp: int, needs: int, micro: int) -> bool:
-    return size % (data * micro) == 0 and (pp == 1 or size // (data * micro) >= needs)
+def runs(schedule: str, pp: int, n: int) -> bool:
+    """Can this schedule run n microbatches? As torch's classes say."""
+    rounds = max(1, n // pp)
+    return {"1F1B": n >= pp, "DualPipeV": n >= 2 * pp, "Interleaved1F1B": n % rounds == 0}[schedule] and n > 0
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
-@pytest.mark.parametrize("sizes", [[8], [12], [8, 16, 24]])
-@pytest.mark.parametrize(("pp", "data", "tp"), [(1, 1, 1), (1, 2, 1), (1, 4, 2), (2, 1, 1), (2, 2, 1), (4, 1, 1)])
-def test_an_open_microbatch_is_the_largest_up_to_4_that_the_layout_can_have(pp, data, tp, sizes, schedule):
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV", "Interleaved1F1B"])
+@pytest.mark.parametrize("sizes", [[8], [12], [72], [8, 16, 24]])
+@pytest.mark.parametrize(
+    ("pp", "replicate", "shard", "tp"),
+    [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 4, 2), (2, 1, 1, 1), (2, 1, 2, 1), (2, 2, 2, 1), (4, 1, 1, 1)],
+)
+def test_an_open_microbatch_is_the_largest_up_to_4_that_the_layout_can_have(pp, replicate, shard, tp, sizes, schedule):
     cfg = sections(
         batch__micro_batch_size=0,
         batch__global_batch_size=sizes[-1],
         batch__rampup=[sizes[0], 8, 100] if sizes[1:] else [],
         pipeline__schedule=schedule,
     )
-    needs = {"1F1B": pp, "DualPipeV": 2 * pp}[schedule]
-    right = [b for b in (1, 2, 3, 4) if all(fits(size, data, pp, needs, b) for size in sizes)]
-    found = fitted(cfg, {"pp": pp, "dp_replicate": 1, "dp_shard": data, "cp": 1, "tp": tp})
-    assert found.batch.micro_batch_size == max(right, default=1)
+    right = [1]  # also where nothing fits
+    for b in (2, 3, 4):
+        shares = [divmod(size, replicate * shard * b) for size in sizes]
+        if all(rest == 0 and (pp == 1 or runs(schedule, pp, n)) for n, rest in shares):
+            right.append(b)
+    found = fitted(cfg, {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tp})
+    assert found.batch.micro_batch_size == right[-1]
+    assert found.model_copy(update={"batch": cfg.batch}) == cfg
 
 
 def test_a_microbatch_that_is_given_stays():
@@ -116,3 +171,227 @@ def test_a_microbatch_that_is_given_stays():
 def test_what_the_trainer_counts_for_a_model_of_transformers_is_not_for_others(key):
     with pytest.raises(ValueError, match="elements and digest are set by the trainer"):
         models.resolved(sections(**key))
+
+
+@pytest.fixture
+def alone() -> Iterator[Callable[..., ShardedModel]]:
+    """`alone(**keys)` is the model of these keys on this one process."""
+
+    def model(**keys: object) -> ShardedModel:
+        cfg = sections(**SMALL | keys)
+        return parallelize(cfg, mesh.start(CPU, mesh.resolve(cfg.mesh, 1)))
+
+    yield model
+    dist.destroy_process_group()
+
+
+SMALL: dict[str, object] = {
+    "model__vocab_size": 31,
+    "model__hidden_size": 16,
+    "model__n_layers": 2,
+    "model__n_heads": 4,
+    "model__init_std": 0.2,
+    "data__seq_len": 8,
+}
+MASKED = -100
+
+
+def microbatches() -> list[dict[str, Tensor]]:
+    """Three, of different numbers of tokens with a loss."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(3):
+        ids = torch.randint(31, (2, 9), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[:, : 2 * i] = MASKED
+        found.append({"tokens": ids[:, :-1], "labels": labels, "sample_ids": torch.arange(2) + 2 * i})
+    return found
+
+
+def cross_entropy(model: ShardedModel) -> Tensor:
+    """Of torch, from the logits: the sum over all tokens of all microbatches."""
+    (stage,) = model.stages.values()
+    logits = torch.cat([stage(m["tokens"], sample_ids=m["sample_ids"]) for m in microbatches()])
+    labels = torch.cat([m["labels"] for m in microbatches()])
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=MASKED, reduction="sum")
+
+
+def test_loss_and_gradients_of_a_step_are_torchs_of_the_sum_over_the_given_number_of_tokens(alone):
+    model = alone()
+    named = dict(model.named_parameters())
+    truth = cross_entropy(model)
+    gradients = torch.autograd.grad(truth / 7, list(named.values()))
+    for _ in range(2):
+        total = model.forward_backward(microbatches(), 7.0)
+    assert total.dtype == torch.float64
+    assert total.item() == pytest.approx(truth.item(), rel=1e-6)
+    for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-4, atol=1e-5, msg=name)  # they add up
+    zeros = sum(int((g == 0).sum()) for g in model.gradients())
+    norm = torch.cat([p.flatten() for p in named.values()]).norm().item()
+    assert model.statistics(True, True) == {"num_zeros": zeros, "params_norm": pytest.approx(norm, rel=1e-6)}
+    assert model.statistics(False, False) == {}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it_on_the_shards(alone, wrapped):
+    # What asks for offloading is wrapped by FSDP2, on one process too.
+    model = alone(model__hidden_dropout=0.5, fsdp__cpu_offload=wrapped)
+    found = model.losses(microbatches())
+    (stage,) = model.stages.values()
+    assert all(module.training for module in stage.modules())
+    assert all(isinstance(p, DTensor) == wrapped for _, p in model.named_parameters())
+    assert not found.requires_grad
+    dropped = model.forward_backward(microbatches(), 1.0)
+    stage.eval()
+    with torch.no_grad():
+        assert found.item() == pytest.approx(cross_entropy(model).item(), rel=1e-6)
+    assert dropped.item() != pytest.approx(found.item(), rel=1e-3)
+
+
+def test_initial_values_and_masks_are_those_of_the_seed(alone):
+    model = alone(run__seed=7, model__hidden_dropout=0.5)
+    weight = dict(model.named_parameters())["embed.weight"]
+    truth = keyed.normal(7, "embed.weight", torch.arange(31 * 16).view(31, 16)) * 0.2
+    assert torch.equal(weight, truth.float())
+    for name in ("embed_dropout", "layers.1.mlp_dropout"):
+        assert model.stages[0].get_buffer(f"{name}.key").item() == keyed.key(7, name)
+
+
+class Operations(TorchDispatchMode):
+    """Counts them by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "norms", "products"),
+    [
+        ("none", 2 * 2 + 2, 2 * 4),  # two in a layer, one at each end; QKV, output, up, down of each layer
+        (
+            "full",
+            2 * (2 * 2) + 2,
+            2 * (4 + 3),
+        ),  # but for the last one of each block, whose result backward does not need
+        ("selective", 2 * (2 * 2) + 2, 2 * 4),
+    ],
+)
+def test_what_recompute_computes_again_is_whole_blocks_or_all_but_products(alone, mode, norms, products):
+    model = alone(recompute__mode=mode)
+    with Operations() as operations:
+        model.forward_backward(microbatches()[:1], 1.0)
+    assert (operations.seen["native_layer_norm"], operations.seen["addmm"]) == (norms, products)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pp", "dp_shard", "expected"),
+    [
+        ("auto", 1, 2, True),
+        ("auto", 1, 1, False),
+        ("auto", 2, 2, False),
+        (False, 1, 2, False),
+        (True, 1, 1, True),
+    ],
+)
+def test_weights_are_freed_where_that_saves_memory_or_as_asked(asked, pp, dp_shard, expected):
+    assert fsdp.reshards(sections(fsdp__reshard_after_forward=asked), pp, dp_shard) is expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_fsdp2_is_asked_for(alone, monkeypatch, device, offload, reshard):
+    model = alone().stages[0]
+    cfg = sections(fsdp__cpu_offload=offload, precision__params="bfloat16")
+    asked, honest = [], fsdp.fully_shard
+
+    def fully_shard(module: Any, **keywords: Any) -> None:
+        asked.append((module, keywords))
+        honest(module, **keywords | {"mesh": here, "offload_policy": OffloadPolicy()})
+
+    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    here, there = init_device_mesh("cpu", (1,)), Mock(device_type=device)
+    fsdp.apply_fsdp(model, model.blocks(), there, cfg, reshard=reshard)
+    first, last = model.blocks()
+    # Backward begins with the last block, and needs the root's first and last.
+    assert [(module, keywords["reshard_after_forward"]) for module, keywords in asked] == [
+        (first, reshard),
+        (last, False),
+        (model, False),
+    ]
+    for _, keywords in asked:
+        policy = keywords["mp_policy"]
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+        assert not policy.cast_forward_inputs
+        assert isinstance(keywords["offload_policy"], CPUOffloadPolicy) == (offload and device == "cuda")
+
+
+# Keys, the rank that drifts, and of which parameters.
+COPIES: dict[str, tuple[dict[str, object], int, tuple[str, ...]]] = {
+    "tp": ({"mesh__tp": 2, "model__n_layers": 1}, 1, ("",)),
+    "dp_replicate": ({"mesh__dp_replicate": 2, "mesh__dp_shard": 1, "model__n_layers": 1}, 1, ("",)),
+    "pp, first": ({"mesh__pp": 2}, 0, ("embed", "qkv")),
+    "pp, last": ({"mesh__pp": 2}, 1, ("embed", "qkv", "norm")),
+    "pp, V": ({"mesh__pp": 2, "pipeline__schedule": "ZBVZeroBubble", "model__n_layers": 4}, 0, ("embed", "qkv")),
+}
+
+
+def drifting() -> dict[str, list[tuple[str, str]]]:
+    """Where this rank is the one that drifts: what is said after one bit of each of its parameters has flipped."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for layout, (keys, drifts, which) in COPIES.items():
+        cfg = sections(**SMALL | keys)
+        model = parallelize(cfg, mesh.start(CPU, mesh.resolve(cfg.mesh, 2)))
+        named = [(name, parameter) for name, parameter in model.named_parameters() if any(w in name for w in which)]
+        here = dist.get_rank() == drifts
+        count = torch.tensor(len(named) if here else 0)
+        dist.all_reduce(count)
+        for i in range(int(count)):
+            if here:
+                flip(named[i][1])
+            message = said(model.check_copies)
+            if here:
+                flip(named[i][1])
+                found.setdefault(layout, []).append((named[i][0], message))
+        assert said(model.check_copies) == ""
+    return found
+
+
+@torch.no_grad()
+def flip(parameter: Tensor) -> None:
+    local(parameter).view(torch.int32).view(-1)[-1] ^= 1
+
+
+def said(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_of_any_parameter_that_drifts_is_named():
+    first, second = ranks.run(2, drifting)
+    found = first | second
+    assert found.keys() == COPIES.keys()
+    whole = ("norm.weight", "norm.bias", "out.bias", "down.bias")  # what tp does not cut
+    for name, message in found["tp"]:
+        assert ("copies over tp: 1 of" in message and f"'{name}'" in message) == name.endswith(whole)
+        assert (message == "") != name.endswith(whole)
+    for name, message in found["dp_replicate"]:
+        assert "copies over dp_replicate: 1 of" in message
+        assert f"'{name}'" in message
+    for layout in ("pp, first", "pp, last", "pp, V"):
+        for name, message in found[layout]:
+            assert ("the embedding on the first stage and the head" in message) == (name == "embed.weight")
+            assert (message == "") != (name == "embed.weight")
+    # Every kind was there.
+    assert len(found["dp_replicate"]) == len(found["tp"]) == 12 + 5
+    assert [name for name, _ in found["pp, V"]].count("embed.weight") == 2

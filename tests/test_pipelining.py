@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
@@ -15,12 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, keyed, models
 from dtmega.models.bloom import Bloom
-from dtmega.pipelining.draw import draw
+from dtmega.pipelining import schedule as schedule_room
+from dtmega.pipelining.draw import draw, draw_schedule
 from dtmega.pipelining.schedule import Pipeline, check
 from dtmega.pipelining.split import Cost, balanced, layers_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
@@ -92,6 +97,33 @@ def test_a_head_that_costs_many_layers_gets_a_stage_alone():
     assert [len(stage) for stage in layers] == [0, 4, 4, 4, 4, 4, 4, 0]
 
 
+@pytest.mark.parametrize(
+    ("words", "seq_len", "n_stages"),
+    [
+        (6, 8, 4),  # each end has half a layer's parameters
+        (24, 8, 4),  # twice a layer's, and the head takes two layers' time
+        (24, 12 * 16, 4),  # but one layer's, where attention is half of that
+        (0.5, 8, 3),
+    ],
+)
+def test_no_cut_of_a_model_is_faster_and_of_those_as_fast_none_has_less_squared_memory(words, seq_len, n_stages):
+    d, n_layers = 16, 10
+    vocabulary = int(words * d)
+    model = config.Model(vocab_size=vocabulary, hidden_size=d, n_layers=n_layers, n_heads=4)
+    layer_flops = 6 * 12 * d * d + 6 * seq_len * d
+    flops = [0, *[layer_flops] * n_layers, 6 * vocabulary * d]
+    parameters = [vocabulary * d, *[12 * d * d + 13 * d] * n_layers, vocabulary * d]
+
+    def cost(stages: list[range]) -> tuple[int, int, list[int]]:
+        slowest = max(sum(flops[i] for i in stage) for stage in stages)
+        memory = sum(sum(parameters[i] for i in stage) ** 2 for stage in stages)
+        return slowest, memory, [len(stage) for stage in stages]
+
+    best = min(cuts(n_layers + 2, n_stages), key=cost)
+    expected = [[i - 1 for i in stage if 1 <= i <= n_layers] for stage in best]
+    assert layers_of_stages(model, seq_len, config.Pipeline(), n_stages) == expected
+
+
 def test_given_stages_are_taken():
     stages = [[], [0, 1, 2], [3, 4, 5, 6, 7], []]
     assert plan_stages(settings(pipeline={"schedule": "DualPipeV", "stages": stages}), pp=2).layers == stages
@@ -104,6 +136,8 @@ def test_given_stages_are_taken():
         ([[0, 1], [2, 3], [4, 5], [6]], r"each of the layers 0 to 7 once, in order .*n_layers=8.*\[6\]\]"),
         ([[0, 1], [3, 2], [4, 5], [6, 7]], "each of the layers 0 to 7 once, in order"),
         ([[0, 1, 2, 3], [], [4, 5], [6, 7]], "stage 1 is empty; only the first .* and the last .* may be"),
+        ([[0, 1, 2, 3], [4, 5], [], [6, 7]], "stage 2 is empty; only the first .* and the last .* may be"),
+        ([[0, 1], [2, 3], [4, 5], [6, 7, 7]], "each of the layers 0 to 7 once, in order"),
         ([], r"10 stages cannot be cut from n_layers=8 layers: 10 > 8 \(\[mesh\] pp x \[pipeline\] virtual_stages"),
     ],
 )
@@ -155,19 +189,69 @@ def refused(cfg: config.Config, pp: int) -> str:
     return ""
 
 
+def torchs(schedule: str, pp: int, per_rank: int, n: int) -> Any:
+    """The schedule as torch makes it, or None if it refuses."""
+    stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
+    kind: Any = get_schedule_class(schedule)
+    try:
+        return kind(stage if issubclass(kind, PipelineScheduleSingle) else [stage] * per_rank, n)
+    except ValueError:
+        return None
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_named_table_is_complete_and_runs_at_all_sizes_it_allows(schedule: str, tmp_path: Path):
-    path, written = tmp_path / "schedule.csv", 0
-    for pp, n in itertools.product((2, 3, 4), (1, 2, 3, 4, 5, 6, 10, 12)):
+def test_every_named_table_is_complete_and_runs_at_all_sizes_that_torch_allows(schedule: str, tmp_path: Path):
+    path = tmp_path / "schedule.csv"
+    for pp, n in itertools.product((2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)):
         cfg = settings(pipeline={"schedule": schedule}, batch={"micro_batch_size": 1, "global_batch_size": n})
-        if message := refused(cfg, pp):
-            assert "microbatches, but schedule" in message
+        theirs = torchs(schedule, pp, int(SCHEDULES[schedule].per_rank[0]), n)
+        message = refused(cfg, pp)
+        assert ("microbatches, but schedule" in message) == (message != "") == (theirs is None), (pp, n)
+        if theirs is None:
             continue
         table = make_table(cfg.pipeline, pp, n)
         path.write_text("\n".join(",".join(map(str, row)) for row in table))
         assert csv_table(str(path), pp) == table  # all checks of a file, on torch's own tables
-        written += 1
-    assert written >= 10
+        if not isinstance(theirs, PipelineScheduleSingle):
+            places = theirs.stage_index_to_group_rank
+            held = [[stage for stage in sorted(places) if places[stage] == rank] for rank in range(pp)]
+            assert plan_stages(cfg, pp).ranks == stages_in(table) == held
+
+
+@pytest.mark.parametrize(
+    ("schedule", "default", "others"),
+    [
+        ("GPipe", 1, set()),
+        ("1F1B", 1, set()),
+        ("Interleaved1F1B", 2, {3, 4}),
+        ("LoopedBFS", 2, {3, 4}),
+        ("InterleavedZeroBubble", 2, {3, 4}),
+        ("ZBVZeroBubble", 2, set()),
+        ("DualPipeV", 2, set()),
+    ],
+)
+def test_a_schedule_runs_its_numbers_of_stages_per_rank_and_no_others(schedule: str, default: int, others: set[int]):
+    assert [len(held) for held in plan_stages(settings(pipeline={"schedule": schedule}), pp=2).ranks] == [default] * 2
+    for wanted in range(1, 5):
+        cfg = settings(pipeline={"schedule": schedule, "virtual_stages": wanted})
+        if wanted in {default, *others}:
+            assert [len(held) for held in plan_stages(cfg, pp=2).ranks] == [wanted] * 2
+        else:
+            with pytest.raises(ValueError, match=rf"virtual_stages={wanted}, but schedule '{schedule}' runs "):
+                plan_stages(cfg, pp=2)
+
+
+def test_each_action_is_as_early_as_its_rank_and_its_inputs_allow():
+    rows = [[(step.start, step.end, str(step.action)) for step in row] for row in simulate(THREE).rows]
+    assert rows == THREE_TIMES
+
+
+# 1F1B on two ranks with three microbatches, and when each of its actions starts and ends.
+THREE = named_table("1F1B", 2, 1, 3)
+THREE_TIMES = [
+    [(0, 1, "0F0"), (1, 2, "0F1"), (4, 6, "0B0"), (6, 7, "0F2"), (7, 9, "0B1"), (10, 12, "0B2")],
+    [(1, 2, "1F0"), (2, 4, "1B0"), (4, 5, "1F1"), (5, 7, "1B1"), (7, 8, "1F2"), (8, 10, "1B2")],
+]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -283,6 +367,20 @@ def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
         check(settings(pipeline=wanted | {"virtual_stages": 2}), pp=2, data_size=1, compiled=False)
 
 
+@pytest.mark.parametrize("cell", ["1B1", "1I1,1W1"])
+def test_a_file_with_backwards_in_two_parts_is_refused_with_what_they_would_run_twice(tmp_path: Path, cell: str):
+    path = tmp_path / "schedule.csv"
+    path.write_text("\n".join([GOOD[0], f"1F0,1B0,1F1,{cell}"]))
+    batch = {"micro_batch_size": 1, "global_batch_size": 2}
+    split = contextlib.nullcontext() if "B" in cell else pytest.raises(ValueError, match="runs backward in two parts")
+    with split:
+        check(settings(pipeline={"csv": str(path)}, batch=batch), pp=2, data_size=1, compiled=True)
+    with split:
+        recomputed = settings(pipeline={"csv": str(path)}, batch=batch, recompute={"mode": "selective"})
+        check(recomputed, pp=2, data_size=1, compiled=False)
+    check(settings(pipeline={"csv": str(path)}, batch=batch), pp=2, data_size=1, compiled=False)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_every_schedule_can_run_passes(schedule: str):
     cfg = settings(pipeline={"schedule": schedule}, batch={"micro_batch_size": 1, "global_batch_size": 32})
@@ -303,6 +401,86 @@ def test_the_picture_has_a_row_per_rank_and_a_cell_per_action(schedule: str, tmp
     assert classes["row"] == 4
     title = f"{schedule} · 4 ranks, {sum(map(len, stages_in(table)))} stages · 8 microbatches · bubble "
     assert any((element.text or "").startswith(title) for element in root.iter())
+
+
+class Picture:
+    """What a person reads in it; times are read off the axis."""
+
+    def __init__(self, path: Path) -> None:
+        root = ElementTree.parse(path).getroot()
+        self.texts = [e for e in root.iter() if e.tag.endswith("text")]
+        ticks = [e for e in self.texts if (e.text or "").isdigit() and e.get("fill") == "#7a8591"]
+        self.ticks = {int(e.text or ""): float(e.get("x", "")) for e in ticks}
+        (zero, x0), (one, x1) = [*self.ticks.items()][:2]
+        self._zero, self._unit = x0, (x1 - x0) / (one - zero)
+        assert zero == 0
+        rows = [e for e in root.iter() if e.get("class") == "row"]
+        named = [e for e in self.texts if (e.text or "").startswith("rank ")]
+        self.cells: list[tuple[int, int, int, str]] = []  # rank, start, end, action
+        self.colours: dict[tuple[int, str, int], tuple[str, str]] = {}  # rank, kind, stage -> fill, ink
+        for group in (e for e in root.iter() if e.tag.endswith("}g")):
+            box, number, stage = group
+            x, y, width = (float(box.get(key, "")) for key in ("x", "y", "width"))
+            (row,) = (e for e in rows if 0 < y - float(e.get("y", "")) < float(e.get("height", "")))
+            (name,) = (e for e in named if 0 < float(e.get("y", "")) - float(row.get("y", "")) < 40)
+            rank, start, end = int((name.text or "").split()[1]), self.time(x - 0.5), self.time(x + width + 0.5)
+            assert stage.text is not None
+            kind = group.get("class", "")
+            self.cells.append((rank, start, end, f"{stage.text[1:]}{kind}{number.text}"))
+            self.colours[rank, kind, int(stage.text[1:])] = (box.get("fill", ""), number.get("fill", ""))
+
+    def time(self, x: float) -> int:
+        time = (x - self._zero) / self._unit
+        assert time == pytest.approx(round(time))
+        return round(time)
+
+
+def test_the_picture_shows_each_action_in_its_rank_at_its_time(tmp_path: Path):
+    draw(THREE, str(tmp_path / "schedule.svg"), "mine & yours")
+    picture = Picture(tmp_path / "schedule.svg")
+    expected = [(rank, *cell) for rank, row in enumerate(THREE_TIMES) for cell in row]
+    assert sorted(picture.cells) == sorted(expected)
+    assert list(picture.ticks) == [0, 5, 10]
+    # Of 12 forwards' time each rank works 3 x (1 + 2).
+    title = "mine & yours · 2 ranks, 2 stages · 3 microbatches · bubble 25.0 %"
+    assert title in [e.text for e in picture.texts]
+    kinds = {"forward", "backward", "backward, input part", "backward, weight part"}
+    assert kinds & {e.text for e in picture.texts} == {"forward", "backward"}
+
+
+def luminance(colour: str) -> float:
+    """Relative, as WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize(("schedule", "per_rank"), [("Interleaved1F1B", 4), ("ZBVZeroBubble", 2)])
+def test_later_stages_of_a_rank_are_darker_and_numbers_can_be_read_on_all(schedule, per_rank, tmp_path: Path):
+    draw(named_table(schedule, 2, per_rank, 24), str(tmp_path / "schedule.svg"), schedule)
+    picture = Picture(tmp_path / "schedule.svg")
+    for rank, kind in {(rank, kind) for rank, kind, _ in picture.colours}:
+        stages = sorted(stage for r, k, stage in picture.colours if (r, k) == (rank, kind))
+        shades = [luminance(picture.colours[rank, kind, stage][0]) for stage in stages]
+        assert len(shades) == per_rank
+        assert shades == sorted(shades, reverse=True)
+        assert shades[0] > 2 * shades[-1]
+    for fill, ink in picture.colours.values():
+        darker, lighter = sorted((luminance(fill), luminance(ink)))
+        assert (lighter + 0.05) / (darker + 0.05) > 3, (fill, ink)
+    assert 5 <= len(picture.ticks) <= 13
+
+
+@pytest.mark.parametrize("name", ["GPipe", "schedule.csv"])
+def test_the_configured_schedule_is_drawn_at_the_full_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("schedule.csv").write_text("\n".join(GOOD))
+    wanted = {"draw": "x.svg"} | ({"csv": name} if name.endswith("csv") else {"schedule": name})
+    batch = {"micro_batch_size": 2, "global_batch_size": 24, "rampup": [12, 12, 100]}
+    draw_schedule(settings(pipeline=wanted, batch=batch), pp=2, data_size=3)
+    n = 2 if name.endswith("csv") else 24 // (3 * 2)
+    start = f"{name} · 2 ranks, 2 stages · {n} microbatches · "
+    assert [e for e in Picture(Path("x.svg")).texts if (e.text or "").startswith(start)]
 
 
 def test_a_picture_that_cannot_be_written_is_refused():
@@ -535,6 +713,61 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step(trained: Any,
     for result in results:
         seen, groups = result["collectives"]
         assert seen == {"allgather": groups, "reduce_scatter": groups}
+
+
+class Schedule:
+    """In place of torch's: remembers what it is given, and gives each microbatch its number as loss."""
+
+    built: ClassVar[list[tuple[list[int], int, bool]]] = []
+    given: ClassVar[list[tuple[str, tuple[Tensor, ...], dict[str, Any]]]] = []
+
+    def __init__(self, stages: list[Any], n: int, loss_fn: Any, scale_grads: bool) -> None:
+        self.n, self.loss_fn = n, loss_fn
+        self.built.append(([stage.stage_index for stage in stages], n, scale_grads))
+
+    def step(self, *args: Tensor, **keywords: Any) -> None:
+        self._run("step", args, keywords)
+
+    def eval(self, *args: Tensor, **keywords: Any) -> None:
+        self._run("eval", args, keywords)
+
+    def _run(self, how: str, args: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
+        losses = [self.loss_fn(torch.tensor(float(m)), None) for m in range(self.n)]
+        self.given.append((how, args, {**keywords, "losses": losses}))
+
+
+@pytest.mark.parametrize(("held", "first", "last"), [([0, 3], True, True), ([0], True, False), ([1, 2], False, False)])
+def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another_use(monkeypatch, held, first, last):
+    monkeypatch.setattr(schedule_room, "get_schedule_class", lambda name: Schedule)
+    monkeypatch.setattr(Schedule, "built", [])
+    monkeypatch.setattr(Schedule, "given", [])
+    hidden = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        modules = {number: torch.nn.Identity() for number in held}
+        assert dist.group.WORLD is not None
+        runner = Pipeline(ALL["ZBVZeroBubble"], modules, 4, dist.group.WORLD, hidden, torch.device("cpu"))
+        if not last:  # whose losses this rank does not see
+            monkeypatch.setattr(Schedule, "_run", lambda self, *given: self.given.append(given))
+        for train, n in ((True, 4), (True, 4), (False, 4), (True, 4), (True, 2)):
+            batch = microbatches(n, 1)
+            total = runner.step(batch, 0.25) if train else runner.evaluate(batch)
+            assert (total.item(), total.dtype) == (sum(range(n)) if last else 0, torch.float64)
+            how, args, given = Schedule.given[-1]
+            assert how == ("step" if train else "eval")
+            whole = {name: torch.cat([m[name] for m in batch]) for name in batch[0]}
+            assert len(args) == first
+            assert all(torch.equal(tokens, whole["tokens"]) for tokens in args)
+            assert torch.equal(given.pop("target"), whole["labels"])
+            if last and train:
+                assert [loss.item() for loss in given["losses"]] == [0.25 * m for m in range(n)]
+            given.pop("losses", None)
+            assert given.pop("return_outputs") is False
+            assert given.keys() == {"labels", "sample_ids"}
+            assert all(torch.equal(given[name], whole[name]) for name in given)
+    finally:
+        dist.destroy_process_group()
+    assert Schedule.built == [(held, n, False) for n in (4, 4, 4, 2)]
 
 
 def first_messages(wanted: config.Pipeline) -> list[tuple[str, int]]:

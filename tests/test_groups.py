@@ -1,0 +1,166 @@
+"""Which group each operation is handed to, and what each rank holds, where no two groups have the same ranks.
+
+24 processes, of which one at a time is here: torch's "fake" process group, in which nobody answers. What a rank
+computes with that is of no use; what it asks for, of whom, and which parameters it holds, is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dtmega.parallelize as parallelize_room
+from dtmega import config, cost, evaluate, loss, mesh, step
+from dtmega.mesh import World
+from dtmega.parallelize import ShardedModel, parallelize
+from dtmega.shards import local
+from tests import test_wire
+from tests.test_wire import Wire, settings
+
+SIZES = {"pp": 3, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
+N = 24
+# The vocabulary leaves no rank with a smaller part, so that the formulas of cost.wire hold on all.
+KEYS: dict[str, Any] = {"mesh": SIZES, "model": {"pad_vocab_to_multiple": 4}}
+FIRST, MIDDLE, LAST = 5, 8 + 6, 16 + 3  # a rank of each pipeline stage, of which there are 8
+
+
+@pytest.fixture
+def pretend() -> Iterator[Callable[..., None]]:
+    """Be that one of n ranks."""
+
+    def be(rank: int, n: int = N) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
+
+    yield be
+    dist.destroy_process_group()
+
+
+def cfg_of(**more: Any) -> config.Config:
+    keys = {**KEYS, **more, "mesh": SIZES | more.get("mesh", {})}
+    return config.validate(settings(keys, n_layers=3, sequences=3 * 4), "test")
+
+
+def world_of(cfg: config.Config) -> World:
+    return mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, N))
+
+
+def handed(groups: dict[str, dist.ProcessGroup], what: Callable[[], object]) -> dict[tuple[str, str], int]:
+    """How many operations of each kind `what` hands to each group."""
+    with Wire(groups) as wire:
+        what()
+    found: Counter[tuple[str, str]] = Counter()
+    for (group, kind, _), ops in wire.seen.items():
+        found[group, kind] += ops
+    return dict(found)
+
+
+def zero_gradients(model: ShardedModel) -> None:
+    for _, parameter in model.named_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def test_a_step_on_replicas_of_shards_of_parts_is_what_the_formula_says(monkeypatch, pretend):
+    for name in ("CHUNK_TOKENS", "CHUNK_LOGITS"):
+        monkeypatch.setattr(loss, name, getattr(loss, name))  # which `counted_and_expected` changes
+    pretend(7, 12)
+    keys = {"mesh": {"dp_replicate": 3, "dp_shard": 2, "tp": 2}, "model": {"vocab_size": 32}}
+    ((counted, expected),) = test_wire.counted_and_expected([settings(keys, n_layers=3, sequences=2 * 6)])
+    assert counted == expected
+
+
+@pytest.mark.parametrize(("rank", "ends"), [(FIRST, True), (MIDDLE, False), (LAST, True)])
+def test_what_a_step_sums_after_backward_is_handed_to_the_groups_that_it_is_about(pretend, monkeypatch, rank, ends):
+    pretend(rank)
+    cfg = cfg_of()
+    world, groups = test_wire.start(cfg)
+    model = parallelize(cfg, world)
+    assert model.pipeline is not None
+
+    def nobody_answers(microbatches: object, scale: float) -> torch.Tensor:
+        zero_gradients(model)
+        return torch.zeros((), dtype=torch.float64)
+
+    monkeypatch.setattr(model.pipeline, "step", nobody_answers)
+    run: Any = Mock(cfg=cfg, world=world, model=model)
+    batch = next(test_wire.two_batches(cfg, world, Wire({})))
+    found = handed(groups, lambda: step.train_step(run, batch))
+    tokens, total, norm, partial = [(group, "all-reduce") for group in ("data", "loss", "shards", "tp")]
+    tied = {("embedding", "all-reduce"): 1} if ends else {}
+    assert found == {tokens: 1, total: 1, norm: 1, partial: 1} | tied
+
+
+def test_every_other_collective_of_the_loop_is_handed_to_its_group(pretend, monkeypatch):
+    pretend(FIRST)
+    cfg = cfg_of()
+    world, groups = test_wire.start(cfg)
+    model = parallelize(cfg, world)
+    zero_gradients(model)
+    batch = next(test_wire.two_batches(cfg, world, Wire({})))
+    run: Any = Mock(cfg=cfg, world=world, model=model, watch=Mock(signals=[]))
+    run.metrics.evaluating.side_effect = lambda batches, *_: batches
+    monkeypatch.setattr(evaluate, "eval_batches", lambda *_: [batch])
+
+    assert handed(groups, lambda: step.check_same_batch(batch, world)) == {("model", "all-gather"): 1}
+    assert handed(groups, lambda: model.statistics(True, False)) == {("shards", "all-reduce"): 1}
+    assert handed(groups, lambda: model.statistics(False, True)) == {("shards", "all-reduce"): 1}
+    copies = handed(groups, model.check_copies)
+    assert copies == {("dp_replicate", "all-gather"): 1, ("tp", "all-gather"): 1, ("embedding", "all-gather"): 1}
+    monkeypatch.setattr(model, "losses", lambda _: torch.zeros(()))
+    found = handed(groups, lambda: evaluate.mean_loss(run, 0, "valid"))
+    assert found == {("world", "all-reduce"): 1, ("data", "all-reduce"): 1, ("loss", "all-reduce"): 1}
+
+
+def test_over_the_shards_each_element_of_the_model_comes_once_but_all_here_are_clipped(pretend):
+    cfg = cfg_of(model={"vocab_size": 32})
+    everything = cost.parameters(cfg.model)
+    n_weights = n_gradients = 0
+    for rank in [rank for rank in range(N) if rank // 4 % 2 == 0]:  # of one replica
+        pretend(rank)
+        model = parallelize(cfg, world_of(cfg))
+        n_weights += sum(part.numel() for part in model.weights())
+        assert model.gradients() == model.gradients(every=True) == []
+        zero_gradients(model)
+        held = [parameter for _, parameter in model.named_parameters()]
+        n_gradients += sum(part.numel() for part in model.gradients())
+        clipped = model.gradients(every=True)
+        assert [part.data_ptr() for part in clipped] == [local(p.grad).data_ptr() for p in held if p.grad is not None]
+        assert len(clipped) == len(held)
+    assert n_weights == n_gradients == everything
+
+
+class Built(Exception):
+    """By a pipeline that is not really made."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape", "dtype"),
+    [
+        ({}, (3, 4, 16), torch.float32),  # B, S / tp, D
+        ({"mesh": {"sequence_parallel": False}}, (3, 8, 16), torch.float32),
+        ({"precision": {"params": "bfloat16"}}, (3, 4, 16), torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize(("rank", "stage"), [(FIRST, 0), (MIDDLE, 1), (LAST, 2)])
+def test_a_pipeline_gets_the_stages_of_its_rank_and_the_shape_of_what_goes_between_them(
+    pretend, monkeypatch, keys, shape, dtype, rank, stage
+):
+    def pipeline(wanted: Any, stages: Any, n_stages: int, group: Any, hidden: torch.Tensor, device: Any) -> None:
+        assert (wanted, list(stages), n_stages, device) == (cfg.pipeline, [stage], 3, torch.device("cpu"))
+        assert dist.get_process_group_ranks(group) == [rank % 8, rank % 8 + 8, rank % 8 + 16]
+        assert (tuple(hidden.shape), hidden.dtype, hidden.device.type) == (shape, dtype, "meta")
+        raise Built
+
+    pretend(rank)
+    cfg = cfg_of(**keys)
+    monkeypatch.setattr(parallelize_room, "Pipeline", pipeline)
+    with pytest.raises(Built):
+        parallelize(cfg, world_of(cfg))
