@@ -134,10 +134,9 @@ def train(run: Run, at: Progress) -> int:
     end = cfg.end(at.step, at.samples)
     total_steps = end.steps
     skipped_in_a_row, stopping, unsaved, newest = 0, "", "", at.step
-    validating = cfg.eval.interval > 0 and run.text.splits["valid"] is not None
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
-    if validating and at.step == 0 and not evaluate(run, 0, "valid"):
+    if cfg.eval.interval and at.step == 0 and not evaluate(run, 0, "valid"):
         stopping = SIGNALLED
 
     while at.step < total_steps and not stopping:
@@ -168,7 +167,7 @@ def train(run: Run, at: Progress) -> int:
 
         if due(at.step, cfg.train.drift_interval):
             model.check_copies()
-        if validating and due(at.step, cfg.eval.interval) and at.step < total_steps:
+        if due(at.step, cfg.eval.interval) and at.step < total_steps:
             evaluate(run, at.step, "valid")
         stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
         last = at.step == total_steps or stopping != ""
@@ -190,7 +189,7 @@ def train(run: Run, at: Progress) -> int:
         for outcome in ended:
             metrics.saved(at.step, *outcome)
             unsaved = outcome.error
-            newest = newest if unsaved else outcome.step
+            newest = outcome.step
 
     if at.step >= total_steps:
         whole = evaluate(run, at.step, "valid") and evaluate(run, at.step, "test") and show_sample(run, at.step)

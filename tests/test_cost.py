@@ -40,6 +40,14 @@ def test_flops_are_those_pytorch_counts_with_half_of_attention():
     assert cost.flops_per_token(model, seq_len) * batch * seq_len == counter.get_total_flops() - all_pairs // 2
 
 
+def test_a_model_of_transformers_is_what_was_counted_of_it():
+    model = Model(name="hf", vocab_size=99, hidden_size=48, n_layers=3, elements=[1000, 9000])
+    assert (cost.block_parameters(model), cost.parameters(model)) == (1000, 9000)
+    of_a_layer = 6 * 1000 + 6 * 10 * 48  # each weight, and half of S keys: forward 4 S D / 2, backward twice that
+    assert cost.block_flops_per_token(model, 10) == of_a_layer
+    assert cost.flops_per_token(model, 10) == 3 * of_a_layer + 6 * 99 * 48
+
+
 def test_megatrons_formula_gives_the_tflops_of_blooms_log():
     # bigscience train/tr11-176B-ml/chronicles.md, iteration 12695: 105.22 s, batch 2048, 384 GPUs, "TFLOPs: 149.02"
     flops = cost.megatron_flops_per_token(BLOOM_176B, 2048) * 2048 * 2048
@@ -55,6 +63,7 @@ def test_model_flops_are_below_megatrons_hardware_flops():
     [
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L40S", 362),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),

@@ -13,9 +13,9 @@ from dtmega import durable
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """Each fsync and rename from now on, by the name of the file or folder."""
+    """Each fsync, rename and new folder from now on, by the name of the file or folder."""
     seen: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, replace, mkdir = os.fsync, os.replace, os.mkdir
 
     def noted_fsync(fd: int) -> None:
         seen.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
@@ -25,18 +25,21 @@ def events(monkeypatch) -> list[str]:
         seen.append(f"rename {old.name} to {new.name}")
         replace(old, new)
 
+    def noted_mkdir(path: Path, mode: int) -> None:
+        seen.append(f"mkdir {Path(path).name}")
+        mkdir(path, mode)
+
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "mkdir", noted_mkdir)
     return seen
 
 
 def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_anything_else(tmp_path, events):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with durable.replaced(folder / "config.toml") as file:
+    with durable.replaced(tmp_path / "config.toml") as file:
         file.write("[run]\n")
-    assert events == ["fsync .tmp-config.toml", "rename .tmp-config.toml to config.toml", "fsync run"]
-    assert (folder / "config.toml").read_text() == "[run]\n"
+    assert events == ["fsync .tmp-config.toml", "rename .tmp-config.toml to config.toml", f"fsync {tmp_path.name}"]
+    assert (tmp_path / "config.toml").read_text() == "[run]\n"
 
 
 def test_a_file_whose_successor_cannot_be_written_stays_as_it_is(tmp_path, monkeypatch):
@@ -48,17 +51,26 @@ def test_a_file_whose_successor_cannot_be_written_stays_as_it_is(tmp_path, monke
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"), durable.replaced(tmp_path / "config.toml") as file:
         file.write("new")
+    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt), durable.replaced(tmp_path / "config.toml"):
+        raise KeyboardInterrupt
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.toml", "old")]
 
 
 def test_each_folder_that_is_made_is_on_the_disk_and_one_that_was_there_is_not_touched(tmp_path, events):
     durable.make_folder(tmp_path / "runs" / "a" / "b")
-    assert sorted(events) == sorted([f"fsync {tmp_path.name}", "fsync runs", "fsync a"])
+    assert events == [
+        *("mkdir runs", f"fsync {tmp_path.name}"),
+        *("mkdir a", "fsync runs"),
+        *("mkdir b", "fsync a"),
+    ]
     durable.make_folder(tmp_path / "runs" / "a")
-    assert len(events) == 3
+    assert len(events) == 6
 
 
-@pytest.mark.parametrize(("number", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+@pytest.mark.parametrize(
+    ("number", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.ENOSYS, False), (errno.EIO, True)]
+)
 def test_a_file_system_that_cannot_sync_a_folder_is_used_and_one_that_fails_is_not(
     tmp_path, monkeypatch, number, raises
 ):

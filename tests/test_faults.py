@@ -163,6 +163,11 @@ def test_an_asynchronous_checkpoint_is_resumed_on_another_layout(ran):
     assert found.within_bounds(), found
 
 
+def test_a_pipeline_says_how_to_get_a_sample(ran):
+    command = f"python -m dtmega generate --run {ran['async -> pp 2']} --prompt 'def '"
+    assert f"for a sample: {command}\n" in (ran["async -> pp 2"] / "stdout-0").read_text()
+
+
 @pytest.mark.parametrize("name", ["full disk", "full disk, async"])
 def test_a_full_disk_costs_a_warning_and_one_checkpoint(ran, name):
     run = Record(ran[name])

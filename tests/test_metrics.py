@@ -103,8 +103,24 @@ def test_mfu_of_an_unknown_gpu_refers_to_a_measurement(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("flops_per_s", [1e9, 1e12, 1e16])
 def test_the_measurement_finds_the_rate_of_a_machine_by_its_clock(monkeypatch: pytest.MonkeyPatch, flops_per_s: float):
-    monkeypatch.setattr(metrics, "_seconds", lambda a: 2 * a.shape[0] ** 3 / flops_per_s)
-    assert metrics.matmul_flops(torch.device("cpu"), torch.float32) == pytest.approx(flops_per_s)
+    sizes: list[int] = []
+
+    def seconds(a: torch.Tensor) -> float:
+        assert (a.shape, a.dtype) == ((a.shape[0], a.shape[0]), torch.bfloat16)
+        sizes.append(a.shape[0])
+        disturbed = 1 if len(sizes) % 3 == 2 else 5  # one of three is not
+        return disturbed * 2 * a.shape[0] ** 3 / flops_per_s
+
+    monkeypatch.setattr(metrics, "_seconds", seconds)
+    assert metrics.matmul_flops(torch.device("cpu"), torch.bfloat16) == pytest.approx(flops_per_s)
+    # It ends with the first product that takes more than 10 ms.
+    last = next((n for n in (256, 512, 1024, 2048) if 2 * n**3 / flops_per_s > 0.01), 4096)
+    assert sizes[-1] == last
+
+
+def test_a_faster_small_product_is_not_forgotten_for_a_slower_large_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metrics, "_seconds", lambda a: 2 * a.shape[0] ** 3 / (1e9 if a.shape[0] > 256 else 1e10))
+    assert metrics.matmul_flops(torch.device("cpu"), torch.float32) == pytest.approx(1e10)
 
 
 def test_peak_memory_is_what_the_kernel_counts():
@@ -115,6 +131,11 @@ def test_peak_memory_is_what_the_kernel_counts():
 
 def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
     assert metrics.perplexity(math.log(8192)) == pytest.approx(8192)
+
+
+def test_a_loss_whose_perplexity_is_beyond_all_floats_is_still_printed(start: Start, capfd: pytest.CaptureFixture[str]):
+    start().validation(2, 1000.0)
+    assert capfd.readouterr().out == "step 2/6 | val loss 1000.0000 | ppl 485165195.41\n"  # e^20, as Megatron has it
 
 
 def test_validation_and_test_lines_carry_their_loss(start: Start, tmp_path: Path):
@@ -203,6 +224,9 @@ def test_a_new_run_in_an_old_directory_starts_anew_and_sets_the_old_lines_aside(
     start().validation(0, 9.0)
     assert lines(tmp_path) == [{"step": 0, "val_loss": 9.0}]
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
+    start()
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == before
+    assert json.loads((tmp_path / "metrics.2.jsonl").read_text()) == {"step": 0, "val_loss": 9.0}
 
 
 def test_a_validation_before_the_first_step_stays_when_the_run_resumes(start: Start, tmp_path: Path):
@@ -272,6 +296,15 @@ def test_a_save_that_failed_is_recorded_and_warned_of(start: Start, tmp_path: Pa
     assert "WARNING: no checkpoint of step 3, the ones before stay: No space left" in capfd.readouterr().out
 
 
+def test_a_checkpoint_that_a_power_cut_may_undo_is_recorded_and_warned_of(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    start().saved(4, 3, 0.25, "", "Input/output error")
+    assert lines(tmp_path) == [{"step": 4, "checkpoint": 3, "checkpoint_stall_s": 0.25}]
+    expected = "step 4/6 | WARNING: a power cut may undo the checkpoint of step 3: Input/output error\n"
+    assert capfd.readouterr().out == expected
+
+
 def test_validation_test_and_skipped_steps_print_a_line_each(start: Start, capfd: pytest.CaptureFixture[str]):
     run = start()
     run.validation(2, 4.0)
@@ -289,6 +322,9 @@ def test_the_printed_rate_is_that_of_the_last_steps_together(start: Start, capfd
     take(run, 1, step_time_s=3.0)
     take(run, 2, step_time_s=1.0)
     assert f"| {2 * BATCH * SEQ_LEN / 4.0:,.0f} tok/s |" in capfd.readouterr().out
+    for _ in range(19):
+        take(run, 2, step_time_s=1.0)
+    assert f"| {BATCH * SEQ_LEN:,} tok/s |" in capfd.readouterr().out.splitlines()[-1]  # of 20 steps, not of the first
 
 
 def test_the_eta_counts_the_time_between_steps(
@@ -313,6 +349,16 @@ def test_on_a_terminal_a_bar_shows_loss_rate_and_eta(start: Start, monkeypatch: 
     take(run, 3)
     run.close()
     assert re.search(r" 50%\|.*\| 3/6 \| loss 4\.0000 \| 128 tok/s \| eta 00:01", terminal.getvalue())
+
+
+def test_the_bar_counts_a_skipped_step(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    run = start()
+    take(run, 1)
+    run.skipped(2, math.nan, 1.0, samples=range(4, 8))
+    take(run, 3)
+    run.close()
+    assert "| 3/6 |" in terminal.getvalue()
 
 
 def test_on_a_terminal_an_evaluation_counts_its_batches_and_elsewhere_it_does_not(

@@ -66,6 +66,36 @@ def test_a_stream_that_is_closed_or_was_never_there_is_written_to_in_vain(monkey
         assert sys.stdout is stream
 
 
+def test_ranks_are_named_and_of_many_the_first_sixteen():
+    assert output.name_ranks([2]) == "rank 2"
+    assert output.name_ranks([0, 1]) == "ranks 0, 1"
+    sixteen = "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15"
+    assert output.name_ranks([*range(16)]) == f"ranks {sixteen}"
+    assert output.name_ranks([*range(19)]) == f"ranks {sixteen} and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("n", "noun", "text"),
+    [
+        (0, "step", "0 steps"),
+        (1, "process", "1 process"),
+        (2048, "process", "2,048 processes"),
+        (2, "batch", "2 batches"),
+    ],
+)
+def test_one_thing_is_counted_as_one(n, noun, text):
+    assert output.counted(n, noun) == text
+
+
+def test_what_is_said_is_one_write_in_which_nothing_steers_a_terminal():
+    written: list[str] = []
+    stream = io.StringIO()
+    stream.write = lambda text: written.append(text) or len(text)
+    with contextlib.redirect_stderr(stream):
+        output.say("two\nlines \x1b[2J")
+    assert written == ["two\nlines \\x1b[2J\n"]
+
+
 def test_letters_that_a_terminal_does_not_have_are_escaped():
     raw = io.BytesIO()
     terminal = io.TextIOWrapper(raw, encoding="ascii")

@@ -12,13 +12,24 @@ import torch.distributed as dist
 
 import train
 from dtmega import mesh
-from dtmega.data.loader import TrainBatches
+from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.parallelize import ShardedModel
+from dtmega.step import count_tokens
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record, flags
 
 # Seconds that each part takes on the clock of this test.
 PARTS = {"data": 1000, "rate": 100, "forward": 10, "optimizer": 1, "device": 0.125}
+
+
+def test_tokens_are_counted_one_by_one_beyond_what_fp32_can_count():
+    labels = torch.zeros(1, dtype=torch.int8).expand(2**24 + 1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world: Any = SimpleNamespace(device=torch.device("cpu"), groups={"data": dist.group.WORLD})
+        assert count_tokens(world, StepBatch(0, 1, [{"labels": labels}])) == 2**24 + 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_time_of_a_step_is_from_the_wait_for_data_until_the_device_is_done_with_the_update(tmp_path, monkeypatch):

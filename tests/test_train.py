@@ -16,7 +16,6 @@ import torch.distributed as dist
 import train
 from dtmega import config, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,11 +143,6 @@ def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, co
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_exit_duration_saves_after_the_step_that_passes_it(tmp_path, corpus):
-    assert run(tmp_path, corpus, train__exit_duration_min=1e-9) == 0
-    assert [path.name for path in (tmp_path / "checkpoints").glob("[!.]*")] == ["step-00000001"]
-
-
 def test_a_checkpoint_outlives_no_line_of_metrics_and_no_configuration_in_a_power_cut(tmp_path, corpus, monkeypatch):
     """At each rename of a checkpoint, what has been synced of the files and folders that belong to it."""
     synced: dict[str, str] = {}
@@ -176,21 +170,6 @@ def test_a_checkpoint_outlives_no_line_of_metrics_and_no_configuration_in_a_powe
         assert "'runs'" in there[tmp_path.name]
         assert "'a'" in there["runs"]
         assert all(f"'{name}'" in there["a"] for name in ("checkpoints", "config.toml", "metrics.jsonl"))
-
-
-def test_a_final_checkpoint_can_be_left_out_and_one_where_a_run_is_stopped_cannot(tmp_path, corpus, capsys):
-    def steps(name: str, **keys: object) -> list[str]:
-        assert run(tmp_path / name, corpus, checkpoint__final="false", checkpoint__keep=9, **keys) == 0
-        return sorted(path.name for path in (tmp_path / name / "checkpoints").glob("step-*"))
-
-    assert steps("none") == []
-    assert f"written: config.toml and metrics.jsonl in {tmp_path / 'none'}\n" in capsys.readouterr().out
-    assert steps("interval", checkpoint__interval=4) == ["step-00000004", "step-00000008"]
-    assert "step-00000008\n" in capsys.readouterr().out
-    assert steps("async", checkpoint__interval=8, checkpoint__mode="async") == ["step-00000008"]
-    assert steps("stopped", train__exit_interval=5) == ["step-00000005"]
-    assert steps("stopped") == ["step-00000005"]  # goes on from there, and leaves no other
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "none")
 
 
 def test_a_finished_run_only_evaluates_again(tmp_path, corpus, capsys):
@@ -308,27 +287,6 @@ def poison(monkeypatch, steps: set[int], value: float) -> None:
         return model
 
     monkeypatch.setattr(train, "parallelize", build)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_is_skipped_counted_and_logged_with_its_samples(
-    tmp_path, corpus, monkeypatch, capsys, value
-):
-    poison(monkeypatch, {3}, value)
-    assert run(tmp_path, corpus, batch__micro_batch_size=8) == 0
-    (line,) = [line for line in metrics(tmp_path) if line.get("skipped")]
-    assert (line["step"], line["sample_ids"], line["loss"]) == (3, [16, 24], None)
-    assert "skipped" in capsys.readouterr().out
-    state = state_of(open_checkpoint(str(tmp_path)))
-    assert (state.progress.skipped, state.updates) == (1, state.progress.step - 1)
-
-
-def test_a_skipped_step_changes_no_weight(tmp_path, corpus, monkeypatch):
-    poison(monkeypatch, {3}, float("nan"))
-    run(tmp_path, corpus, batch__micro_batch_size=8, eval__interval=1, train__steps=4)
-    validation = {line["step"]: line["val_loss"] for line in metrics(tmp_path) if "val_loss" in line}
-    assert validation[3] == validation[2]
-    assert validation[4] != validation[3]
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus, monkeypatch):

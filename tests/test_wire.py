@@ -214,8 +214,20 @@ def test_a_step_is_what_the_formula_says_with_more_to_it(name: str):
 def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
     keys = {"mesh": {"pp": 2, "dp_shard": 2}, "fsdp": {"reshard_after_forward": True}}
     cfg = config.validate(settings(keys, 2, 4), "test")
+    sizes = mesh.resolve(cfg.mesh, 4)
     with pytest.raises(ValueError, match="reshard_after_forward=True"):
-        cost.wire(cfg, mesh.resolve(cfg.mesh, 4), CHUNK_TOKENS, [[0], [1]])
+        cost.wire(cfg, sizes, CHUNK_TOKENS, [[0], [1]])
+    many = config.validate(settings({"mesh": {"pp": 2, "dp_shard": 2}}, 8, 4), "test")
+    stages = [[layer] for layer in range(8)]
+    assert cost.wire(many, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4))
+    with pytest.raises(ValueError, match="and 4 stages per rank"):
+        cost.wire(many, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4, 6))
+
+
+def test_a_model_of_transformers_has_no_formula():
+    cfg = config.validate(settings({"mesh": {"tp": 2}, "model": {"name": "hf"}}, 2, 4), "test")
+    with pytest.raises(ValueError, match="no formula for name = 'hf'"):
+        cost.wire(cfg, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
 
 
 def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():
