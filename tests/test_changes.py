@@ -11,33 +11,40 @@ import pytest
 import torch.distributed as dist
 
 import train
-from dtmega import sections
 from dtmega.checkpoint import changes
 from dtmega.config import Batch, Config, Optim, Train
+from tests import keys
 from tests.kept_runs import CUT, KEPT, STEPS, flags, write_text
 
-KEYS = [(section, key) for section, fields in sections.fields_of(Config).items() for key in fields]
-# By section, and by key where the section does not decide; all others are refused.
-KINDS = {
-    **dict.fromkeys(("run", "eval", "log", "checkpoint", "compile", "mesh", "pipeline", "recompute", "fsdp"), "free"),
-    **dict.fromkeys(("batch", "optim", "train", "precision"), "printed"),
-    "run.seed": "refused",
-    "data.num_workers": "free",
-    **dict.fromkeys(("model.hidden_dropout", "model.attention_dropout"), "printed"),
-    **dict.fromkeys(("model.label_smoothing", "model.z_loss"), "printed"),
-}
+TABLE = keys.read()
+# How the table calls a kind, and how the code does.
+KINDS = {"free": "free", "printed": "printed", "course": "printed", "refused": "refused", "content": None}
 
 
-@pytest.mark.parametrize(("section", "key"), KEYS)
-def test_every_key_is_of_the_kind_that_was_decided_for_it(section: str, key: str):
-    decided = KINDS.get(f"{section}.{key}", KINDS.get(section, "refused"))
-    assert changes.kind_of(section, key) == decided, "place the key in checkpoint/changes.py"
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.section}.{row.key}")
+def test_another_value_of_a_key_is_what_the_table_says_and_nothing_else(row: keys.Key):
+    now = Config(train=Train(steps=4))
+    then: dict[str, dict[str, Any]] = now.model_dump()
+    value = then[row.section][row.key]
+    then[row.section][row.key] = "another"
+    found = {kind: changes.changed(then, now, kind) for kind in ("free", "printed", "refused")}
+    expected = [changes.Change(row.section, row.key, "another", value)]
+    assert found == {kind: expected if kind == KINDS[row.resumed] else [] for kind in found}
 
 
-def test_the_table_names_each_key_once_and_none_that_does_not_exist():
-    named = [(section, key) for table in (changes.FREE, changes.PRINTED) for section in table for key in table[section]]
-    assert len(named) == len(set(named))
-    assert set(named) <= set(KEYS)
+def named(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(section, key) for section, keys_of_it in table.items() for key in keys_of_it]
+
+
+def test_the_code_names_each_key_once_and_none_that_does_not_exist():
+    placed = named(changes.FREE) + named(changes.PRINTED)
+    assert len(placed) == len(set(placed))
+    assert set(placed) <= {(row.section, row.key) for row in TABLE}
+
+
+@pytest.mark.parametrize(("kind", "table"), [("course", changes.COURSE), ("content", changes.BY_CONTENT)])
+def test_the_keys_of_a_part_are_those_of_the_table(kind: str, table: dict[str, tuple[str, ...]]):
+    assert sorted(named(table)) == sorted((row.section, row.key) for row in TABLE if row.resumed == kind)
 
 
 def test_a_key_that_nobody_has_placed_is_refused():
@@ -85,6 +92,23 @@ def recipe(train: Train, **batch: Any) -> Config:
             recipe(Train(steps=20, max_skipped=3), micro_batch_size=2),
             (4, 16),
             ["batch.micro_batch_size 1 → 2", "train.max_skipped 10 → 3"],
+        ),
+        (
+            recipe(Train(steps=20)),
+            recipe(Train(steps=20), micro_batch_size=2, global_batch_size=8),
+            (0, 0),  # nothing is done yet: the first step has the same rate, and as many are left
+            ["batch.micro_batch_size 1 → 2", "batch.global_batch_size 4 → 8"],
+        ),
+        (
+            recipe(Train(steps=20), micro_batch_size=4),
+            recipe(Train(steps=30), micro_batch_size=2, global_batch_size=2),
+            (4, 16),
+            # What the last key that counts says is of all of them: 1e-5 + 9.9e-4 x (1 + cos(4/20 pi)) / 2 and 4/30.
+            [
+                "batch.micro_batch_size 4 → 2",
+                "batch.global_batch_size 4 → 2",
+                "train.steps 20 → 30: 26 steps are left, not 16; the learning rate goes from 0.000905 to 0.000957",
+            ],
         ),
     ],
 )

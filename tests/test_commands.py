@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dtmega import __main__, config, job
+from dtmega import __main__, arguments, config, job
 from dtmega.__main__ import main as command
 from dtmega.checkpoint import convert, hf_export
 from dtmega.checkpoint.manifest import Damaged
@@ -58,6 +58,10 @@ TOKENIZE = ["tokenize", "--input", "in.txt", "--tokenizer", "bytes"]
             [*GENERATE, "--tokens", "1.5"],
             "generate: argument --tokens: expected a whole number of 1 or more, got '1.5'",
         ),
+        (
+            [*GENERATE, "--seed", "-1"],
+            f"generate: argument --seed: expected a whole number from 0 to {2**63 - 1}, got '-1'",
+        ),
         ([*GENERATE, "--top-k", "-1"], "generate: argument --top-k: expected a whole number of 0 or more, got '-1'"),
         (
             [*GENERATE, "--seed", str(2**63)],
@@ -68,7 +72,7 @@ TOKENIZE = ["tokenize", "--input", "in.txt", "--tokenizer", "bytes"]
                 [*GENERATE, "--temperature", text],
                 f"generate: argument --temperature: expected 0, or a number from 1e-6 to 1e6, got '{text}'",
             )
-            for text in ("nan", "inf", "-1", "1e-7", "warm")
+            for text in ("nan", "inf", "-1", "9.9e-7", "1.1e6", "warm")
         ),
         (
             ["verify-plan", "DIR", "--tp", "0"],
@@ -100,6 +104,90 @@ def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_the_option(arg
     assert refused(argv, capsys) == f"dtmega {line}\n"
 
 
+N_CPUS = len(os.sched_getaffinity(0))
+# Each command's shortest line and its longest one, and everything that is read from them.
+LINES: list[tuple[str, dict[str, Any]]] = [
+    (
+        "tokenize --input a --tokenizer bytes --output o",
+        {
+            **{"input": ["a"], "tokenizer": "bytes", "output": "o", "json_key": "text", "append_eod": False},
+            **{"split_documents": None, "kind": None, "workers": N_CPUS, "strict": False},
+        },
+    ),
+    (
+        "tokenize --input a b --tokenizer t --output o/p --json-key body --append-eod --split-documents 1 --kind jsonl "
+        "--workers 1 --strict",
+        {
+            **{"input": ["a", "b"], "tokenizer": "t", "output": "o/p", "json_key": "body", "append_eod": True},
+            **{"split_documents": 1, "kind": "jsonl", "workers": 1, "strict": True},
+        },
+    ),
+    (
+        "generate --run r --prompt p",
+        {"run": "r", "prompt": "p", "tokens": 128, "temperature": 0.8, "top_k": 50, "seed": 0},
+    ),
+    (
+        f"generate --run r --prompt p --tokens 1 --temperature 0.5 --top-k 0 --seed {2**63 - 1}",
+        {"run": "r", "prompt": "p", "tokens": 1, "temperature": 0.5, "top_k": 0, "seed": 2**63 - 1},
+    ),
+    (
+        "convert --from hf a --to dtmega b",
+        {
+            **{"source": ["hf", "a"], "target": ["dtmega", "b"], "config": "", "prefix": "", "tokenizer": ""},
+            **{"original": "", "dtype": ""},
+        },
+    ),
+    (
+        "convert --from dcp a --to hf b --config c --prefix model. --tokenizer t --original d --dtype bfloat16",
+        {
+            **{"source": ["dcp", "a"], "target": ["hf", "b"], "config": "c", "prefix": "model.", "tokenizer": "t"},
+            **{"original": "d", "dtype": "bfloat16"},
+        },
+    ),
+    ("inspect a", {"checkpoint": "a", "other": None, "quick": False}),
+    ("inspect a b --quick", {"checkpoint": "a", "other": "b", "quick": True}),
+    ("verify-plan d", {"directory": "d", "tp": 2, "no_sequence_parallel": False, "generic": False}),
+    (
+        "verify-plan d --tp 1 --no-sequence-parallel --generic",
+        {"directory": "d", "tp": 1, "no_sequence_parallel": True, "generic": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_each_option_is_read_into_its_own_name_and_has_its_default(line: str, expected: dict[str, Any]):
+    assert vars(arguments.parse(line.split())) == {"command": line.split()[0]} | expected
+
+
+@pytest.mark.parametrize("options", [["--quick"], []])
+@pytest.mark.parametrize("code", [job.DONE, 1])
+def test_inspect_hands_on_its_options_and_the_exit_code(monkeypatch, options: list[str], code: int):
+    asked: list[Any] = []
+
+    def inspect(path: str, other: str | None, verify: bool) -> int:
+        asked.append((path, other, verify))
+        return code
+
+    monkeypatch.setattr("dtmega.checkpoint.inspect.main", inspect)
+    assert command(["inspect", "a", "b", *options]) == code
+    assert asked == [("a", "b", not options)]
+
+
+@pytest.mark.parametrize("no_sequence_parallel", [True, False])
+@pytest.mark.parametrize("generic", [True, False])
+def test_verify_plan_hands_on_its_options_and_the_exit_code(monkeypatch, no_sequence_parallel: bool, generic: bool):
+    asked: list[Any] = []
+
+    def verify(directory: Path, tp: int, *, sequence_parallel: bool, generic: bool) -> int:
+        asked.append((directory, tp, sequence_parallel, generic))
+        return 1
+
+    monkeypatch.setattr("dtmega.plans.hf.command.verify_directory", verify)
+    flags = ["--no-sequence-parallel"] * no_sequence_parallel + ["--generic"] * generic
+    assert command(["verify-plan", "d", "--tp", "3", *flags]) == 1
+    assert asked == [(Path("d"), 3, not no_sequence_parallel, generic)]
+
+
 @pytest.mark.parametrize("text", ["0", "1e-6", "0.8", "1e6"])
 def test_a_temperature_in_its_bounds_is_taken(text, capsys):
     assert command([*GENERATE, "--temperature", text]) == job.REFUSED  # there is no run
@@ -118,6 +206,61 @@ def finished(tmp_path_factory, corpus) -> Path:  # noqa: F811
 def text(tmp_path) -> Path:
     (tmp_path / "in.txt").write_text("some text")
     return tmp_path / "in.txt"
+
+
+@pytest.mark.parametrize("place", ["the run", "its checkpoint"])
+def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, place, capsys, monkeypatch):
+    asked: dict[str, Any] = {}
+
+    def generate(model: torch.nn.Module, tokens: list[int], n: int, **options: Any) -> list[int]:
+        asked.update(options, tokens=tokens, n=n, weights=dict(model.named_parameters()))
+        return [33, 10]
+
+    monkeypatch.setattr("dtmega.models.generate.generate", generate)
+    weights = Weights(open_checkpoint(str(finished)))
+    folder = finished if place == "the run" else finished / "checkpoints" / "step-00000001"
+    options = ["--tokens", "7", "--temperature", "0.5", "--top-k", "3", "--seed", "9"]
+    assert command(["generate", "--run", str(folder), "--prompt", "hi", *options]) == job.DONE
+    assert capsys.readouterr().out == "hi!\n\n"
+    loaded = asked.pop("weights")
+    assert asked == {
+        **{"tokens": [104, 105], "n": 7, "temperature": 0.5, "top_k": 3, "seed": 9},
+        **{"vocab_size": 257, "eod_id": 256},
+    }
+    assert loaded.keys() == weights.tensors.keys()
+    assert all(torch.equal(loaded[name], weights.read(name)) for name in loaded)
+
+
+# By name, as `errno` has them: what the user of a command has named wrongly. All others are of the machine.
+WRONG_PATH = ["ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "ENOTEMPTY", "ELOOP", "ENAMETOOLONG", "EACCES", "EPERM", "EROFS"]
+BROKEN = ["ENOSPC", "EFBIG", "EIO", "EDQUOT", "EMFILE", "ENOMEM", "ETIMEDOUT", "ESTALE"]
+ENDS: list[tuple[BaseException, int, str]] = [
+    (ValueError("no such thing"), job.REFUSED, "no such thing"),
+    (config.ConfigError("no such key"), job.REFUSED, "no such key"),
+    (Damaged("not intact"), job.DAMAGED, "not intact"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (OSError("no number"), 1, "no number"),
+    *((OSError(getattr(errno, name), "a reason", "a/file"), 2, "a/file: a reason") for name in WRONG_PATH),
+    *((OSError(getattr(errno, name), "a reason"), 1, "a reason") for name in BROKEN),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "line"), ENDS, ids=repr)
+def test_what_ends_a_command_early_is_its_exit_code_and_one_line(monkeypatch, capsys, error, code, line):
+    def raising(*args: Any, **options: Any) -> int:
+        raise error
+
+    monkeypatch.setattr("dtmega.checkpoint.inspect.main", raising)
+    monkeypatch.setattr("dtmega.data.tokenize.write", raising)
+    assert one_line(code, ["inspect", "a"], capsys) == f"dtmega inspect: {line}\n"
+    said = one_line(code, [*TOKENIZE, "--output", "o"], capsys)
+    assert said == f"dtmega tokenize: {line}; nothing was written to o\n"
+
+
+def test_the_recorded_configuration_of_a_checkpoint_of_weights_only_is_refused(tmp_path, finished, capsys):
+    assert command(["convert", "--from", "dtmega", str(finished), "--to", "dtmega", str(tmp_path / "w")]) == job.DONE
+    said = one_line(job.REFUSED, ["generate", "--run", str(tmp_path / "w"), "--prompt", "p"], capsys)
+    assert said.endswith("/w holds weights only, and no tokenizer: name a run, or a checkpoint of one\n")
 
 
 def one_line(code: int, argv: list[str], capsys: Any) -> str:
@@ -219,6 +362,18 @@ def test_a_reader_of_the_output_who_leaves_ends_a_command_without_a_word(finishe
     ended = subprocess.run(argv, check=False, env=environment, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (__main__.BROKEN, b"")
+
+
+def test_tokenize_starts_without_torch_and_writes_out_letters_that_the_terminal_does_not_have(text):
+    argv = ["--input", str(text), "--tokenizer", "bytes", "--workers", "1", "--output", str(text.parent / "é")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    command_line = [sys.executable, "-X", "importtime", "-m", "dtmega", "tokenize", *argv]
+    ended = subprocess.run(command_line, check=False, env=environment, capture_output=True)
+    assert ended.returncode == job.DONE
+    assert b"/\\xe9.bin" in ended.stdout
+    imported = {line.rpartition(b"|")[2].strip() for line in ended.stderr.splitlines()}
+    assert b"dtmega.data.tokenize" in imported
+    assert b"torch" not in imported
 
 
 class Live:

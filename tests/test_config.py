@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,67 @@ from typing import Any
 import pytest
 import tomli
 
-from dtmega import config
-from dtmega.config import Batch, Config, ConfigError, Data, Model, Optim, Train
+from dtmega import config, sections
+from dtmega.config import Batch, Config, ConfigError, Data, Model, Optim, Run, Train
+from tests import keys
+
+TABLE = keys.read()
 
 
 def load(tmp_path: Path, toml: str = "", *overrides: str) -> Config:
     path = tmp_path / "test.toml"
     path.write_text(toml)
     return config.load(["--config", str(path), *(overrides or ("--train.steps", "1"))])
+
+
+def test_the_table_of_keys_has_those_of_the_code_in_their_order():
+    declared = [(section, k) for section, fields in sections.fields_of(Config).items() for k in fields]
+    assert [(row.section, row.key) for row in TABLE] == declared
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.section}.{row.key}")
+def test_a_key_has_the_default_the_values_and_the_bounds_of_the_table(row: keys.Key):
+    field = sections.fields_of(Config)[row.section][row.key]
+    resolved = getattr(getattr(Config(train=Train(steps=1)), row.section), row.key)
+    default = 1 if (row.section, row.key) == ("train", "steps") else row.default
+    assert (resolved, type(resolved)) == (default, type(default))
+    assert field.default == row.default
+    assert keys.values_of(field.annotation) == row.values
+    assert keys.bounds_of(field) == row.bounds
+
+
+def refusal(tmp_path: Path, row: keys.Key, value: float | str) -> str:
+    """Why a value is refused by itself; '' if it is not, whatever else it contradicts."""
+    toml = "" if row.section == "train" else "[train]\nsteps = 1"
+    try:
+        load(tmp_path, toml, f"{row.option}={value}")
+    except ConfigError as refused:
+        return str(refused) if str(refused).startswith(f"{row.option}: ") else ""
+    return ""
+
+
+NUMBERS = [(row, sign, limit) for row in TABLE for sign, limit in row.bounds if not sign.startswith("length")]
+
+
+@pytest.mark.parametrize(("row", "sign", "limit"), NUMBERS, ids=lambda one: getattr(one, "option", str(one)))
+def test_a_number_is_taken_up_to_its_bound_and_the_next_one_is_refused_with_its_key(
+    tmp_path: Path, row: keys.Key, sign: str, limit: float
+):
+    def beside(direction: int) -> float:
+        return int(limit) + direction if row.values == "int" else math.nextafter(limit, direction * math.inf)
+
+    bound = int(limit) if row.values == "int" else limit
+    outwards = 1 if sign.startswith("<") else -1
+    inside, outside = (bound, beside(outwards)) if sign.endswith("=") else (beside(-outwards), bound)
+    assert refusal(tmp_path, row, inside) == ""
+    assert refusal(tmp_path, row, outside).startswith(f"{row.option}: Input should be ")
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if '"' in row.values], ids=lambda row: row.option)
+def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
+    choices = row.values.replace("bool", "true | false").replace('"', "").split(" | ")
+    assert [refusal(tmp_path, row, choice) for choice in choices] == [""] * len(choices)
+    assert f"expected {' or '.join(choices)}, got 'neither'" in refusal(tmp_path, row, "neither")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +82,7 @@ def load(tmp_path: Path, toml: str = "", *overrides: str) -> Config:
         ("[log]\nzzz = 1", "unknown key 'zzz' in [log]; known: interval, tensorboard"),
         ("steps = 1", "'steps' stands outside any section"),
         ("[train]\nsteps = 1\n[train]", "is not TOML"),
+        ("[model]\nx = 1\n[optim]\nlr = 1.0", "test.toml: unknown key 'x' in [model]; known: name, path"),
     ],
 )
 def test_a_key_that_does_not_exist_is_an_error_with_its_nearest_neighbour(tmp_path: Path, toml: str, words: str):
@@ -53,20 +108,10 @@ def test_a_value_of_another_type_is_an_error_with_its_key_and_the_value(tmp_path
         load(tmp_path, toml)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "--run.seed=-1",
-        "--optim.lr=0.0",
-        "--optim.beta2=1.0",
-        "--model.hidden_dropout=1.0",
-        "--optim.lr=inf",
-        "--optim.lr=nan",
-    ],
-)
-def test_a_value_out_of_range_is_an_error_with_its_key(tmp_path: Path, override: str):
-    with pytest.raises(ConfigError, match=f"^{override.split('=')[0]}: Input should be"):
-        load(tmp_path, "", "--train.steps=1", override)
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+def test_a_number_that_is_not_finite_is_refused_with_its_key(tmp_path: Path, number: str):
+    with pytest.raises(ConfigError, match=r"^--optim\.lr: Input should be a finite number"):
+        load(tmp_path, "", "--train.steps=1", f"--optim.lr={number}")
 
 
 @pytest.mark.parametrize(
@@ -74,16 +119,34 @@ def test_a_value_out_of_range_is_an_error_with_its_key(tmp_path: Path, override:
     [
         (["--model.n_heads=7"], "n_heads=7 does not divide hidden_size=256 ([model] n_heads, [model] hidden_size)"),
         (["--optim.min_lr=1.0"], "min_lr=1.0 is above lr=0.001"),
-        (["--optim.warmup=10", "--optim.decay=5"], "decay=5 does not come after warmup=10"),
+        (["--optim.warmup=10", "--optim.decay=10"], "decay=10 does not come after warmup=10"),
         (["--batch.micro_batch_size=3"], "micro_batch_size=3 does not divide 16"),
         (["--batch.rampup=[8, 3, 100]"], "(16 - 8) % 3 = 2, expected 0"),
         (["--batch.rampup=[32, 8, 100]"], "expected 0 and start <= global_batch_size"),
+        *(
+            ([f"--batch.rampup={rampup}"], f"three positive integers [start, increment, samples], got {rampup}")
+            for rampup in ("[0, 8, 100]", "[8, 0, 100]", "[8, 8, 0]", "[8, 8, 100, 1]")
+        ),
+        (["--batch.micro_batch_size=8", "--batch.rampup=[8, 4, 100]"], "micro_batch_size=8 does not divide 12"),
         (["--batch.rampup=[8, 8]"], "three positive integers [start, increment, samples], got [8, 8]"),
-        (["--train.samples=100"], "exactly one of [train] steps, samples, tokens must be positive"),
-        (["--train.steps=0", "--train.tokens=255"], "the run is shorter than one step"),
+        *(
+            ([f"--train.{k}={n}" for k, n in lengths.items()], "exactly one of [train] steps, samples, tokens must be")
+            for lengths in ({"samples": 100}, {"tokens": 9999}, {"steps": 0}, {"steps": 0, "samples": 16, "tokens": 1})
+        ),
+        (
+            ["--train.steps=0", "--train.tokens=4095"],
+            "test.toml with --train.tokens 4095: the run is shorter than one step of 16 sequences x "
+            "256 tokens ([train] samples=0 or tokens=4095",
+        ),
+        (["--train.steps=0", "--train.samples=15"], "the run is shorter than one step of 16 sequences"),
         (["--data.weights=[1.0, 2.0]"], "[data] weights needs 1 positive numbers"),
+        (["--data.weights=[0.0]"], "one per [data] path, got [0.0]"),
+        (['--data.path=["a", "b"]', "--data.weights=[1.0]"], "[data] weights needs 2 positive numbers"),
         (["--data.split=1,2"], "[data] split is three weights 'train,valid,test' with train > 0, got '1,2'"),
+        (["--data.split=1,2,3,4"], "[data] split is three weights"),
+        (["--data.split=all,1,1"], "[data] split is three weights"),
         (["--data.split=0,1,1"], "with train > 0"),
+        (["--data.split=1,-1,1"], "[data] split is three weights"),
         (["--data.split=nan,1,1"], "[data] split is three weights"),
         (["--data.split=1,inf,1"], "[data] split is three weights"),
         (
@@ -99,6 +162,32 @@ def test_a_value_out_of_range_is_an_error_with_its_key(tmp_path: Path, override:
 def test_keys_that_contradict_are_an_error_with_both_sides(tmp_path: Path, overrides: list[str], words: str):
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(tmp_path, "", "--train.steps=1", *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--model.n_heads=256"],
+        ["--model.name=hf", "--model.n_heads=7"],  # the sizes of an HF model are its directory's
+        ["--optim.min_lr=0.001"],
+        ["--optim.warmup=10", "--optim.decay=11"],
+        ["--optim.warmup=10", "--optim.decay=0"],
+        ["--batch.micro_batch_size=16"],
+        ["--batch.micro_batch_size=0", "--batch.rampup=[1, 5, 100]"],
+        ["--batch.rampup=[16, 8, 1]"],
+        ["--batch.micro_batch_size=4", "--batch.rampup=[8, 4, 100]"],
+        ["--batch.micro_batch_size=1", "--batch.rampup=[1, 1, 1]"],
+        ["--train.steps=0", "--train.tokens=4096"],
+        ["--train.steps=0", "--train.samples=16"],
+        ['--data.path=["a", "b"]', "--data.weights=[1e-9, 2.0]"],
+        ["--data.split=1e-9,0,0"],
+        ["--optim.schedule=wsd", "--optim.warmup=4", "--optim.decay=10", "--optim.wsd_decay=6"],
+        ["--optim.schedule=wsd", "--train.steps=4", "--optim.warmup=4", "--optim.wsd_decay=1"],  # all of it warm-up
+        ["--optim.schedule=cosine", "--optim.warmup=4", "--optim.decay=10", "--optim.wsd_decay=7"],
+    ],
+)
+def test_keys_that_just_do_not_contradict_are_taken(tmp_path: Path, overrides: list[str]):
+    load(tmp_path, "", "--train.steps=1", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +217,11 @@ def test_keys_of_the_file_and_of_the_command_line_that_contradict_name_both(tmp_
         load(tmp_path, "[model]\nhidden_size = 64", "--model.n_heads=7", "--train.steps=1")
 
 
+def test_an_option_of_another_section_is_not_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"test\.toml with --optim\.min_lr 1\.0: min_lr=1\.0 is above"):
+        load(tmp_path, "", "--train.steps=1", "--optim.min_lr=1.0", "--model.z_loss=1.0", "--data.eod_mask_loss=true")
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -141,6 +235,28 @@ def test_what_is_easily_written_is_one_line_that_says_what_to_write(tmp_path: Pa
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, "", "--train.steps=1", override)
     assert str(refused.value) == words
+
+
+def test_every_wrong_key_is_said_on_a_line_of_its_own_and_where_it_came_from(tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, "[optim]\nlr = -1.0\neps = 'x'", "--train.steps=1", "--optim.beta1=2.0")
+    assert [line.rpartition("test.toml")[2].partition(" Input")[0] for line in str(refused.value).splitlines()] == [
+        ": [optim] lr:",
+        "--optim.beta1:",
+        ": [optim] eps:",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"\xff = 1", "is not TOML: 'utf-8'"), (None, "cannot be read: Is a d")]
+)
+def test_a_file_that_is_no_text_is_an_error_with_its_name(tmp_path: Path, content: bytes | None, words: str):
+    path = tmp_path
+    if content is not None:
+        path = tmp_path / "binary.toml"
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{path} {words}')}"):
+        config.read(path)
 
 
 def test_python_booleans_in_a_file_are_refused_with_those_of_toml(tmp_path: Path):
@@ -224,6 +340,14 @@ def test_a_bare_name_is_found_under_configs(monkeypatch: pytest.MonkeyPatch, tmp
     assert config.load(["--config", "bloom-560m"]) == config.load(["--config", "bloom-560m.toml"])
 
 
+def test_a_file_is_taken_before_one_of_that_name_under_configs_and_the_last_config_wins(monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bloom.toml").write_text("[train]\nsteps = 7")
+    assert config.load(["--config", "hf", "--config", "bloom.toml"]).train.steps == 7
+    with pytest.raises(ConfigError, match=r"there: bloom-176b\.toml, bloom-1b1\.toml, .*bloom\.toml, hf\.toml\)"):
+        config.load(["--config", "llama"])
+
+
 def test_a_resolved_config_loads_as_an_equal_one(tmp_path: Path):
     original = load(
         tmp_path,
@@ -233,10 +357,10 @@ def test_a_resolved_config_loads_as_an_equal_one(tmp_path: Path):
     assert load(tmp_path, original.to_toml(), "--run.seed=1234") == original
 
 
-@pytest.fixture
-def printed_help(capsys: pytest.CaptureFixture[str]) -> str:
+@pytest.fixture(params=["--help", "-h"])
+def printed_help(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as exit:
-        config.load(["--help"])
+        config.load(["--config", "bloom", request.param])
     assert exit.value.code == 0
     return capsys.readouterr().out
 
@@ -256,16 +380,11 @@ def test_help_lists_every_key_with_its_default_and_its_line(printed_help: str):
             assert line.startswith(field.description)
 
 
-@pytest.mark.parametrize(
-    ("section", "k", "choices"),
-    [
-        ("optim", "schedule", "constant, linear, cosine, inverse-sqrt, wsd"),
-        ("compile", "enable", "auto, true, false"),
-        ("checkpoint", "mode", "sync, async"),
-    ],
-)
-def test_help_says_what_a_choice_may_be(printed_help: str, section: str, k: str, choices: str):
-    assert help_of(printed_help, section, k)[1].endswith(f"; one of {choices}")
+def test_help_says_what_a_choice_may_be_and_of_nothing_else(printed_help: str):
+    for row in TABLE:
+        choices = row.values.replace(" | ", ", ").replace('"', "").replace("bool", "true, false")
+        said = help_of(printed_help, row.section, row.key)[1].partition("; one of ")[2]
+        assert said == (choices if '"' in row.values else "")
 
 
 def test_help_fits_into_80_columns(printed_help: str):
@@ -360,3 +479,21 @@ def test_a_section_cannot_be_changed_once_it_is_made():
 
 def test_the_feed_forward_is_four_times_as_wide_as_the_model_unless_said():
     assert (Model(hidden_size=64).ffn, Model(hidden_size=64, ffn_hidden_size=100).ffn) == (256, 100)
+
+
+def test_other_sizes_follow_from_those_that_are_said():
+    model = Model(hidden_size=64, n_heads=4, vocab_size=257, pad_vocab_to_multiple=128)
+    assert (model.head_dim, model.padded_vocab_size) == (16, 384)
+    assert Model(vocab_size=256, pad_vocab_to_multiple=128).padded_vocab_size == 256
+    assert Data(split="8,1.5,0").split_weights == (8.0, 1.5, 0.0)
+    assert (Data(path="a").paths, Data(path=["a", "b"]).paths) == (["a"], ["a", "b"])
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("steps", 3), ("samples", 50), ("tokens", 50 * 100)])
+def test_progress_is_counted_in_the_unit_of_the_schedule(unit: Any, expected: int):
+    cfg = Config(data=Data(seq_len=100), optim=Optim(unit=unit), train=Train(steps=9))
+    assert cfg.progress(3, 50) == expected
+
+
+def test_a_collective_gives_up_after_twice_the_time_in_which_a_hang_is_noticed():
+    assert Run(timeout_s=7.0).collective_timeout_s() == 14.0

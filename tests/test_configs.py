@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tomli
 
 from dtmega import config, cost
 
@@ -38,25 +39,40 @@ def test_a_published_model_has_its_published_number_of_parameters(size: str, par
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=SIZES)
-def test_a_published_model_has_its_own_hyperparameters(row):
-    c = load(row[0])
-    ours = (c.model.n_layers, c.model.hidden_size, c.model.n_heads, c.optim.lr, c.optim.min_lr)
-    assert (*ours, c.batch.global_batch_size, c.batch.rampup) == (*row[2:8], [192, row[8], 9_765_625])
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_published_models_share_one_recipe(size: str):
-    c = load(size)
-    shared = {
-        "run": {"seed": 42},
-        "model": {"vocab_size": 250_880, "init_std": 0.0048, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-        "data": {"seq_len": 2048},
-        "batch": {"micro_batch_size": 1},
+def test_a_published_model_has_its_published_recipe_and_no_other_key(row):
+    size, _, n_layers, hidden_size, n_heads, lr, min_lr, global_batch_size, increment = row
+    assert tomli.loads((config.CONFIGS_DIR / f"bloom-{size}.toml").read_text()) == {
+        "run": {"dir": f"runs/bloom-{size}", "seed": 42},
+        "model": {
+            **{"name": "bloom", "n_layers": n_layers, "hidden_size": hidden_size, "n_heads": n_heads},
+            **{"vocab_size": 250_880, "init_std": 0.0048, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        },
+        "data": {"path": "data/roots", "tokenizer": "data/bloom-tokenizer.json", "seq_len": 2048},
+        "batch": {
+            **{"micro_batch_size": 1, "global_batch_size": global_batch_size},
+            **{"rampup": [192, increment, 9_765_625]},  # 20B tokens of 2048
+        },
         "optim": {
-            **{"schedule": "cosine", "unit": "samples", "warmup": 183_105, "decay": 200_000_000},
+            **{"lr": lr, "min_lr": min_lr, "schedule": "cosine", "unit": "samples"},
+            **{"warmup": 183_105, "decay": 200_000_000},
             **{"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_grad": 1.0},
         },
         "train": {"samples": 220_000_000},
+        "eval": {"interval": 1000, "steps": 1, "prompt": ""},
+        "log": {"interval": 1},
+        "checkpoint": {"interval": 100 if size == "176b" else 250},
         "precision": {"params": "bfloat16", "reduce": "float32"},
     }
-    assert {s: {k: getattr(getattr(c, s), k) for k in keys} for s, keys in shared.items()} == shared
+
+
+def test_the_configuration_for_models_of_transformers_fine_tunes():
+    """Small steps without decay, in bf16; the sizes are the directory's."""
+    assert tomli.loads((config.CONFIGS_DIR / "hf.toml").read_text()) == {
+        "run": {"dir": "runs/hf"},
+        "model": {"name": "hf"},
+        "data": {"path": "stdlib", "seq_len": 512},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 16},
+        "optim": {"lr": 2e-5, "schedule": "cosine", "warmup": 20, "weight_decay": 0.0},
+        "train": {"steps": 200},
+        "precision": {"params": "bfloat16"},
+    }

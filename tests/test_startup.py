@@ -14,21 +14,25 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
+import transformers
 
+import dtmega
 import train
 from dtmega import config, job, mesh, startup
 from dtmega.checkpoint import found
 from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.resume import open_checkpoint
-from dtmega.startup import Refused, Startup
+from dtmega.startup import Startup
 from dtmega.watch import Watch
+from tests import keys as table_of_keys
 from tests import ranks
 from tests.layouts import write_text
 from tests.resumed import KEYS, flags
@@ -302,9 +306,9 @@ def test_a_checkpoint_that_the_run_before_publishes_before_it_ends_is_the_one_to
     assert not [*tmp_path.glob("run/checkpoints/superseded-*")]
 
 
-def configuration(**keys: str) -> config.Config:
+def configuration(**values: Any) -> config.Config:
     sections: dict[str, dict[str, Any]] = {"train": {"steps": 1}}
-    for key, value in keys.items():
+    for key, value in values.items():
         section, _, name = key.partition("__")
         sections.setdefault(section, {})[name] = value
     return config.validate(sections, "a test")
@@ -357,66 +361,7 @@ def test_the_message_of_a_stop_names_the_command_that_goes_on(tmp_path, text, ca
     assert advice in capsys.readouterr().out
 
 
-@pytest.fixture
-def pair(monkeypatch) -> list[Startup]:
-    """Two ranks in this process that have met, and wait for each other no longer than 0.3 s."""
-    store = dist.HashStore()
-    monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: store)
-    monkeypatch.setattr(startup, "WORK_S", 0.05)
-    made = [Startup(0.3), Startup(0.3)]
-    for rank, one in enumerate(made):
-        one.rank, one.size = rank, 2
-    both(made, lambda one: take(one, {}))
-    return made
-
-
-def take(one: Startup, same: Mapping[str, Any]) -> None:
-    with one.step("step") as step:
-        step.same = same
-
-
-def both(pair: list[Startup], do: Callable[[Startup], object]) -> list[Exception | None]:
-    """What `do` raised on each rank."""
-    raised: list[Exception | None] = [None, None]
-
-    def caught(rank: int) -> None:
-        try:
-            do(pair[rank])
-        except Exception as error:
-            raised[rank] = error
-
-    threads = [threading.Thread(target=caught, args=[rank]) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
-
-
-def late(items: Iterable[int]) -> None:
-    for _ in items:
-        time.sleep(0.1)
-
-
-@pytest.mark.parametrize("how", ["in a step", "in the middle of one"])
-def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, how):
-    beats = [0, 0]
-
-    def beat(rank: int) -> None:
-        beats[rank] += 1
-
-    def do(one: Startup) -> None:
-        one.beat = partial(beat, one.rank)
-        with one.step("step"):
-            late(one.at_work(range(10 if one.rank == 1 else 1)))
-            if how == "in the middle of one":
-                one.wait_for_all()
-
-    assert both(pair, do) == [None, None]
-    assert min(beats) > 3
-
-
-def test_reading_a_checkpoint_is_such_work(tmp_path, text, monkeypatch):
+def test_reading_a_checkpoint_is_work_that_is_waited_for(tmp_path, text, monkeypatch):
     assert alone(tmp_path, text) == 0
     phases: list[str] = []
     met: list[Startup] = []
@@ -437,51 +382,33 @@ def test_reading_a_checkpoint_is_such_work(tmp_path, text, monkeypatch):
     assert (phases.count("load"), len(met)) == (len(tensors), 1)
 
 
-def test_who_does_not_come_and_does_not_work_is_named(pair):
-    def do(one: Startup) -> None:
-        if one.rank == 0:
-            take(one, {})
-
-    error, _ = both(pair, do)
-    assert str(error) == "rank 1 did not come to the end of the step 'step' in 0.3 s"
-
-
-def test_a_refusal_is_not_kept_back_by_a_rank_that_never_comes(pair, monkeypatch, capsys):
-    monkeypatch.setattr(startup, "PATIENCE_S", 0.2)
-
-    def do(one: Startup) -> None:
-        one.size, one.timeout_s = 3, 5.0  # after which rank 0 would only know that somebody did not come
-        with one.step("step"):
-            if one.rank == 1:
-                raise ValueError("no such file")
-
-    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
-    assert capsys.readouterr().err == "dtmega: rank 1: no such file\n"
+@pytest.mark.parametrize("name", ["bloom", "hf"])
+def test_ranks_compare_every_key_but_where_the_data_lie_and_versions_and_device(name):
+    keys_of_all = {f"[{row.section}] {row.key}" for row in table_of_keys.read()} - {"[data] path", "[data] tokenizer"}
+    versions = {"dtmega": dtmega.__version__, "torch": torch.__version__}
+    versions |= {"transformers": transformers.__version__} if name == "hf" else {}
+    compared = startup.same_job(configuration(model__name=name, optim__lr=0.5), torch.device("cuda", 3))
+    assert compared.keys() == keys_of_all | versions.keys() | {"device"}
+    assert (compared["[optim] lr"], compared["device"]) == (0.5, "cuda")
+    assert {k: compared[k] for k in versions} == versions
 
 
-def test_who_waits_in_a_step_that_another_rank_refuses_gives_up_and_does_not_go_on(pair, capsys):
-    went_on: list[int] = []
+def test_a_run_watches_for_its_timeout_and_collectives_give_up_after_twice_that(tmp_path, text, monkeypatch):
+    seen: dict[str, Any] = {}
+    begin, watching = mesh.start, train.Watch
 
-    def do(one: Startup) -> None:
-        with one.step("step"):
-            if one.rank == 1:
-                raise ValueError("no such file")
-            one.wait_for_all()
-            went_on.append(one.rank)
+    def start(device: Any, sizes: Any, timeout_s: float, store: Any) -> Any:
+        seen["collective"] = timeout_s
+        return begin(device, sizes, timeout_s, store)
 
-    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
-    assert (went_on, capsys.readouterr().err) == ([], "dtmega: rank 1: no such file\n")
+    def watch(grace_s: float, timeout_s: float, rank: int) -> Watch:
+        seen.update(grace=grace_s, hang=timeout_s, rank=rank)
+        return watching(grace_s, timeout_s, rank)
 
-
-def test_keys_that_only_one_rank_has_and_long_values_are_shown_too(pair, capsys):
-    def do(one: Startup) -> None:
-        take(one, {"a": "x" * 500, "b": 1, "same": 2} if one.rank == 0 else {"a": "x" * 499, "same": 2})
-
-    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
-    line = capsys.readouterr().err
-    assert "; b is 1 on rank 0, not there on rank 1" in line
-    assert len(line) < 400
-    assert "same is" not in line
+    monkeypatch.setattr(mesh, "start", start)
+    monkeypatch.setattr(train, "Watch", watch)
+    assert alone(tmp_path, text | {"run.timeout_s": 50.0, "run.grace_s": 7.0, "train.steps": 1}) == 0
+    assert seen == {"grace": 7.0, "hang": 50.0, "collective": 100.0, "rank": 0}
 
 
 def test_a_reader_keeps_what_a_run_that_goes_on_deletes(tmp_path, text):

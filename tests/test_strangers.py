@@ -52,6 +52,14 @@ def test_a_file_that_is_no_json_object_within_bounds_is_one_message_with_its_nam
     assert message in str(refused.value)
 
 
+def test_a_file_of_the_largest_size_is_read(tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_bytes(b'{"a": "' + b"x" * 1000 + b'"}')
+    assert read_object(file, max_bytes=1009)["a"] == "x" * 1000
+    with pytest.raises(ValueError, match="expected at most 1,008 bytes"):
+        read_object(file, max_bytes=1008)
+
+
 def test_an_object_of_the_deepest_nesting_that_is_allowed_is_read():
     assert parse_object(nested(MAX_DEPTH).encode(), "x") == json.loads(nested(MAX_DEPTH))
 

@@ -1,0 +1,146 @@
+"""Claims about job.py that this process can make by itself: exit codes, the lock of a folder, how it leaves."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from dtmega import job
+from tests.ranks import forks
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+# Other people's scripts ask for these.
+CODES = {"DONE": 0, "REFUSED": 2, "DAMAGED": 3, "PREEMPTED": 75, "STUCK": 76, "HUNG": 77}
+
+
+def test_the_exit_codes_are_those_of_their_table_and_of_the_readme():
+    assert {name: getattr(job, name) for name in CODES} == CODES
+    rows = re.findall(r"^\| (\d+) \| ([A-Z]+) \|", job.__doc__ or "", re.MULTILINE)
+    assert {name: int(code) for code, name in rows} == CODES
+    (sentence,) = re.findall(r"`train\.py` exits with (.*?)\. torchrun", README, re.DOTALL)
+    assert [int(code) for code in re.findall(r"\b\d+\b", sentence)] == sorted(CODES.values())
+
+
+def test_a_lock_says_whose_it_is_and_nothing_of_the_one_before(tmp_path: Path):
+    (tmp_path / ".lock").write_text("x" * 1000)
+    claim = job.Claim(tmp_path)
+    said = json.loads((tmp_path / ".lock").read_text())
+    assert (said["pid"], said["host"]) == (os.getpid(), socket.gethostname())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d", said["since"])
+    claim.close()
+
+
+def test_a_folder_is_made_if_need_be(tmp_path: Path):
+    job.Claim(tmp_path / "a" / "b").close()
+    assert (tmp_path / "a" / "b" / ".lock").is_file()
+
+
+def n_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("content", ["", "not JSON"])
+def test_a_holder_that_has_not_said_who_it_is_is_another_process_and_nothing_stays_open(tmp_path: Path, content: str):
+    claim = job.Claim(tmp_path)
+    (tmp_path / ".lock").write_text(content)
+    before = n_files()
+    words = f"{tmp_path} is being written by another process ([checkpoint] dir)"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        job.Claim(tmp_path, patience_s=0, key="[checkpoint] dir")
+    assert n_files() == before
+    claim.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EIO])
+def test_only_a_file_system_that_has_no_locks_is_used_without(tmp_path: Path, monkeypatch, capsys, number: int):
+    def flock(*_: object) -> None:
+        raise OSError(number, "some reason")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = n_files()
+    if number == errno.EIO:
+        with pytest.raises(ValueError, match=r"^cannot write to .*: some reason \(\[run\] dir\)$"):
+            job.Claim(tmp_path)
+    else:
+        job.Claim(tmp_path).close()
+        said = f"{tmp_path}/.lock cannot be locked (some reason): a second writer would not be noticed\n"
+        assert capsys.readouterr().err == said
+    assert n_files() == before
+
+
+def test_only_a_worker_of_torchrun_dies_with_its_parent_and_by_sigkill(monkeypatch):
+    asked: list[Any] = []
+    libc = type("Libc", (), {"prctl": staticmethod(lambda option, number: asked.append((option, number.value)))})
+    monkeypatch.setattr(job.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    job.die_with_parent()  # of a shell, which may end while the run goes on
+    assert asked == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    job.die_with_parent()
+    assert asked == [(1, signal.SIGKILL)]  # PR_SET_PDEATHSIG of linux/prctl.h
+
+
+class Left(BaseException):
+    """In place of the end of this process."""
+
+
+def deeds_of_leaving(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on, what is done instead of ending this process."""
+    done: list[Any] = []
+
+    def end(code: int) -> NoReturn:
+        done.append(code)
+        raise Left
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(job.signal, "signal", lambda number, what: done.append((number, what)))
+    for name in ("stdout", "stderr"):
+        stream = type("Stream", (), {"flush": lambda self, name=name: done.append(name), "write": len})()
+        monkeypatch.setattr(sys, name, stream)
+    return done
+
+
+def test_who_leaves_hears_no_signal_any_more_then_flushes_then_ends(monkeypatch):
+    left = deeds_of_leaving(monkeypatch)
+    with pytest.raises(Left):
+        job.leave(7)
+    heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    assert left == [*((number, signal.SIG_IGN) for number in heard), "stdout", "stderr", 7]
+
+
+def test_another_thread_which_may_not_touch_signals_can_end_the_process_too(monkeypatch):
+    left = deeds_of_leaving(monkeypatch)
+
+    def leave() -> None:
+        with pytest.raises(Left):
+            job.leave(7)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert left == ["stdout", "stderr", 7]
+
+
+def leave_and_be_asked_to(code: int) -> None:
+    class Slow:
+        def flush(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    sys.stdout = Slow()
+    job.leave(code)
+
+
+def test_a_signal_while_a_process_leaves_does_not_change_its_code():
+    (ended,) = forks().run(1, leave_and_be_asked_to, job.PREEMPTED)
+    assert ended.code == job.PREEMPTED
