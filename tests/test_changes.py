@@ -117,6 +117,16 @@ def test_what_a_changed_recipe_comes_to_is_said(before: Config, now: Config, at:
     assert said == [f"changed since the checkpoint: {line}" for line in lines]
 
 
+def test_a_recipe_that_is_refused_today_is_said_without_what_it_comes_to():
+    now = recipe(Train(steps=20))
+    then: dict[str, dict[str, Any]] = now.model_dump()
+    then["batch"]["micro_batch_size"], then["train"]["steps"] = 3, 40
+    assert changes.lines(then, now, 4, 16) == [
+        "changed since the checkpoint: batch.micro_batch_size 3 → 1",
+        "changed since the checkpoint: train.steps 40 → 20",
+    ]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_text(tmp_path / "text")

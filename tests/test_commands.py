@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -229,6 +230,16 @@ def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, p
     }
     assert loaded.keys() == weights.tensors.keys()
     assert all(torch.equal(loaded[name], weights.read(name)) for name in loaded)
+
+
+def test_generate_reads_the_configuration_of_a_run_from_its_config_toml(finished, tmp_path, monkeypatch):
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("dtmega.models.generate.generate", lambda *args, **options: asked.update(options) or [])
+    shutil.copytree(finished, tmp_path / "run")
+    toml = tmp_path / "run" / "config.toml"
+    toml.write_text(toml.read_text().replace('tokenizer = "bytes"', 'tokenizer = "stdlib-8k"'))
+    assert command(["generate", "--run", str(tmp_path / "run"), "--prompt", "hi"]) == job.DONE
+    assert asked["vocab_size"] > 8000
 
 
 # By name, as `errno` has them: what the user of a command has named wrongly. All others are of the machine.

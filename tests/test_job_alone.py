@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -41,9 +42,30 @@ def test_a_lock_says_whose_it_is_and_nothing_of_the_one_before(tmp_path: Path):
     claim.close()
 
 
-def test_a_folder_is_made_if_need_be(tmp_path: Path):
-    job.Claim(tmp_path / "a" / "b").close()
-    assert (tmp_path / "a" / "b" / ".lock").is_file()
+def test_a_folder_is_made_if_need_be_and_its_lock_may_be_taken_by_whoever_may_write_there(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        job.Claim(tmp_path / "a" / "b").close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a" / "b" / ".lock").stat().st_mode & 0o777 == 0o666
+
+
+def test_the_name_in_a_lock_is_on_disk_before_the_claim_is_made(tmp_path: Path, monkeypatch):
+    on_disk: list[Any] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: on_disk.append((tmp_path / ".lock").read_text()))
+    job.Claim(tmp_path).close()
+    assert json.loads(on_disk[-1])["pid"] == os.getpid()
+
+
+def test_an_orphan_has_five_seconds_to_die(tmp_path: Path, monkeypatch):
+    claim = job.Claim(tmp_path)
+    naps_s: list[float] = []
+    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=naps_s.append))
+    with pytest.raises(ValueError, match="is being written by process"):
+        job.Claim(tmp_path)
+    assert 5.0 < sum(naps_s) < 5.3
+    claim.close()
 
 
 def n_files() -> int:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from dtmega import job, mesh, startup
 from dtmega.startup import Refused, Startup
@@ -21,7 +22,7 @@ from dtmega.startup import Refused, Startup
 @pytest.fixture
 def pair(monkeypatch) -> list[Startup]:
     """Two ranks in this process that have met, and wait for each other no longer than 0.3 s."""
-    store = dist.HashStore()
+    store = HashStore()
     monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: store)
     monkeypatch.setattr(startup, "WORK_S", 0.05)
     made = [Startup(0.3), Startup(0.3)]
@@ -158,7 +159,7 @@ def test_why_a_rank_does_not_start_is_said_once_and_all_leave_with_its_code(pair
 
 
 def test_what_nobody_expected_in_one_process_is_raised_as_it_is(monkeypatch):
-    monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: dist.HashStore())
+    monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: HashStore())
     with pytest.raises(TypeError, match="not foreseen"), Startup().step("step"):
         raise TypeError("not foreseen")
 
@@ -265,6 +266,27 @@ def test_a_rank_at_work_says_so_now_and_then_and_beats_each_time(pair, monkeypat
         assert [*one.at_work(range(5))] == [*range(5)]
         assert store.add("work", 0) == expected
     assert len(beats) == 10
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_who_refuses_waits_ten_seconds_for_the_others_and_who_does_not_ten_minutes(monkeypatch, capsys, refuses):
+    naps_s: list[float] = []
+    monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: HashStore())
+    monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=naps_s.append))
+    one = Startup()
+    one.size = 2
+
+    def come() -> None:
+        with one.step("step"):
+            if refuses:
+                raise ValueError("no such file")
+
+    with pytest.raises(Refused if refuses else RuntimeError):
+        come()
+    # The second ten are for others to read the verdict.
+    limit_s = 20 if refuses else 600
+    assert limit_s < sum(naps_s) < limit_s + 1.1
+    assert (naps_s[0], max(naps_s)) == (0.002, 0.5)
 
 
 def test_a_program_may_start_twice_on_one_store(pair):

@@ -14,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ class Start(NamedTuple):
     stderr: str
 
 
-def start(folder: Path, *keys: Mapping[str, Any], plant: Callable[[], object] = tuple) -> list[Start]:
+def start(folder: Path, *keys: dict[str, Any], plant: Callable[[], object] = tuple) -> list[Start]:
     """train.py on as many ranks as there are keys, each with its own, in `folder`/run."""
     argvs = [flags(SMALL | own, folder / "run") for own in keys]
     return ranks.run(len(keys), _one_rank, argvs, free_port(), plant)
@@ -281,7 +281,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, text):
 # One process is enough for these.
 
 
-def alone(folder: Path, keys: Mapping[str, Any]) -> int:
+def alone(folder: Path, keys: dict[str, Any]) -> int:
     try:
         return train.main(flags(SMALL | keys, folder))
     finally:

@@ -60,6 +60,13 @@ def test_a_file_of_the_largest_size_is_read(tmp_path: Path):
         read_object(file, max_bytes=1008)
 
 
+def test_a_file_that_no_program_writes_as_json_is_refused_by_its_size_alone(tmp_path: Path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(64 * 2**20 + 1)
+    with pytest.raises(ValueError, match="expected at most 67,108,864 bytes of JSON"):
+        read_object(tmp_path / "config.json")
+
+
 def test_an_object_of_the_deepest_nesting_that_is_allowed_is_read():
     assert parse_object(nested(MAX_DEPTH).encode(), "x") == json.loads(nested(MAX_DEPTH))
 

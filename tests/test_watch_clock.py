@@ -111,10 +111,11 @@ def ask_to_leave() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_without_a_signal_and_without_a_limit_a_process_is_left_alone(clock, make):
+def test_without_a_signal_and_without_a_limit_a_process_is_left_alone_and_not_kept_from_ending(clock, make):
     make(grace_s=1.0, timeout_s=0.0)
     clock.run(100)
     assert clock.code is None
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "watch"] == [True]
 
 
 def test_a_signal_gives_grace_s_to_come_to_the_save_and_not_more(clock, make, capsys):
@@ -253,7 +254,7 @@ def test_a_report_that_fails_does_not_change_the_exit_code(clock, make, capsys, 
         def check(self, keys: list[str]) -> bool:
             raise error
 
-        def add(self, key: str, amount: int) -> int:
+        def add(self, key: str, value: int) -> int:
             raise RuntimeError("Broken pipe")
 
     make(timeout_s=30.0).share(Gone(), 2)
@@ -293,6 +294,21 @@ def four(monkeypatch) -> Iterator[tuple[SimpleNamespace, list[Watch]]]:
             watches[-1].share(store, 4)
             watches[-1].beat(7, "data")
         yield now, watches
+
+
+def test_a_report_is_read_over_a_connection_that_no_beat_can_block(clock, make):
+    class Blocked(HashStore):
+        def clone(self) -> HashStore:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return reader
+
+    reader, one = HashStore(), make(rank=1)
+    reader.set("beat/0", f"7 2 {clock.now_s - 5} forward")
+    reader.set("beat/1", f"7 1 {clock.now_s - 6} data")
+    one.share(Blocked(), 2)
+    assert one.who_is_behind().splitlines() == [
+        "rank 1 behind: step 7 in data, for 6 s",
+        "rank 0 in front: step 7 in forward, for 5 s",
+    ]
 
 
 def test_ranks_are_as_long_where_they_are_as_the_longest_of_them(four):
