@@ -12,7 +12,7 @@ test: .venv/installed-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/basedpyright
-	.venv/bin/pytest -n 2 --dist worksteal
+	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: test
 	.venv/bin/pytest -n 2 --dist worksteal -m full

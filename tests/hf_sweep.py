@@ -8,17 +8,19 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
-import hf_models
-import ranks
-import test_hf_plans as claims
 import torch
 import transformers
-from hf_models import MODELS, Case
 from torch.distributed.device_mesh import init_device_mesh
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dtmega.plans import verify_plan
+from tests import hf_models, ranks
+from tests import test_hf_plans as claims
+from tests.hf_models import MODELS, Case
 
 # name -> sizes and names of the mesh, with sequence parallelism or not
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], bool]] = {

@@ -1,7 +1,8 @@
 """Runs that save on one layout and go on on another: for `test_resume.py` and the table of `benchmarks/resume.py`.
 
 The model of `layouts.py` with a vocabulary that nothing divides. Its global batch grows from 4 to 8 sequences after
-step 15, so that the checkpoint of step 10 is in the middle of the ramp. Many trainings share one group of processes.
+step 15, so that its first checkpoint, of step 10, is in the middle of the ramp. Many trainings share one group of
+processes.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from dtmega.checkpoint import resume
 from tests import ranks
 from tests.layouts import DEBUG, FP32, PAIRS, ROOT, tensors
 
-CUT = 10
 KEYS = DEBUG | {
     "model.vocab_size": 131,
     "batch.rampup": [4, 4, 60],
-    "checkpoint.interval": CUT,
+    "checkpoint.interval": 10,
     "log.num_zeros": False,
     "log.params_norm": False,
 }
@@ -75,15 +75,15 @@ class Record:
 
 
 def whole(layout: str, folder: Path, keys: Mapping[str, Any]) -> Training:
-    """The run that is never stopped; its checkpoint of step CUT is what others go on from."""
+    """The run that is never stopped; its first checkpoint is what others go on from."""
     n, mesh = LAYOUTS[layout]
     return Training(n, {**keys, **mesh, "checkpoint.keep": 9}, folder)
 
 
 def rest(layout: str, writer: Path, folder: Path, keys: Mapping[str, Any]) -> Training:
-    """From the checkpoint of step CUT of the training in `writer` to the end."""
+    """From the first checkpoint of the training in `writer` to the end."""
     n, mesh = LAYOUTS[layout]
-    named = str(writer / "checkpoints" / resume.name(CUT))
+    named = str(writer / "checkpoints" / resume.name(keys["checkpoint.interval"]))
     return Training(n, {**keys, **mesh, "checkpoint.resume": named}, folder)
 
 
@@ -153,8 +153,9 @@ class Deviation(NamedTuple):
         )
 
 
-def deviation(resumed: Record, truth: Record, first: int = CUT + 1) -> Deviation:
-    """From step `first` to the end, which both must have."""
+def deviation(resumed: Record, truth: Record, first: int | None = None) -> Deviation:
+    """From step `first` (default: of those that were resumed) to the end, which both must have."""
+    first = first or min(resumed.steps)
     assert [step for step in resumed.steps if step >= first] == [step for step in truth.steps if step >= first] != []
     assert resumed.final.keys() == truth.final.keys()
     relative, same_bits = {}, True

@@ -27,7 +27,14 @@ from tests.resumed import KEYS, LAYOUTS, Record, Training, deviation, flags, res
 DP2 = "dp 2"
 NAN_STEP, NAN_SAMPLES = 3, range(8, 12)
 ASYNC = {"checkpoint.mode": "async"}
-EVERY_5 = {"checkpoint.interval": 5, "checkpoint.keep": 9}
+SHORT = {
+    "train.steps": 8,
+    "eval.interval": 4,
+    "optim.warmup": 3,
+    "batch.rampup": [4, 4, 24],
+    "checkpoint.interval": 2,
+    "checkpoint.keep": 9,
+}
 
 
 @contextlib.contextmanager
@@ -41,7 +48,7 @@ def replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
 
 
 def full_disk() -> contextlib.AbstractContextManager[None]:
-    """While rank 1 writes its part of the checkpoint of step 5."""
+    """While rank 1 writes its part of the checkpoint of step 2."""
     honest = Disk.create
 
     class Full:
@@ -51,7 +58,7 @@ def full_disk() -> contextlib.AbstractContextManager[None]:
     @contextlib.contextmanager
     def create(self: Disk, folder: str, name: str) -> Iterator[Any]:
         with honest(self, folder, name) as file:
-            yield Full() if folder.endswith("step-00000005") and dist.get_rank() == 1 else file
+            yield Full() if folder.endswith("step-00000002") and dist.get_rank() == 1 else file
 
     return replaced(Disk, "create", create)
 
@@ -99,10 +106,10 @@ def nan_gradient(rank: int) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def damaged_newest(source: Path, folder: Path) -> Iterator[None]:
-    """`folder` is what `source` was after step 15, but for one bit that only rank 1 reads."""
+    """`folder` is what `source` was after step 6, but for one bit that only rank 1 reads."""
     if dist.get_rank() == 0:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("step-00000020", ".lock"))
-        flip(folder / "checkpoints" / "step-00000015" / "data-00001.bin")
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("step-00000008", ".lock"))
+        flip(folder / "checkpoints" / "step-00000006" / "data-00001.bin")
     dist.barrier()
     yield
 
@@ -117,8 +124,8 @@ def flip(path: Path) -> None:
 def ran(tmp_path_factory) -> dict[str, Path]:
     """The folders of all trainings that need more than one process, done by one group."""
     folder = tmp_path_factory.mktemp("faults")
-    keys, two = KEYS | write_text(folder) | EVERY_5, LAYOUTS[DP2][1]
-    short = keys | {"train.steps": 7, "checkpoint.interval": 0}
+    keys, two = KEYS | write_text(folder) | SHORT, LAYOUTS[DP2][1]
+    short = keys | {"train.steps": 5, "checkpoint.interval": 0}
     whole_run = whole(DP2, folder / "whole", keys)
     trainings = {
         "whole": whole_run,
@@ -152,9 +159,9 @@ def same_bits(run: Record, truth: Record) -> bool:
 def test_asynchronous_checkpoints_change_no_number_and_say_how_long_training_stood_still(ran):
     run = Record(ran["async"])
     assert same_bits(run, Record(ran["whole"]))
-    assert checkpoints(ran["async"]) == [f"step-000000{n:02}" for n in (5, 10, 15, 20)]
+    assert checkpoints(ran["async"]) == [f"step-000000{n:02}" for n in (2, 4, 6, 8)]
     saved = [line for line in run.lines if "checkpoint" in line]
-    assert [line["checkpoint"] for line in saved] == [5, 10, 15, 20]
+    assert [line["checkpoint"] for line in saved] == [2, 4, 6, 8]
     assert all(line["checkpoint_stall_s"] > 0 and "checkpoint_error" not in line for line in saved)
 
 
@@ -173,21 +180,21 @@ def test_a_full_disk_costs_a_warning_and_one_checkpoint(ran, name):
     run = Record(ran[name])
     assert same_bits(run, Record(ran["whole"]))
     (failed,) = [line for line in run.lines if "checkpoint_error" in line]
-    assert failed["checkpoint"] == 5
+    assert failed["checkpoint"] == 2
     assert re.search(r"No space left on device.* \([\d,]+ bytes free\)$", failed["checkpoint_error"])
-    assert "WARNING: no checkpoint of step 5, the ones before stay: " in (ran[name] / "stdout-0").read_text()
-    assert checkpoints(ran[name]) == [f"step-000000{n:02}" for n in (10, 15, 20)]
+    assert "WARNING: no checkpoint of step 2, the ones before stay: " in (ran[name] / "stdout-0").read_text()
+    assert checkpoints(ran[name]) == [f"step-000000{n:02}" for n in (4, 6, 8)]
 
 
 def test_a_disk_without_room_for_metrics_ends_no_run(ran):
     assert "WARNING: metrics.jsonl cannot be written: [Errno 28]" in (ran["no metrics"] / "stdout-0").read_text()
-    assert checkpoints(ran["no metrics"]) == ["step-00000007"]
+    assert checkpoints(ran["no metrics"]) == ["step-00000005"]
 
 
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_is_used_and_the_file_is_named(ran):
     output = (ran["damaged"] / "stdout-0").read_text()
-    assert "resumed at step 10" in output
-    assert re.search(r"damaged: .*step-00000015: data-00001\.bin: the bytes of '.*' from .* do not match", output)
+    assert "resumed at step 4" in output
+    assert re.search(r"damaged: .*step-00000006: data-00001\.bin: the bytes of '.*' from .* do not match", output)
     assert same_bits(Record(ran["damaged"]), Record(ran["whole"]))
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
@@ -32,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dtmega.checkpoint import torch_save
 from dtmega.checkpoint.foreign import DCPFolder
+from tests import ranks
 
 DTYPES = sorted(torch_save.DTYPES.values(), key=str)
 

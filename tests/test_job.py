@@ -18,8 +18,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from dtmega import job
+from dtmega import config, job, mesh
+from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -132,6 +135,7 @@ def test_nodes_that_count_different_restarts_find_each_other(tmp_path):
     ]
 
 
+@pytest.mark.full  # test_startup.py says it of train.py
 def test_ranks_started_by_hand_find_each_other_and_finish_with_0(tmp_path):
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, script(tmp_path, START + RESTART), 0]
@@ -144,12 +148,18 @@ def test_ranks_started_by_hand_find_each_other_and_finish_with_0(tmp_path):
     assert [zero.returncode, one.returncode] == [0, 0]
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path):
-    hand = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    worker = START + "start(timeout_s=float(os.environ['TIMEOUT']))\n"
-    with started(sys.executable, script(tmp_path, worker), cwd=tmp_path, RANK="0", TIMEOUT="2", **hand) as process:
-        output, _ = process.communicate(timeout=PATIENCE_S)
-    assert "RuntimeError: ranks [1, 2] of 3 did not come in 2 s" in output
+def first_of_three(port: int) -> str:
+    """What it says after 2 s."""
+    dist.destroy_process_group()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(RuntimeError) as caught:
+        mesh.start(torch.device("cpu"), mesh.resolve(config.Mesh(), 3), timeout_s=2)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    (message,) = ranks.run(1, first_of_three, free_port())
+    assert message.startswith("ranks [1, 2] of 3 did not come in 2 s")
 
 
 OWNER = """

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtmega import loss as room
 from dtmega.loss import linear_cross_entropy
 from dtmega.plans.loss import vocab_parallel_cross_entropy
+from tests import ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -36,7 +36,7 @@ MODEL = config.Model(
     vocab_size=67, hidden_size=16, n_layers=8, n_heads=4, hidden_dropout=0.1, attention_dropout=0.1, init_std=0.2
 )
 SEQ_LEN = 6
-RAMP = [8, 8, 4]  # microbatches of each step
+RAMP = [8, 4, 4]  # microbatches of each step
 
 
 def settings(**sections: dict[str, Any]) -> config.Config:
@@ -637,7 +637,7 @@ ALL = {name: pipeline(name) for name in SCHEDULES}
 LAYOUTS: dict[str, tuple[int, int, list[int], dict[str, config.Pipeline]]] = {  # pp, dp, microbatches, schedules
     "pp 2": (2, 1, RAMP, ALL | {"4 per rank": pipeline("Interleaved1F1B", 4)}),
     "pp 4": (4, 1, RAMP, {name: ALL[name] for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")}),
-    "pp 2 x dp 2": (2, 2, RAMP, ALL),
+    "pp 2 x dp 2": (2, 2, [4, 4, 4], ALL),
     "pp 2, file": (2, 1, [3, 3, 3], {"csv": pipeline("1F1B", csv="schedule.csv")}),
 }
 CASES = [(layout, name) for layout, (_, _, _, schedules) in LAYOUTS.items() for name in schedules]

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from dtmega.models.bloom import Bloom
 from dtmega.models.layers import KeyedDropout
 from dtmega.plans import bloom
 from dtmega.plans.styles import Column, Row, ShardBuffer, VocabEmbedding
+from tests import ranks
 
 B, S, V, HEADS = 2, 24, 131, {2: 6, 3: 6, 4: 8}
 PLAIN: dict[str, Any] = {}

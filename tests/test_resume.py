@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.layouts import DEBUG, STEPS, write_text
-from tests.resumed import CUT, KEYS, LAYOUTS, Record, deviation, rest, train_all, whole
+from tests.layouts import DEBUG, write_text
+from tests.resumed import KEYS, LAYOUTS, Record, deviation, rest, train_all, whole
 
 
 class Pair(NamedTuple):
@@ -26,6 +26,15 @@ class Pair(NamedTuple):
     reader_keys: dict[str, Any]
 
 
+# Half of the steps of the benchmark: 7 of 4 samples are the 28 of the ramp, and the checkpoint is in the middle of it.
+STEPS, CUT = 10, 5
+SHORT = {
+    "train.steps": STEPS,
+    "eval.interval": CUT,
+    "optim.warmup": 3,
+    "batch.rampup": [4, 4, 28],
+    "checkpoint.interval": CUT,
+}
 PADDED = {"model.pad_vocab_to_multiple": 48}
 # The others repeat these: two schedules, two ways to cut data.
 RING = [name for name in LAYOUTS if name not in ("pp 2, 1F1B", "HSDP 2 x 2")]
@@ -53,13 +62,12 @@ class Resumed(NamedTuple):
 def resumed(tmp_path_factory) -> dict[str, Resumed]:
     """Each writer once, then each reader, all in one group of four processes."""
     folder = tmp_path_factory.mktemp("resume")
-    text = write_text(folder)
+    keys = KEYS | SHORT | write_text(folder)
     writers = {
-        (p.writer, str(p.keys)): whole(p.writer, folder / f"{p.writer} {p.keys}", KEYS | text | p.keys)
-        for p in PAIRS.values()
+        (p.writer, str(p.keys)): whole(p.writer, folder / f"{p.writer} {p.keys}", keys | p.keys) for p in PAIRS.values()
     }
     readers = {
-        name: rest(p.reader, writers[p.writer, str(p.keys)].folder, folder / name, KEYS | text | p.keys | p.reader_keys)
+        name: rest(p.reader, writers[p.writer, str(p.keys)].folder, folder / name, keys | p.keys | p.reader_keys)
         for name, p in PAIRS.items()
     }
     samples = dict(zip([*writers, *readers], train_all([*writers.values(), *readers.values()]), strict=True))
@@ -83,7 +91,7 @@ def test_on_another_layout_the_first_loss_is_the_same_and_the_rest_follows_withi
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_next_sample_is_the_next_one_in_the_middle_of_the_ramp_and_none_comes_twice(resumed, name):
-    sizes = [4 if step <= 15 else 8 for step in range(1, STEPS + 1)]  # 15 steps of 4 are the 60 samples of the ramp
+    sizes = [4 if step <= 7 else 8 for step in range(1, STEPS + 1)]
     done = sum(sizes[:CUT])
     for i, size in enumerate(sizes[CUT:]):
         given = {sample for rank in resumed[name].samples for sample in rank[i]}

@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dtmega.shards import boxes, dim_to_cut, in_parts, local
+from tests import ranks
 
 RANKS = 4
 # Even, uneven, fewer rows than ranks, none at all; in three parts each of which tp divides, or does not.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -13,11 +15,15 @@ from subprocess import Popen
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import train
 from dtmega import job
 from dtmega.checkpoint import found
+from dtmega.data.loader import TrainBatches
 from tests.layouts import ROOT, write_text
+from tests.ranks import forks
 from tests.resumed import KEYS, LAYOUTS, Record, Training, flags, train_all, whole
 from tests.test_job import TORCHRUN, alive, started, wait_for
 
@@ -52,11 +58,6 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 WAIT_FOR_A_SIGNAL = """
 def fault(watch):
     while not watch.signals:
-        time.sleep(0.02)
-"""
-RANK_1_STOPS_FOR_EVER = """
-def fault(watch):
-    while RANK == "1":
         time.sleep(0.02)
 """
 RANK_1_HANGS = """
@@ -122,15 +123,33 @@ def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_
     assert same_bits(go_on(tmp_path, base), base.truth)
 
 
-def test_sigterm_while_a_rank_waits_in_a_collective_ends_the_job_within_its_grace_time(tmp_path, base):
-    with torchrun(tmp_path, RANK_1_STOPS_FOR_EVER, base.keys | {"run.grace_s": 2}) as agent:
-        pids = workers(tmp_path, agent)
-        agent.terminate()
-        output, _ = agent.communicate(timeout=PATIENCE_S)
-    assert not any(map(alive, pids))
-    assert re.search(r"rank 0: a signal came, and no step boundary in 2 s.* at step 7 in forward", output)
-    assert re.search(r"rank 1: a signal came, and no step boundary in 2 s.* at step 7 in data", output)
-    assert "Unable to shutdown" not in output
+def stop_for_ever(argv: list[str], folder: str) -> None:
+    """train.py; before its seventh step rank 1 sends both a signal and goes to sleep. stderr goes to a file."""
+    rank, honest = dist.get_rank(), TrainBatches.__next__
+    everyones = torch.zeros(2, dtype=torch.int64)
+    everyones[rank] = os.getpid()
+    dist.all_reduce(everyones)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+
+    def stopping(self: TrainBatches) -> Any:
+        if self._consumed == 24 and rank == 1:
+            for pid in everyones.tolist():
+                os.kill(pid, signal.SIGTERM)
+            while True:
+                time.sleep(1)
+        return honest(self)
+
+    TrainBatches.__next__ = stopping
+    with Path(folder, f"stderr-{rank}").open("w") as file, contextlib.redirect_stderr(file):
+        train.main(argv)
+
+
+def test_a_signal_while_a_rank_waits_in_a_collective_ends_both_within_their_grace_time(tmp_path, base):
+    argv = flags(base.keys | {"run.grace_s": 2}, tmp_path / "run")
+    assert [rank.code for rank in forks().run(2, stop_for_ever, argv, str(tmp_path))] == [job.STUCK, job.STUCK]
+    waiting, stopped = ((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
+    assert re.search(r"rank 0: a signal came, and no step boundary in 2 s.* at step 7 in forward", waiting)
+    assert re.search(r"rank 1: a signal came, and no step boundary in 2 s.* at step 7 in data", stopped)
     assert same_bits(go_on(tmp_path, base), base.truth)
 
 
@@ -144,6 +163,16 @@ def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again_and_finishes
     assert same_bits(Record(tmp_path / "run"), base.truth)
 
 
+def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):
+    monkeypatch.setattr(found, "Claim", partial(job.Claim, patience_s=0))
+    first = job.Claim(tmp_path / "run")
+    alone = base.keys | {"mesh.dp_shard": 1}
+    assert train.main(flags(alone, tmp_path / "run")) == job.REFUSED
+    assert re.search(r"is being written by process \d+ on .* since", capsys.readouterr().err)
+    first.close()
+
+
+@pytest.mark.full  # test_job.py says it of small workers
 def test_a_second_writer_is_refused_and_a_killed_agent_leaves_no_orphan_and_a_run_that_goes_on(
     tmp_path, base, capsys, monkeypatch
 ):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.optim import AdamW
 
 import train
@@ -28,9 +29,7 @@ from dtmega.watch import Place, Watch, place_of
 from tests.layouts import DEBUG, write_text
 from tests.ranks import forks
 from tests.resumed import flags
-from tests.test_job import PATIENCE_S, START, TORCHRUN, script, started, wait_for
-
-START += "from dtmega.watch import Watch\n"
+from tests.test_job import PATIENCE_S, script, started
 
 
 @pytest.fixture
@@ -108,73 +107,69 @@ def test_signals_are_collected_and_afterwards_do_what_they_did():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-STUCK = """
-watch = Watch(grace_s=1, timeout_s=0, rank=mesh.rank())
-world = start()
-watch.share(mesh.store(), world.size)
-watch.beat(3, "step" if world.rank == 0 else "checkpoint")
-Path(f"pid-{world.rank}.tmp").write_text(str(os.getpid()))
-os.rename(f"pid-{world.rank}.tmp", f"pid-{world.rank}")
-if world.rank == 0:
-    dist.recv(torch.zeros(1), src=1)  # nobody sends
-while not watch.signals:
-    time.sleep(0.05)
-time.sleep(3)
-Path("saved").touch()
-watch.beat(3, "leaving")
-watch.close()
-job.leave(job.PREEMPTED)
-"""
+def stuck(folder: str) -> None:
+    """Rank 0 waits in a collective when a signal comes to both, rank 1 saves; stderr goes to a file."""
+    rank = dist.get_rank()
+    with Path(folder, f"stderr-{rank}").open("w") as file, contextlib.redirect_stderr(file):
+        watch = Watch(grace_s=1, timeout_s=0, rank=rank)
+        watch.share(FileStore(f"{folder}/beats", 2), 2)
+        watch.beat(3, "step" if rank == 0 else "checkpoint")
+        (pids := [0, 0])[rank] = os.getpid()
+        everyones = torch.tensor(pids)
+        dist.all_reduce(everyones)
+        if rank == 0:
+            dist.recv(torch.zeros(1), src=1)  # nobody sends
+        for pid in everyones.tolist():
+            os.kill(pid, signal.SIGTERM)
+        while not watch.signals:
+            time.sleep(0.05)
+        time.sleep(3)
+        Path(folder, "saved").touch()
+        watch.beat(3, "leaving")
+        watch.close()
+        job.leave(job.PREEMPTED)
 
 
 def test_a_signal_ends_a_process_that_sits_in_a_collective_and_leaves_one_that_saves_in_peace(tmp_path):
-    with started(
-        *TORCHRUN, "--standalone", "--nproc-per-node", 2, script(tmp_path, START + STUCK), cwd=tmp_path
-    ) as agent:
-        wait_for(lambda: len([*tmp_path.glob("pid-?")]) == 2, agent)
-        os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGTERM)  # rank 1 gets it from the agent
-        output, _ = agent.communicate(timeout=PATIENCE_S)
-    assert "rank 0: a signal came, and no step boundary in 1 s: leaving without a save, at step 3 in step" in output
-    assert re.search(r"exitcode\s*: 76 ", output)
+    assert [rank.code for rank in forks().run(2, stuck, str(tmp_path))] == [job.STUCK, job.PREEMPTED]
+    waiting, saving = ((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
+    assert "rank 0: a signal came, and no step boundary in 1 s: leaving without a save, at step 3 in step" in waiting
     assert (tmp_path / "saved").exists()
-    assert "rank 1: a signal" not in output
-    assert "Unable to shutdown" not in output  # what torchrun says before it sends SIGKILL
+    assert saving == ""
 
 
-HANG = """
-def wait_for_data_that_never_comes():
+def never_comes() -> None:
     while True:
         time.sleep(1)
 
-world = start()
-impatient = dist.new_group(timeout=timedelta(seconds=2))
-dist.barrier()
-watch = Watch(grace_s=20, timeout_s=5, rank=world.rank)
-watch.share(mesh.store(), world.size)
-watch.beat(7, "data")
-if world.rank == 1:
-    wait_for_data_that_never_comes()
-watch.beat(7, "step")
-try:
-    dist.all_reduce(torch.ones(1), group=impatient)
-except RuntimeError as error:
-    print(f"caught {error}: " + watch.who_is_behind().replace(chr(10), "; "), file=sys.stderr)
-while True:
-    time.sleep(1)
-"""
+
+def hang(folder: str) -> None:
+    """Rank 1 sleeps in step 7, while a collective of rank 0 runs into its timeout; stderr goes to a file."""
+    rank = dist.get_rank()
+    impatient = dist.new_group(timeout=timedelta(seconds=2))
+    with Path(folder, f"stderr-{rank}").open("w") as file, contextlib.redirect_stderr(file):
+        watch = Watch(grace_s=20, timeout_s=5, rank=rank)
+        watch.share(FileStore(f"{folder}/beats", 2), 2)
+        dist.barrier()
+        watch.beat(7, "data")
+        if rank == 1:
+            never_comes()
+        watch.beat(7, "step")
+        try:
+            dist.all_reduce(torch.ones(1), group=impatient)
+        except RuntimeError as error:
+            print(f"caught {error}: " + watch.who_is_behind().replace("\n", "; "), file=sys.stderr)
+        never_comes()
 
 
 def test_a_hang_ends_the_job_and_names_rank_step_and_phase_with_stacks_and_so_does_a_timeout(tmp_path):
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--redirects", 3, "--log-dir", tmp_path / "logs"]
-    with started(*command, script(tmp_path, START + HANG), cwd=tmp_path) as agent:
-        output, _ = agent.communicate(timeout=PATIENCE_S)
-    assert re.search(r"exitcode\s*: 77 ", output)
-    waiting, hanging = ((next(tmp_path.glob(f"logs/*/attempt_0/{rank}")) / "stderr.log").read_text() for rank in (0, 1))
+    assert [rank.code for rank in forks().run(2, hang, str(tmp_path))] == [job.HUNG, job.HUNG]
+    waiting, hanging = ((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
     assert re.search(r"caught .*imed out.*: rank 1 behind: step 7 in data, for \d+ s; rank 0 in front", waiting)
     assert re.search(r"rank 0: nothing for \d+ s, at step 7 in step \(exit code 77\)", waiting)
     assert re.search(r"rank 1: nothing for \d+ s, at step 7 in data \(exit code 77\)", hanging)
-    assert "in wait_for_data_that_never_comes" in hanging
-    place = r"in wait_for_data_that_never_comes \(worker\.py:\d+\)"
+    assert "in never_comes" in hanging
+    place = r"in never_comes \(test_watch\.py:\d+\)"
     report = rf"^rank 1 behind: step 7 in data, for \d+ s, {place}$"
     assert len(re.findall(report, waiting + hanging, re.MULTILINE)) == 1
 
@@ -197,11 +192,6 @@ watch.close()
         time.sleep(0.5)  # in which a watch that looked at the clock alone would report
         output, _ = process.communicate("\n", timeout=PATIENCE_S)
     assert (process.returncode, output) == (0, "")
-
-
-def never_comes() -> None:
-    while True:
-        time.sleep(1)
 
 
 def hang_in_training(argv: list[str], folder: str, where: str) -> None:
