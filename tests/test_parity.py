@@ -53,6 +53,8 @@ def run(tmp_path_factory, text):
 # compares with one process, for fewer steps.
 FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
 FULL |= {"compile, tp 2", "bf16, tp 2"}
+# A layout of three axes has both of these, and test_resume.py has V = 131 on tp 2.
+FULL |= {"dp_shard 2 x tp 2", "V 131, tp 2"}
 FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
@@ -112,6 +114,7 @@ def dropout_of_the_own_part_only() -> None:
     )
 
 
+@pytest.mark.full  # how sharp the comparison is, as tests/planted.py says of all tests
 @pytest.mark.parametrize(
     ("plant", "keys"),
     [
