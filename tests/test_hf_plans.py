@@ -689,7 +689,7 @@ def test_dropout_keeps_the_ranks_together_and_ranks_with_other_seeds_are_refused
         ("no heads", "a config of 'mamba' has no number of heads"),
         ("string", "says 'diagonal' for model.layers.*.mlp.up_proj, which we have no word for"),
         ("module", "has no word for the parameters of model.layers.0.extra (Linear)"),
-        ("ranks differ", "first 'model.embed_tokens.weight' (rank"),
+        ("ranks differ", "first 'model.embed_tokens.weight' (which of them is right cannot be told)"),
         ("uncut after a refusal", "False"),
     ],
 )
