@@ -90,6 +90,7 @@ def folders(tmp_path_factory, pair) -> dict[str, Path]:
     theirs.transformer.save_pretrained(named["bare"])
     tensors = load_file(named["one"] / "model.safetensors")
     buffers = {"transformer.h.0.self_attention.scale_mask_softmax.causal_mask": torch.zeros(1)}
+    buffers |= {"transformer.h.1.self_attention.masked_bias": torch.zeros(1)}
     head = {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
     named["with head"].mkdir()
     save_file(tensors | head | buffers, named["with head"] / "model.safetensors")
@@ -347,6 +348,58 @@ def test_a_configuration_of_another_model_is_refused_with_both_values(folder, ch
         check_config(folder, MODEL)
 
 
+PUBLISHED = {"model_type": "bloom", "vocab_size": 99, "hidden_size": 48, "n_layer": 3, "n_head": 4}
+# Name in config.json -> [model] key, and a value that is no default.
+NAMES = {
+    "vocab_size": ("vocab_size", 98),
+    "n_embed": ("hidden_size", 24),
+    "hidden_size": ("hidden_size", 24),
+    "num_hidden_layers": ("n_layers", 5),
+    "n_layer": ("n_layers", 5),
+    "num_attention_heads": ("n_heads", 6),
+    "n_head": ("n_heads", 6),
+    "layer_norm_epsilon": ("layer_norm_eps", 1e-3),
+    "apply_residual_connection_post_layernorm": ("apply_residual_connection_post_layernorm", True),
+    "hidden_dropout": ("hidden_dropout", 0.25),
+    "attention_dropout": ("attention_dropout", 0.125),
+    "initializer_range": ("init_std", 0.5),
+}
+OF_BLOOM = {"layer_norm_eps": "layer_norm_epsilon", "n_layers": "n_layer", "n_heads": "n_head"}
+OF_BLOOM |= {"init_std": "initializer_range"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_key_of_config_json_is_read_as_transformers_reads_it_and_compared_where_weights_depend_on_it(
+    tmp_path, name
+):
+    from transformers import BloomConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    default = config.Model.model_validate(model_section(tmp_path))
+    check_config(tmp_path, default)
+    key, value = NAMES[name]
+    plain = PUBLISHED | {name: value}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    section = model_section(tmp_path)
+    theirs = BloomConfig(**{name: value for name, value in plain.items() if name != "model_type"})
+    for ours in {key for key, _ in NAMES.values()} & section.keys():
+        assert section[ours] == getattr(theirs, OF_BLOOM.get(ours, ours)), ours
+    assert section[key] == value
+    if key in ("hidden_dropout", "attention_dropout", "init_std"):
+        check_config(tmp_path, default)
+    else:
+        with pytest.raises(ValueError, match=rf"{key}={value}, not .* \(\[model\] {key}\)"):
+            check_config(tmp_path, default)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "n_layer", "n_head"])
+@pytest.mark.parametrize("value", [None, 0, True, 2.0, "8"])
+def test_a_size_that_is_missing_or_no_count_is_refused(tmp_path, key, value):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {key: value}))
+    with pytest.raises(ValueError, match=f"has no '{key}'" if value is None else f"has {key}={value!r}, expected a"):
+        model_section(tmp_path)
+
+
 def test_another_feed_forward_size_is_refused(folder):
     with pytest.raises(ValueError, match=r"ffn_hidden_size=256, not 100 \(\[model\] ffn_hidden_size\)"):
         check_config(folder, MODEL.model_copy(update={"ffn_hidden_size": 100}))
@@ -496,6 +549,70 @@ def test_weights_of_several_dtypes_keep_them_and_lie_at_multiples_of_their_width
     assert all(torch.equal(source.read(name), t) for name, t in weights.items())
     assert all(source.read(name).data_ptr() % t.itemsize == 0 for name, t in weights.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_every_key_of_the_model_is_written_as_transformers_reads_it(tmp_path):
+    from transformers import BloomConfig
+
+    keys = {"vocab_size": 7, "hidden_size": 12, "n_layers": 1, "n_heads": 3, "layer_norm_eps": 1e-3, "init_std": 0.5}
+    keys |= {"hidden_dropout": 0.25, "attention_dropout": 0.125, "apply_residual_connection_post_layernorm": True}
+    model = config.Model.model_validate(keys)
+    write_all(Memory(parameters(models.build(model))), tmp_path / "out", model, eod_id=5)
+    theirs = BloomConfig.from_pretrained(tmp_path / "out")
+    assert {key: getattr(theirs, OF_BLOOM.get(key, key)) for key in keys} == keys
+    assert (theirs.architectures, theirs.tie_word_embeddings) == (["BloomForCausalLM"], True)
+    for file in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / "out" / file).read_text())
+        assert (written["bos_token_id"], written["eos_token_id"]) == (5, 5)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 4096])
+def test_an_index_says_where_each_tensor_is_and_how_much_they_are_together(tmp_path, pair, max_file_bytes):
+    from safetensors import safe_open
+
+    weights = parameters(pair[0])
+    write_all(Memory(weights), tmp_path / "out", MODEL, max_file_bytes=max_file_bytes)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    found = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= dict.fromkeys(opened.keys(), file.name)
+    assert len(found) == len(weights)
+    if max_file_bytes == 10**9:
+        assert [file.name for file in files] == ["model.safetensors"]
+        assert not (tmp_path / "out" / INDEX).exists()
+    else:
+        n = len(files)
+        assert [file.name for file in files] == [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+        index = json.loads((tmp_path / "out" / INDEX).read_text())
+        assert index["weight_map"] == found
+        assert index["metadata"] == {"total_size": sum(t.nbytes for t in weights.values())}
+
+
+def test_what_a_killed_export_left_is_no_obstacle(tmp_path):
+    (tmp_path / ".tmp-out").mkdir()
+    (tmp_path / ".tmp-out" / "model-00001-of-00009.safetensors").write_text("half")
+    model = config.Model(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
+    write_all(Memory(parameters(models.build(model))), tmp_path / "out", model)
+    assert not (tmp_path / ".tmp-out").exists()
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["model.safetensors"]
+
+
+def test_a_rank_that_may_not_write_is_refused_before_any_rank_has_made_a_file(tmp_path):
+    model = config.Model(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
+
+    def refused() -> None:
+        raise RuntimeError("another rank has refused")
+
+    with pytest.raises(RuntimeError, match="another rank has refused"):
+        write_all(Memory(parameters(models.build(model))), tmp_path / "out", model, barrier=refused)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_who_may_read_the_configuration_may_read_the_weights(written):

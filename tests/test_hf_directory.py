@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import train
 from dtmega import config, mesh, models
 from dtmega.models.hf import HF
+from dtmega.models.hf_directory import read_config
 from dtmega.models.hf_draws import draws_of
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import check
@@ -274,6 +276,133 @@ def test_a_run_says_which_dropout_is_off_and_where_its_values_come_from(
     assert "has no weights" not in capsys.readouterr().out
     first = [json.loads((tmp_path / x / "metrics.jsonl").read_text().splitlines()[0])["loss"] for x in "abc"]
     assert first[0] == first[2] != first[1]
+
+
+# Key of [model] -> what it may not be, beside what config.json says of the tiny LLaMA.
+OWN = {
+    **{"vocab_size": 130, "hidden_size": 65, "n_layers": 3, "n_heads": 2, "ffn_hidden_size": 256},
+    **{"elements": [1, 2], "digest": "0123456789ab"},
+}
+ABSENT = {
+    **{"pad_vocab_to_multiple": 8, "hidden_dropout": 0.1, "attention_dropout": 0.1, "layer_norm_eps": 1e-6},
+    **{"init_std": 0.01, "z_loss": 1e-4, "apply_residual_connection_post_layernorm": True},
+}
+FREE = ("name", "path", "init_from", "label_smoothing")
+
+
+@pytest.mark.parametrize("key", config.Model.model_fields)
+def test_each_key_of_model_is_what_config_json_says_or_refused_or_free(home: Path, key: str):
+    assert (key in OWN) + (key in ABSENT) + (key in FREE) == 1
+    if key in FREE:
+        return
+    said_by = resolved(home).model
+    again = resolved(home, model={"name": "hf", "path": str(home), key: getattr(said_by, key)})
+    assert getattr(again.model, key) == getattr(said_by, key)
+    with pytest.raises(
+        ValueError, match=rf"\[model\] {key}=.*, but by .* it is|\[model\] {key}=.* is not for name = 'hf'"
+    ):
+        resolved(home, model={"name": "hf", "path": str(home), key: OWN.get(key, ABSENT.get(key))})
+
+
+def test_the_digest_is_of_every_key_of_config_json_but_of_those_that_change_no_number(home: Path):
+    (home / "model.safetensors").unlink()
+    before = json.loads((home / "config.json").read_text())
+    digest = resolved(home).model.digest
+    assert len(digest) == 12
+    free = {"transformers_version": "4.0", "architectures": ["A"], "dtype": "float16", "torch_dtype": "float16"}
+    free |= {"use_cache": False, "_name_or_path": "elsewhere"}
+    for key, value in free.items():
+        (home / "config.json").write_text(json.dumps({**before, key: value}))
+        assert resolved(home).model.digest == digest, key
+    (home / "config.json").write_text(json.dumps(dict(reversed(before.items()))))
+    assert resolved(home).model.digest == digest
+    numbers = {key: value for key, value in before.items() if isinstance(value, int | float)}
+    others = {key: not value if isinstance(value, bool) else 2 * value for key, value in numbers.items()}
+    others |= {"attention_dropout": 0.5, "pad_token_id": 3, "hidden_act": "gelu", "of nobody": 1}
+    others |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    del others["use_cache"]
+    assert len(others) > 18
+    for key, value in others.items():
+        (home / "config.json").write_text(json.dumps({**before, key: value}))
+        assert resolved(home).model.digest != digest, key
+
+
+SAID = {
+    "bloom": 0,
+    "gpt2": 100,
+    "llama": 96,
+    "mistral": 96,
+    "qwen2": 96,
+    "qwen3": 96,
+    "gpt_neox": 96,
+    "opt": 96,
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_sizes_and_counts_of_parameters_are_those_of_transformers(tmp_path: Path, name: str):
+    theirs = hf_models.build(Case(name))
+    if name == "gpt2":
+        theirs.config.n_inner = 100
+        theirs = type(theirs)(theirs.config)
+    theirs.config.save_pretrained(tmp_path)
+    found = resolved(tmp_path).model
+    assert (found.vocab_size, found.hidden_size, found.n_layers, found.n_heads) == (131, 64, 2, 4)
+    assert found.ffn_hidden_size == SAID[name]
+    (layers,) = (m for m in theirs.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+    assert found.elements == [sum(p.numel() for p in layers[1].parameters()), theirs.num_parameters()]
+
+
+def test_a_sequence_as_long_as_the_positions_and_a_tokenizer_that_is_named_are_taken(home: Path):
+    said(home, max_position_embeddings=16)
+    assert resolved(home).data.tokenizer == "bytes"
+    own = resolved(home, data={"seq_len": 16}).data.tokenizer
+    assert own == str(home / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"seq_len=17 is more than the max_position_embeddings=16 of"):
+        resolved(home, data={"seq_len": 17})
+
+
+def test_notes_are_of_dropout_that_would_be_there_and_of_weights_that_are_not(tmp_path: Path):
+    instead(tmp_path, "gpt2")
+    said(tmp_path, summary_first_dropout=0.0)
+    cfg = resolved(tmp_path)
+    drawn = f"{tmp_path} has no weights: initial values are drawn from [run] seed"
+    assert models.notes(cfg.model) == [drawn]
+    said(tmp_path, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.25)
+    assert models.notes(cfg.model) == [f"{tmp_path}: without its dropout (resid_pdrop=0.1, attn_pdrop=0.25)", drawn]
+    assert models.notes(cfg.model.model_copy(update={"init_from": "elsewhere"}))[1:] == []
+    built = HF(cfg.model)
+    assert {m.p for m in built.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
+    assert {p.dtype for p in built.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("plain", "is_causal"),
+    [
+        ({"model_type": "bert", "is_decoder": True}, True),
+        ({"model_type": "bert"}, False),
+        ({"model_type": "gpt_neox", "is_decoder": False}, True),
+        ({"model_type": "bart", "is_decoder": True}, False),  # has a causal head, and an encoder
+        ({"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False}, True),
+        ({"model_type": "vit"}, False),
+        ({"model_type": "t5"}, False),
+    ],
+)
+def test_what_the_trainer_trains_has_a_causal_head_and_no_encoder(
+    tmp_path: Path, plain: dict[str, Any], is_causal: bool
+):
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    if is_causal:
+        assert read_config(str(tmp_path)).model_type == plain["model_type"]
+    else:
+        with pytest.raises(ValueError, match=r"is not a causal language model, .* \(\[model\] path\)"):
+            read_config(str(tmp_path))
+
+
+def test_without_transformers_the_message_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"needs transformers: pip install -e '.\[hf\]' \(\[model\] name\)"):
+        resolved(home)
 
 
 WIDE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

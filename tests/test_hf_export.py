@@ -200,14 +200,52 @@ def test_the_class_that_was_trained_is_named_where_the_original_is_of_a_base_mod
     assert read_json(tmp_path / "out" / "config.json")["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_only_files_of_known_names_are_copied(tmp_path, llama):
+COPIED = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+COPIED += ["added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt"]
+COPIED += ["tekken.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
+
+
+def test_what_is_of_the_tokenizer_is_copied_byte_by_byte_and_nothing_else(tmp_path, llama):
+    import transformers
+    from transformers import tokenization_utils_base as base
+
+    known = {value for name, value in vars(base).items() if name.endswith("_FILE")}
+    for kind in ("GPT2", "Bert", "T5", "Llama", "XLMRoberta"):
+        known |= {*getattr(transformers, f"{kind}Tokenizer").vocab_files_names.values()}
+    assert known <= {*COPIED}
     shutil.copytree(llama / "original", tmp_path / "original")
     strange = ["modeling_llama.py", "pytorch_model.bin", "extra.safetensors", "README.md", "training_args.bin"]
-    for name in [*strange, "vocab.json", "special_tokens_map.json"]:
-        (tmp_path / "original" / name).write_text("{}")
+    for name in [*strange, *COPIED]:
+        (tmp_path / "original" / name).write_text(f'{{"of": "{name}"}}  ')
     assert to_hf(llama / "checkpoint", tmp_path / "out", "--original", str(tmp_path / "original")) == job.DONE
-    known = {"config.json", "generation_config.json", "model.safetensors", "vocab.json", "special_tokens_map.json"}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == known
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", *COPIED}
+    for name in COPIED:
+        assert (tmp_path / "out" / name).read_text() == f'{{"of": "{name}"}}  '
+
+
+def test_a_file_of_the_original_that_cannot_be_read_is_refused_before_anything_is_written(
+    tmp_path, llama, monkeypatch, capsys
+):
+    shutil.copytree(llama / "original", tmp_path / "original")
+    (tmp_path / "original" / "vocab.txt").touch()
+    read_bytes = Path.read_bytes
+
+    def broken(path: Path) -> bytes:
+        if path.name == "vocab.txt":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    assert to_hf(llama / "checkpoint", tmp_path / "out", "--original", str(tmp_path / "original")) == job.REFUSED
+    assert "original/vocab.txt: Permission denied (--original)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["original"]
+
+
+def test_the_tokenizer_that_the_original_has_leaves_its_other_files_as_they_are(tmp_path, finished):
+    own = finished.parent / "original"
+    assert to_hf(finished, tmp_path / "out", "--tokenizer", str(own / "tokenizer.json")) == job.DONE
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (own / name).read_bytes()
 
 
 def test_another_tokenizer_takes_the_place_of_the_originals_with_its_end_of_document(tmp_path, finished):
@@ -218,8 +256,12 @@ def test_another_tokenizer_takes_the_place_of_the_originals_with_its_end_of_docu
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 256)
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
-    for file in ("config.json", "generation_config.json"):
-        assert read_json(tmp_path / "out" / file)["eos_token_id"] == 256
+    before = {
+        file: read_json(finished.parent / "original" / file) for file in ("config.json", "generation_config.json")
+    }
+    for file in before:
+        ends = {"bos_token_id": 256, "eos_token_id": 256}
+        assert read_json(tmp_path / "out" / file) == {**before[file], **ends}
 
 
 def test_a_tokenizer_that_the_original_does_not_have_is_written(tmp_path, llama):

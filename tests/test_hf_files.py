@@ -19,7 +19,7 @@ from dtmega import config, models
 from dtmega.__main__ import main as command
 from dtmega.checkpoint import convert
 from dtmega.hf import config_json
-from dtmega.hf.files import INDEX, TensorFiles
+from dtmega.hf.files import INDEX, TensorFiles, has_weights
 from dtmega.parallelize import starting_weights
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from dtmega.plans.hf.load import Folder
@@ -218,6 +218,99 @@ def test_scalars_and_dtypes_of_buffers_are_read_and_weights_are_of_floats_only(t
         files.check_weight("steps")
 
 
+STORED = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_each_dtype_that_safetensors_writes_is_read_and_only_floats_of_two_bytes_and_more_are_weights(
+    tmp_path: Path, name: str
+):
+    tensor = torch.tensor([0.0, 1.0]).to(STORED[name])
+    save_file({"a": tensor}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    assert files.tensors == {"a": (STORED[name], (2,))}
+    assert torch.equal(files.read("a").float(), tensor.float())
+    assert files.bytes_read == tensor.nbytes
+    if name in ("F64", "F32", "F16", "BF16"):
+        files.check_weight("a")
+    else:
+        with pytest.raises(ValueError, match=f"'a' is of dtype {name}, expected one of F64, F32, F16, BF16"):
+            files.check_weight("a")
+
+
+def test_a_dtype_that_no_weight_or_buffer_has_is_refused(tmp_path: Path):
+    save_file({"a": torch.ones(2, dtype=torch.complex64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors: 'a' is of an unknown dtype, C64"):
+        TensorFiles(tmp_path)
+
+
+def written(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file of that header, which says that it has another length."""
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(content) if length is None else length).to_bytes(8, "little") + content + data
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+DAMAGED = {
+    "empty": b"",
+    "shorter than a length": b"\x08",
+    "a header beyond the end": written({}, length=1000),
+    "a header without end": written({}, length=2**63),
+    "no JSON": written(b"{]"),
+    "a list": written([]),
+    "less data than it says": written(entry(), bytes(7)),
+    "more data than it says": written(entry(), bytes(9)),
+    "data before its start": written(entry(data_offsets=[8, 0]), bytes(8)),
+    "a hole": written(entry(data_offsets=[8, 16]), bytes(16)),
+    "another shape": written(entry(shape=[3]), bytes(8)),
+    "a shape below 0": written(entry(shape=[-2]), bytes(8)),
+    "a shape beyond 64 bits": written(entry(shape=[2**62, 2**62]), bytes(8)),
+    "a dtype that is none": written(entry(dtype="F33"), bytes(8)),
+    "no shape": written({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)),
+    "two tensors on one place": written(entry() | {"b": entry()["a"]}, bytes(8)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_one_message_that_names_it(tmp_path: Path, damage: str):
+    (tmp_path / "model.safetensors").write_bytes(written(entry(), bytes(8)))
+    assert TensorFiles(tmp_path).read("a").tolist() == [0, 0]
+    (tmp_path / "model.safetensors").write_bytes(DAMAGED[damage])
+    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file: "):
+        TensorFiles(tmp_path)
+
+
+def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path: Path):
+    for name in "ab":
+        save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    for weight_map, message in (
+        ({"a": "b.safetensors", "b": "a.safetensors"}, "b.safetensors has no 'a', which"),
+        ({}, "expected a 'weight_map' of tensors to files"),
+        ({"a": "a\x1b.safetensors"}, r"names 'a\x1b.safetensors'; expected names of files beside it"),
+    ):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            TensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_weights_of_any_kind_are_seen_and_those_that_are_not_read_are_named(tmp_path: Path, name: str):
+    (tmp_path / "config.json").touch()
+    assert not has_weights(tmp_path)
+    (tmp_path / name).touch()
+    assert has_weights(tmp_path)
+    what = "is not read" if name.endswith("safetensors") else "a pickle, which can run code"
+    with pytest.raises(ValueError, match=f"holds neither model.safetensors nor .*{re.escape(name)}.* {what}|: {what}"):
+        TensorFiles(tmp_path)
+
+
 def test_stored_buffers_come_from_the_files_too(tmp_path: Path):
     cfg = transformers.ApertusConfig(**MIXTURE)
     truth = transformers.ApertusForCausalLM._from_config(cfg, dtype=torch.float32)
@@ -240,16 +333,49 @@ def test_no_implementation_that_a_config_json_names_reaches_transformers(tmp_pat
     kernel = "stranger/kernel"
     keys = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
     keys += ("_attn_implementation_internal", "_attn_implementation_autoset", "use_kernels", "kernel_config")
-    plain = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **dict.fromkeys(keys, kernel)}}
-    plain |= dict.fromkeys(keys, kernel) | {"base_model_tp_plan": "mine"}
+    keys += ("fusion_config", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan")
+    named = dict.fromkeys(keys, kernel)
+    plain = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **named}, "parts": [named], **named}
     (tmp_path / "config.json").write_text(json.dumps(plain))
     made = config_json.make_config(tmp_path, config_json.read_plain(tmp_path))
     for part in (made, made.get_text_config()):
-        assert kernel not in map(str, vars(part).values())
+        assert kernel not in str(vars(part))
         assert part._attn_implementation is None
         assert part._experts_implementation is None
-    assert made.base_model_tp_plan != "mine"
+        assert part.base_model_tp_plan != kernel
+    assert made.parts == [{}]
     assert made.name_or_path == str(tmp_path)
+
+
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "layers", "layer", "num_experts", "n_expert")
+COUNTS += ("num_local_experts", "n_routed_experts", "num_blocks", "n_block", "depth", "depths", "decoder_depth")
+
+
+@pytest.mark.parametrize("key", COUNTS)
+def test_a_count_above_a_thousand_needs_as_many_tensors(tmp_path: Path, key: str):
+    def counted(value: object) -> dict[str, Any]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "a", "inside": {key: value}}))
+        return config_json.read_plain(tmp_path)
+
+    assert counted(1000)["inside"] == {key: 1000}
+    with pytest.raises(ValueError, match=f"has {key}=1001, but 0 tensors are stored beside it"):
+        counted(1001)
+    with pytest.raises(ValueError, match=f"has {key}=1001, but 0 tensors are stored beside it"):
+        counted([2, 1001])
+    save_file({str(i): torch.ones(1) for i in range(1001)}, tmp_path / "model.safetensors")
+    assert counted(1001)["inside"] == {key: 1001}
+    with pytest.raises(ValueError, match=f"has {key}=1002, but 1001 tensors are stored beside it"):
+        counted(1002)
+
+
+@pytest.mark.parametrize("key", ["transformers_weights", "configuration_files"])
+def test_files_elsewhere_are_refused_and_a_key_that_names_none_is_not(tmp_path: Path, key: str):
+    for value in (None, [], ""):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "a", key: value, "hidden_size": 10**6}))
+        assert config_json.read_plain(tmp_path)[key] == value
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a", "inside": [{key: ["../a"]}]}))
+    with pytest.raises(ValueError, match=f"has {key}=.*expected a directory whose files have the usual names"):
+        config_json.read_plain(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])

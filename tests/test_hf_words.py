@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from dtmega.plans.apply import apply_plan
 from dtmega.plans.hf import styles
+from dtmega.plans.hf.generic import GlobalLinear
 from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow, PackedColumn
+from dtmega.plans.hf.regions import Enter
 from dtmega.plans.hf.styles import HeadColumns, SharedColumn, Stack, Whole
 from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
 from tests import ranks
@@ -187,3 +190,73 @@ def measured() -> list[dict[str, dict[str, float]]]:
 def test_a_word_gives_output_and_gradients_of_one_whole_module(name: str):
     for found in measured():
         assert {what: e for what, e in found[name].items() if not e < 1e-5} == {}
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class OwnEmbedding(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def enter() -> tuple[Any, nn.Module]:
+    module = nn.Module()
+    module.num_heads = 6  # pyright: ignore[reportArgumentType]
+    return Enter(Stack(False), divide=("num_heads",)), module
+
+
+REFUSED: dict[str, tuple[Any, nn.Module, int, str]] = {
+    "a column of another forward": (styles.Column(), OwnLinear(D, F), 4, "would replace the forward of OwnLinear"),
+    "a row of another forward": (styles.Row(), OwnLinear(D, F), 4, "would replace the forward of OwnLinear"),
+    "a column that is uneven": (styles.Column(), nn.Linear(D, 6), 4, "tp=4 does not divide 6: dim 0 of 'weight'"),
+    "a row that is uneven": (styles.Row(), nn.Linear(6, D), 4, "tp=4 does not divide 6: dim 1 of 'weight'"),
+    "a gathered column without rows": (styles.GatheredColumn(), nn.Linear(D, 9), 4, "leaves a rank without any of 9"),
+    "a packed column that is uneven": (PackedColumn(), nn.Linear(D, 12), 4, "'weight' of Linear in 2 parts"),
+    "a packed conv that is uneven": (ConvPacked(), conv(36)(), 8, "columns of Conv1D in 3 parts"),
+    "a conv that is none": (ConvColumn(), nn.Linear(D, F), 4, "would replace the forward of Linear"),
+    "heads of another module": (HeadColumns(), nn.Linear(D, F), 4, "would replace the forward of Linear"),
+    "rows of one rank": (VocabEmbedding(), nn.Embedding(9, D), 4, "leave a rank without any of 9"),
+    "a norm of rows": (VocabEmbedding(), nn.Embedding(V, D, max_norm=1.0), 4, "is for nn.Embedding without max_norm"),
+    "scaled gradients": (
+        VocabEmbedding(),
+        nn.Embedding(V, D, scale_grad_by_freq=True),
+        4,
+        "is for nn.Embedding without",
+    ),
+    "no embedding": (VocabEmbedding(), nn.Linear(D, F), 4, "VocabEmbedding is for nn.Embedding"),
+    "another head": (VocabHead(True), OwnLinear(D, V), 4, "VocabHead is for nn.Linear, not for OwnLinear"),
+    "a head of one rank": (VocabHead(True), nn.Linear(D, 9), 4, "leave a rank without any of 9"),
+    "heads that are uneven": (*enter(), 4, "tp=4 does not divide num_heads=6 of Module"),
+    "a linear of DTensors": (
+        GlobalLinear(True),
+        OwnLinear(D, F),
+        4,
+        "GlobalLinear is for nn.Linear, not for OwnLinear",
+    ),
+}
+TAKEN: list[tuple[Any, nn.Module, int]] = [
+    (styles.Column(), nn.Linear(D, 8), 4),
+    (styles.GatheredColumn(), nn.Linear(D, 10), 4),
+    (PackedColumn(), nn.Linear(D, 16), 4),
+    (ConvPacked(), conv(24)(), 8),
+    (VocabEmbedding(), OwnEmbedding(10, D, padding_idx=1), 4),
+    (VocabHead(True), nn.Linear(D, 10), 4),
+    (*enter(), 3),
+    (GlobalLinear(True), nn.Linear(D, 9), 4),
+]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_module_that_a_word_is_not_for_or_ranks_cannot_share_is_refused(what: str):
+    word, module, tp, text = REFUSED[what]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        word.check(module, tp)
+
+
+@pytest.mark.parametrize("number", range(len(TAKEN)))
+def test_a_module_that_just_fits_is_taken(number: int):
+    word, module, tp = TAKEN[number]
+    word.check(module, tp)

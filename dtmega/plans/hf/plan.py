@@ -150,7 +150,7 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
         own = list(module.parameters(recurse=False))
         if name in named or not own or all(id(p) in styled for p in own):
             continue
-        if not in_blocks and any(name.startswith(f"{block}.") for block in plan.blocks):
+        if not in_blocks and any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
             raise ValueError(
                 f"the plan of '{plan.family}' has no word for the parameters of {name} ({type(module).__name__}): this "
                 f"version of transformers, or an option of the config, is not one it knows"

@@ -1,0 +1,67 @@
+"""File models/hf.py: a model of transformers cut into stages is the whole one, of every family that can be cut."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtmega import config
+from dtmega.models.hf import ENDS, HF, blocks_of
+from tests import hf_models
+from tests.hf_models import Case
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "bloom", "gpt2", "gpt_neox", "opt"]
+CASES = [*(Case(name, tied=tied) for name in FAMILIES for tied in (True, False)), Case("qwen2 sliding")]
+CASES.append(Case("opt projected, post-layernorm"))
+
+
+def built(case: Case, folder: Path) -> tuple[HF, HF]:
+    """The model under the house's contract, with values, of three layers; and the same untouched."""
+    plain = hf_models.plain(case).config
+    key = next(key for key in ("num_hidden_layers", "n_layer") if key in plain.to_dict())
+    three = {**plain.to_dict(), key: 3}
+    if plain.to_dict().get("layer_types"):
+        three["layer_types"] = (2 * plain.layer_types)[:3]
+    folder.joinpath("config.json").write_text(json.dumps(three))
+    torch.manual_seed(0)
+    whole = HF(config.Model(name="hf", path=str(folder), label_smoothing=0.1))
+    for p in whole.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return whole.train(), copy.deepcopy(whole).train()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}{'-tied' if case.tied else ''}")
+def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(case: Case, tmp_path: Path):
+    assert {*ENDS} == {*FAMILIES}
+    whole, truth = built(case, tmp_path)
+    assert whole.longest == getattr(whole.hf.config, "max_position_embeddings", None)
+    stages = [copy.deepcopy(whole) for _ in range(3)]
+    for i, stage in enumerate(stages):
+        stage.keep([i], is_first=i == 0, is_last=i == 2)
+    tokens = torch.arange(26).view(2, 13)
+    labels = torch.where(tokens % 5 == 0, -100, tokens + 1)
+    x = tokens
+    for stage in stages[:2]:
+        x = stage(x)
+    expected = truth.hf(tokens).logits
+    torch.testing.assert_close(stages[2](x), expected, rtol=1e-4, atol=1e-5)
+    # The last one has the sum of the losses, in training with the smoothing of [model].
+    for training, smoothing in ((True, 0.1), (False, 0.0)):
+        stages[2].train(training)
+        options = {"reduction": "sum", "label_smoothing": smoothing}
+        loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), **options)
+        torch.testing.assert_close(stages[2](x, labels), loss, rtol=1e-4, atol=1e-5)
+    names = Counter(stage.full_name(name) for stage in stages for name, _ in stage.named_parameters())
+    # A tied weight is on both ends, under one name.
+    twice = [truth.tied[0].removeprefix("hf.")] if truth.tied else []
+    assert names == Counter([*dict(truth.hf.named_parameters()), *twice])
+    assert bool(twice) is case.tied
+    for i, stage in enumerate(stages):
+        (block,) = stage.blocks()
+        same = zip(block.parameters(), blocks_of(truth.hf)[i].parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in same)
