@@ -86,6 +86,7 @@ def test_what_a_step_sums_after_backward_is_handed_to_the_groups_that_it_is_abou
     assert model.pipeline is not None
 
     def nobody_answers(microbatches: object, scale: float) -> torch.Tensor:
+        assert scale == 1 / (3 * 3 * 8)  # microbatches x B x S, as nobody adds to it
         zero_gradients(model)
         return torch.zeros((), dtype=torch.float64)
 

@@ -160,6 +160,27 @@ def test_the_process_group_is_of_the_device_and_has_the_place_store_and_timeout_
     assert used == ([device] if bound else [])
 
 
+def test_ranks_meet_as_the_launcher_numbers_them_and_for_as_long_as_they_are_told(monkeypatch):
+    monkeypatch.setattr(mesh, "meet", lambda *asked: asked)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert mesh.rendezvous(7) == (0, 1, timedelta(seconds=7))
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert mesh.rendezvous(7) == (5, 6, timedelta(seconds=7))
+
+
+def test_who_asks_for_the_store_gets_a_connection_of_its_own():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        one, another = mesh.store(), mesh.store()
+    finally:
+        dist.destroy_process_group()
+    assert one is not another
+    one.set("a", "b")
+    assert another.get("a") == b"b"
+
+
 def test_only_a_gpu_is_waited_for(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, fsdp, keyed, mesh, models
 from dtmega.parallelize import ShardedModel, check, fitted, parallelize
-from dtmega.shards import local
+from dtmega.shards import dim_to_cut, local
 from tests import hf_models, ranks
 
 CPU = torch.device("cpu")
@@ -327,6 +327,7 @@ def test_what_fsdp2_is_asked_for(alone, monkeypatch, device, offload, reshard):
         (model, False),
     ]
     for _, keywords in asked:
+        assert (keywords["mesh"], keywords["shard_placement_fn"]) == (there, dim_to_cut)
         policy = keywords["mp_policy"]
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
         assert not policy.cast_forward_inputs

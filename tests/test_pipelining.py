@@ -98,17 +98,18 @@ def test_a_head_that_costs_many_layers_gets_a_stage_alone():
 
 
 @pytest.mark.parametrize(
-    ("words", "seq_len", "n_stages"),
+    ("n_layers", "words", "seq_len"),
     [
-        (6, 8, 4),  # each end has half a layer's parameters
-        (24, 8, 4),  # twice a layer's, and the head takes two layers' time
-        (24, 12 * 16, 4),  # but one layer's, where attention is half of that
-        (0.5, 8, 3),
+        (10, 6, 8),  # each end has half a layer's parameters
+        (10, 24, 8),  # twice a layer's, and the head takes two layers' time
+        (10, 24, 12 * 16),  # but one layer's, where attention is half of that
+        (8, 24, 12 * 16),
+        (8, 36, 24 * 16),
     ],
 )
-def test_no_cut_of_a_model_is_faster_and_of_those_as_fast_none_has_less_squared_memory(words, seq_len, n_stages):
-    d, n_layers = 16, 10
-    vocabulary = int(words * d)
+def test_no_cut_of_a_model_is_faster_and_of_those_as_fast_none_has_less_squared_memory(n_layers, words, seq_len):
+    d, n_stages = 16, 4
+    vocabulary = words * d
     model = config.Model(vocab_size=vocabulary, hidden_size=d, n_layers=n_layers, n_heads=4)
     layer_flops = 6 * 12 * d * d + 6 * seq_len * d
     flops = [0, *[layer_flops] * n_layers, 6 * vocabulary * d]
@@ -365,6 +366,9 @@ def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
         check(cfg, pp=2, data_size=1, compiled=False)
     with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0\], \[1\]\]"):
         check(settings(pipeline=wanted | {"virtual_stages": 2}), pp=2, data_size=1, compiled=False)
+    path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
+    with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0, 2\], \[1\]\]"):
+        check(settings(pipeline=wanted | {"virtual_stages": 2}), pp=2, data_size=1, compiled=False)
 
 
 @pytest.mark.parametrize("cell", ["1B1", "1I1,1W1"])
@@ -408,6 +412,11 @@ class Picture:
 
     def __init__(self, path: Path) -> None:
         root = ElementTree.parse(path).getroot()
+        width, height = (float(root.get(key, "")) for key in ("width", "height"))
+        assert root.get("viewBox") == f"0 0 {width:g} {height:g}"
+        for e in root.iter():
+            assert 0 <= float(e.get("x", 0)) <= float(e.get("x", 0)) + float(e.get("width", 0)) <= width
+            assert 0 <= float(e.get("y", 0)) <= float(e.get("y", 0)) + float(e.get("height", 0)) <= height
         self.texts = [e for e in root.iter() if e.tag.endswith("text")]
         ticks = [e for e in self.texts if (e.text or "").isdigit() and e.get("fill") == "#7a8591"]
         self.ticks = {int(e.text or ""): float(e.get("x", "")) for e in ticks}
@@ -718,12 +727,15 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step(trained: Any,
 class Schedule:
     """In place of torch's: remembers what it is given, and gives each microbatch its number as loss."""
 
-    built: ClassVar[list[tuple[list[int], int, bool]]] = []
+    built: ClassVar[list[Any]] = []  # stages, number of microbatches, are gradients scaled; or the file
     given: ClassVar[list[tuple[str, tuple[Tensor, ...], dict[str, Any]]]] = []
 
     def __init__(self, stages: list[Any], n: int, loss_fn: Any, scale_grads: bool) -> None:
         self.n, self.loss_fn = n, loss_fn
         self.built.append(([stage.stage_index for stage in stages], n, scale_grads))
+
+    def _load_csv(self, path: str) -> None:
+        self.built.append(path)
 
     def step(self, *args: Tensor, **keywords: Any) -> None:
         self._run("step", args, keywords)
@@ -736,9 +748,13 @@ class Schedule:
         self.given.append((how, args, {**keywords, "losses": losses}))
 
 
+@pytest.mark.parametrize("csv", ["", "schedule.csv"])
 @pytest.mark.parametrize(("held", "first", "last"), [([0, 3], True, True), ([0], True, False), ([1, 2], False, False)])
-def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another_use(monkeypatch, held, first, last):
-    monkeypatch.setattr(schedule_room, "get_schedule_class", lambda name: Schedule)
+def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another_use(
+    monkeypatch, held, first, last, csv
+):
+    monkeypatch.setattr(schedule_room, "get_schedule_class", {"ZBVZeroBubble": Schedule}.get)
+    monkeypatch.setattr(schedule_room, "_PipelineScheduleRuntime", Schedule)
     monkeypatch.setattr(Schedule, "built", [])
     monkeypatch.setattr(Schedule, "given", [])
     hidden = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta")
@@ -746,7 +762,7 @@ def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another
     try:
         modules = {number: torch.nn.Identity() for number in held}
         assert dist.group.WORLD is not None
-        runner = Pipeline(ALL["ZBVZeroBubble"], modules, 4, dist.group.WORLD, hidden, torch.device("cpu"))
+        runner = Pipeline(pipeline("ZBVZeroBubble", csv=csv), modules, 4, dist.group.WORLD, hidden, torch.device("cpu"))
         if not last:  # whose losses this rank does not see
             monkeypatch.setattr(Schedule, "_run", lambda self, *given: self.given.append(given))
         for train, n in ((True, 4), (True, 4), (False, 4), (True, 4), (True, 2)):
@@ -767,7 +783,8 @@ def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another
             assert all(torch.equal(given[name], whole[name]) for name in given)
     finally:
         dist.destroy_process_group()
-    assert Schedule.built == [(held, n, False) for n in (4, 4, 4, 2)]
+    kinds = [(held, n, False) for n in (4, 4, 4, 2)]
+    assert Schedule.built == ([made for kind in kinds for made in (kind, csv)] if csv else kinds)
 
 
 def first_messages(wanted: config.Pipeline) -> list[tuple[str, int]]:

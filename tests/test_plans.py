@@ -23,7 +23,7 @@ from dtmega import loss as loss_room
 from dtmega.models.bloom import Bloom
 from dtmega.models.layers import KeyedDropout
 from dtmega.plans import bloom
-from dtmega.plans.styles import Column, Row, ShardBuffer, VocabEmbedding
+from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, VocabEmbedding
 from tests import ranks
 
 B, S, V, HEADS = 2, 24, 131, {2: 6, 3: 6, 4: 8}
@@ -32,7 +32,7 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CASES: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "dropout": DROPOUT,
-    "post-layernorm": {"apply_residual_connection_post_layernorm": True},
+    "post-layernorm, large epsilon": {"apply_residual_connection_post_layernorm": True, "layer_norm_eps": 0.1},
     "padded vocabulary": {"pad_vocab_to_multiple": 64},
     "smoothing and z-loss": {"pad_vocab_to_multiple": 64, "label_smoothing": 0.1, "z_loss": 1e-3},
 }
@@ -425,6 +425,8 @@ def refusals() -> dict[str, str]:
         "wrong module": apply({"layers.*.attn.qkv": VocabEmbedding()}),
         "twice": message(plans.apply_plan, model, mesh, table),
         "buffers twice": message(plans.shard_buffers, model, mesh, table),
+        "buffer": message(plans.apply_plan, small(3), mesh, {"slopes": ShardBuffer(3)}),
+        "no positions": message(parallelize_module, nn.Linear(4, 4), mesh, SequenceShard()),
         "tied in two ways": apply({"head": Row()}),
         "odd sequence": message(model, tokens[:, :23]),
         "token V": message(model, torch.full((1, 2), V), error=IndexError),
@@ -501,6 +503,11 @@ def test_logits_are_whole_and_trimmed_and_have_a_gradient():
         ("wrong module", "VocabEmbedding is for modules with ['weight'], but Linear has 'bias'"),
         ("twice", "VocabEmbedding cannot cut 'weight' of Embedding: another style did ((Shard(dim=0),))"),
         ("buffers twice", "'slopes' of the plan: expected a buffer with 6 in dim 0, got [3]"),
+        ("buffer", "tp=2 does not divide 3, dim 0 of buffer 'slopes' ([mesh] tp)"),
+        (
+            "no positions",
+            "SequenceShard is for modules with one of ['sequence_shard', 'sequence_shards'], Linear has none",
+        ),
         ("tied in two ways", "a tied parameter [131, 48] is cut in two ways: [(Shard(dim=0),), (Shard(dim=1),)]"),
         (
             "odd sequence",
