@@ -286,6 +286,9 @@ def test_a_file_may_have_idle_cells_split_backwards_and_pairs_as_torch_writes_th
     ("rows", "message"),
     [
         ([GOOD[0], "1F0,1X0"], r"row 2: '1X0' is no action; expected such as 0F3, 1B0"),
+        ([GOOD[0], "1F0,1B0 0F1"], r"row 2: '1B0 0F1' is no action"),
+        ([GOOD[0], ","], "has 2 rows, 1 of them with actions; expected 2"),
+        (["1F0,1B0", "2F0,2B0"], r"stages 0, 1, ... must each be on one rank; the ranks have \[\[1\], \[2\]\]"),
         ([*GOOD, "2F0,2B0"], r"has 3 rows, 3 of them with actions; expected 2, one per rank \(\[mesh\] pp=2\)"),
         ([*GOOD, ","], "has 3 rows, 2 of them with actions; expected 2"),
         (["0F0,0B0", "0F1,0B1"], r"each be on one rank; the ranks have \[\[0\], \[0\]\]"),
@@ -306,6 +309,13 @@ def test_files_that_are_no_schedule_are_refused(rows: list[str], message: str, t
     with pytest.raises(ValueError, match=message) as caught:
         csv_table(str(path), pp=2)
     assert "schedule.csv ([pipeline] csv)" in str(caught.value)
+
+
+def test_the_last_stage_of_a_file_is_where_the_embedding_can_be_shared(tmp_path: Path):
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0B0\n2F0,2B0\n1F0,1B0")
+    with pytest.raises(ValueError, match=r"stage 2, the last, on the last or on the first .* \[\[0\], \[2\], \[1\]\]"):
+        csv_table(str(path), pp=3)
 
 
 def test_a_file_that_is_not_there_is_refused():

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from dtmega import rendezvous
 
-PATIENT = timedelta(seconds=60)
+PATIENT = timedelta(seconds=20)
 BRIEF = timedelta(seconds=0.5)
 
 
