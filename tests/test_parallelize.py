@@ -133,6 +133,13 @@ def test_rotary_frequencies_of_a_transformers_model_are_where_it_computes():
     assert found["buffer inv_freq"] == {"meta"}
 
 
+def test_a_transformers_model_may_have_a_sequence_that_tp_does_not_divide():
+    case = hf_models.Case("llama")
+    keys: dict[str, object] = {"model__name": "hf", "model__path": hf_models.saved([case])[case]}
+    cfg = sections(mesh__tp=2, data__seq_len=13, data__tokenizer="bytes", **keys)
+    check(models.resolved(cfg), mesh.resolve(cfg.mesh, 2), CPU)
+
+
 def runs(schedule: str, pp: int, n: int) -> bool:
     """Can this schedule run n microbatches? As torch's classes say."""
     rounds = max(1, n // pp)
