@@ -8,9 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import platform
 import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import fsspec
@@ -20,12 +24,13 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor, nn
 
-from dtmega import config
+from dtmega import __version__, config
 from dtmega.checkpoint import dcp, manifest, resume
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
+from dtmega.checkpoint.staging import Stager
 
 CPU = torch.device("cpu")
 IDENTITY = {"data": "xxh3 of it", "seed": 1}
@@ -170,6 +175,84 @@ def test_a_run_is_read_back_to_the_bit_with_its_optimizer_and_its_counts(root):
     assert bits(run.tensors()) == bits(other.tensors())  # AdamW's own count of steps too
 
 
+def test_every_field_of_the_state_is_read_back_as_it_was_given():
+    run = Run(f"memory://{uuid4().hex}")
+    given = {
+        "progress": Progress(step=7, samples=55, skipped=3),
+        "recent": [(2.5, 0.25), (2.4, 0.125)],
+        "updates": 4,
+        "identity": IDENTITY,
+        "layout": {"processes": 8, "tp": 2},
+    }
+    run.checkpoints.save(run.tensors(), State.of(run.cfg.model_dump(), **given))  # pyright: ignore[reportArgumentType]
+    state = resume.state_of(open_checkpoint(run.files.path("step-00000007")))
+    expected = given | {
+        "config": run.cfg.model_dump(mode="json"),
+        "versions": {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    assert {key: getattr(state, key) for key in State.model_fields} == expected
+
+
+def test_a_state_that_json_cannot_hold_is_an_error_of_the_save():
+    run = Run(f"memory://{uuid4().hex}")
+    (outcome,) = run.checkpoints.save(run.tensors(), State.of({}, recent=[(float("nan"), 1.0)]))
+    assert "not JSON compliant" in outcome.error
+    assert run.finished() == []
+
+
+def test_two_parameters_of_one_name_on_a_rank_are_both_filled(root):
+    """As the embedding is, where a rank has the first and the last stage of a pipeline."""
+    run, twin = Run(root), nn.Parameter(torch.zeros(3, 5))
+    run.save(1)
+    before = bits(run.tensors())
+    found, _ = resume.find(run.cfg, IDENTITY)
+    named = [*run.model.named_parameters(), ("0.weight", twin)]
+    optimizer = torch.optim.AdamW([p for _, p in named])
+    run.checkpoints.load(found, named, optimizer, [])
+    assert bits(tensors_of(dict(run.model.named_parameters()), optimizer)) == before
+    assert torch.equal(twin, run.model[0].weight)
+    assert torch.equal(optimizer.state[twin]["exp_avg"], optimizer.state[run.model[0].weight]["exp_avg"])
+
+
+def test_a_frozen_parameter_is_saved_without_moments_and_what_is_trained_later_needs_them(root):
+    run = Run(root)
+    run.model[1].weight.requires_grad_(False)
+    run.save(1)
+    frozen = {"model/0.weight", "model/0.bias", "model/1.weight"}
+    assert {n for n in run.tensors() if "1.weight" in n or n.startswith("model/")} == frozen
+    run.load()
+    assert run.model[1].weight not in run.optimizer.state
+    run.model[1].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"has no moments of '1.weight', which was frozen then and is trained now"):
+        run.load()
+
+
+def test_an_optimizer_that_is_not_of_these_parameters_is_not_saved():
+    run = Run(f"memory://{uuid4().hex}")
+    run.train()
+    stranger = dict(nn.Linear(2, 2).named_parameters())
+    with pytest.raises(AssertionError):
+        tensors_of(stranger, run.optimizer)
+    run.optimizer.state[run.model[0].weight]["step"] += 1
+    with pytest.raises(AssertionError, match=r"parameters have been updated \{1, 2\} times"):
+        run.tensors()
+
+
+def test_a_save_waits_for_a_rank_as_long_as_a_collective_may(monkeypatch):
+    """Twice [run] timeout_s: a rank that hangs is named by the watch before."""
+    asked: list[timedelta] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, timeout: timedelta, **keywords: Any) -> Any:
+        asked.append(timeout)
+        return new_group(*args, timeout=timeout, **keywords)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    run = Run(f"memory://{uuid4().hex}")
+    assert asked == [timedelta(seconds=run.cfg.run.collective_timeout_s())]
+    assert asked[0] > timedelta(seconds=run.cfg.run.timeout_s)
+
+
 def test_a_part_is_what_slicing_gives_and_reads_only_the_blocks_it_needs(root, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 64)
     monkeypatch.setattr(dcp, "BLOCK_BYTES", 64)
@@ -267,6 +350,18 @@ def test_what_cannot_be_deleted_fails_neither_the_save_nor_the_next_start(root, 
     state, _ = run.load()
     assert state is not None
     assert state.progress.step == 2
+
+
+def test_one_that_cannot_be_deleted_does_not_keep_the_others(root, monkeypatch):
+    run = Run(root, keep=9)
+    for step in (1, 2, 3):
+        run.save(step)
+    honest = type(run.files).remove
+    monkeypatch.setattr(
+        type(run.files), "remove", lambda self, folder: full() if "00000001" in folder else honest(self, folder)
+    )
+    Run(root, keep=2).save(4)
+    assert [folder for folder in run.files.folders() if "00000001" not in folder] == ["step-00000003", "step-00000004"]
 
 
 # A save that fails.
@@ -421,6 +516,32 @@ def test_one_save_is_in_flight_and_the_next_waits_for_it(root, monkeypatch):
     assert run.finished() == [1, 2]
 
 
+@pytest.mark.parametrize(("mode", "stall_s"), [("sync", 10 + 5), ("async", 1 + 5)])
+def test_training_stands_still_for_a_copy_or_a_save_and_for_its_publication_and_no_other(monkeypatch, mode, stall_s):
+    """On a clock that these three move by 1, 10 and 5 s, and training by 100."""
+    now_s = [0.0]
+
+    def takes(seconds: float, honest: Callable[..., object]) -> Callable[..., object]:
+        def slow(*args: object, **keywords: object) -> object:
+            if threading.current_thread() is threading.main_thread():  # what a thread does, nobody stands still for
+                now_s[0] += seconds
+            return honest(*args, **keywords)
+
+        return slow
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(Stager, "stage", takes(1, Stager.stage))
+    monkeypatch.setattr(dcp, "save", takes(10, dcp.save))
+    monkeypatch.setattr(manifest, "dump", takes(5, manifest.dump))
+    run = Run(f"memory://{uuid4().hex}", mode=mode)
+    ended: list[Outcome] = []
+    for step in (1, 2):
+        ended += run.save(step)
+        now_s[0] += 100
+    ended += run.checkpoints.wait()
+    assert [(outcome.step, outcome.stall_s) for outcome in ended] == [(1, stall_s), (2, stall_s)]
+
+
 @pytest.mark.parametrize("polls", [True, False])
 def test_a_writer_thread_that_fails_is_reported_before_the_next_save_and_the_older_checkpoint_stays(
     root, monkeypatch, polls
@@ -557,6 +678,7 @@ def test_what_torchrun_starts_again_does_not_start_anew_twice(root, monkeypatch)
         (IDENTITY | {"seed": 2}, "seed was 1, is 2"),
         (IDENTITY | {"data": "another"}, "data was xxh3 of it, is another"),
         (IDENTITY | {"tokenizer": "bytes"}, "tokenizer was None, is bytes"),
+        ({"seed": 1}, "data was xxh3 of it, is None"),
     ],
 )
 def test_another_seed_data_or_tokenizer_is_refused_unless_that_is_allowed(root, identity, message):

@@ -215,56 +215,73 @@ def renamed(name: str) -> Callable[[Content], None]:
 
 HUGE = 2**59
 CHUNK = ("tensors", "*", "chunks", 0)
-FORGED: dict[str, Callable[[Content], None]] = {
-    "a path that leads out": renamed("../secret.bin"),
-    "an absolute path": renamed("/etc/passwd"),
-    "a path inside": renamed("sub/data-00000.bin"),
-    "a name with a line end": renamed("data-00000.bin\n"),
-    "a name with a zero byte": renamed("data-00000.bin\0"),
-    "the manifest as data": renamed("manifest.json"),
-    "a tensor of 2^59 elements": only([HUGE], [[[0], [HUGE], "data-00000.bin", 0, []]]),
-    "a shape whose strides overflow": only([0, HUGE, HUGE], []),
-    "100,000 dims": only([HUGE] * 10**5, []),
-    "a chunk of 100,000 dims": put(*CHUNK, 1, to=[HUGE] * 10**5),
-    "2^64 elements": put("tensors", "*", "shape", to=[2**64]),
-    "a negative size": put("tensors", "*", "shape", to=[-1]),
-    "a negative start": put(*CHUNK, 3, to=-8),
-    "a start behind the end": put(*CHUNK, 3, to=HUGE),
-    "a negative offset": put(*CHUNK, 0, to=[-1, 0]),
-    "an offset that overflows": put(*CHUNK, 0, to=[2**63 - 1, 0]),
-    "too many digests": put(*CHUNK, 4, to=["0" * 32] * 10**5),
-    "digests that are no list": put(*CHUNK, 4, to="0" * 32),
-    "digests that are no strings": put(*CHUNK, 4, to=[{"a": 1}]),
-    "no chunks": put("tensors", "*", "chunks", to=[]),
-    "chunks that are numbers": put("tensors", "*", "chunks", to=[1]),
-    "two entries of the same bytes": share_bytes,
-    "two chunks of the same box": overlapping,
-    "another dtype": put("tensors", "*", "dtype", to="float64"),
-    "no dtype of ours": put("tensors", "*", "dtype", to="object"),
-    "a dtype that is a list": put("tensors", "*", "dtype", to=["float32"]),
-    "an entry that is a list": put("tensors", "*", to=[]),
-    "tensors that are a list": put("tensors", to=[]),
-    "no tensors": put("tensors", to={}),
-    "files that are a list": put("files", to=["data-00000.bin"]),
-    "a file of 2^59 bytes": put("files", "data-00000.bin", to=HUGE),
-    "a size that is a string": put("files", "data-00000.bin", to="5"),
-    "a size that is a bool": put("files", "data-00000.bin", to=True),
-    "a file that is not there": put("files", "data-00007.bin", to=5),
-    "a step that is a string": put("step", to="2"),
-    "a negative step": put("step", to=-2),
-    "no step": lambda content: content.pop("step"),
-    "another format": put("format", to=99),
-    "a format that is a list": put("format", to=[1]),
-    "state that is a list": put("state", to=[]),
-    "state with a key too much": put("state", "__class__", to="os"),
-    "progress that is a string": put("state", "progress", to="far"),
-    "negative progress": put("state", "progress", to=[-1, 0, 0]),
-    "updates without end": put("state", "updates", to=10**400),
-    "a configuration that is a number": put("state", "config", to=5),
-    "a section that is a number": put("state", "config", "model", to=5),
-    "identity that is a list": put("state", "identity", to=[1]),
-    "recent that is a string": put("state", "recent", to="x"),
-    "versions that are numbers": put("state", "versions", to={"torch": 2}),
+FORGED: dict[str, tuple[Callable[[Content], None], str]] = {
+    "a path that leads out": (renamed("../secret.bin"), "expected a name like data-00000.bin, got"),
+    "an absolute path": (renamed("/etc/passwd"), "expected a name like data-00000.bin, got"),
+    "a path inside": (renamed("sub/data-00000.bin"), "expected a name like data-00000.bin, got"),
+    "a name with a line end": (renamed("data-00000.bin\n"), "expected a name like data-00000.bin, got"),
+    "a name with a zero byte": (renamed("data-00000.bin\0"), "expected a name like data-00000.bin, got"),
+    "the manifest as data": (renamed("manifest.json"), "expected a name like data-00000.bin, got"),
+    "a tensor of 2^59 elements": (only([HUGE], [[[0], [HUGE], "data-00000.bin", 0, []]]), "does not fit"),
+    "a shape whose strides overflow": (only([0, HUGE, HUGE], []), "expected a shape, got"),
+    "100,000 dims": (only([HUGE] * 10**5, []), "expected at most 16 dims, got 100000"),
+    "a chunk of 100,000 dims": (put(*CHUNK, 1, to=[HUGE] * 10**5), "expected at most 16 dims, got 100000"),
+    "2^64 elements": (put("tensors", "*", "shape", to=[2**64]), "expected a count, got 18446744073709551616"),
+    "a negative size": (put("tensors", "*", "shape", to=[-1]), "expected a count, got -1"),
+    "a negative start": (put(*CHUNK, 3, to=-8), "expected a count, got -8"),
+    "a start behind the end": (
+        put(*CHUNK, 3, to=HUGE),
+        "an entry ends at byte 576460752303423616 of data-00000.bin, which has",
+    ),
+    "a negative offset": (put(*CHUNK, 0, to=[-1, 0]), "expected a count, got -1"),
+    "an offset that overflows": (put(*CHUNK, 0, to=[2**63 - 1, 0]), "expected a count, got 9223372036854775807"),
+    "too many digests": (put(*CHUNK, 4, to=["0" * 32] * 10**5), "does not fit"),
+    "digests that are no list": (put(*CHUNK, 4, to="0" * 32), "expected list, got '0000"),
+    "digests that are no strings": (put(*CHUNK, 4, to=[{"a": 1}]), "do not match their digest"),
+    "no chunks": (put("tensors", "*", "chunks", to=[]), "do not make [7, 8]"),
+    "chunks that are numbers": (put("tensors", "*", "chunks", to=[1]), "cannot unpack non-iterable int"),
+    "two entries of the same bytes": (share_bytes, "two entries share bytes 0 to 128 of data-00000.bin"),
+    "two chunks of the same box": (overlapping, "do not make [7, 8]"),
+    "another dtype": (
+        put("tensors", "*", "dtype", to="float64"),
+        "two entries share bytes 128 to 256 of data-00000.bin",
+    ),
+    "no dtype of ours": (put("tensors", "*", "dtype", to="object"), "KeyError: 'object'"),
+    "a dtype that is a list": (put("tensors", "*", "dtype", to=["float32"]), "unhashable type: 'list'"),
+    "an entry that is a list": (put("tensors", "*", to=[]), "list indices must be integers"),
+    "tensors that are a list": (put("tensors", to=[]), "expected dict, got '[]'"),
+    "no tensors": (put("tensors", to={}), "is of another model: it has no 'model/embed.weight'"),
+    "files that are a list": (put("files", to=["data-00000.bin"]), "expected dict, got \"['data-00000.bin']\""),
+    "a file of 2^59 bytes": (
+        put("files", "data-00000.bin", to=HUGE),
+        "data-00000.bin has 5808 bytes, expected 576460752303423488",
+    ),
+    "a size that is a string": (put("files", "data-00000.bin", to="5"), "expected int, got '5'"),
+    "a size that is a bool": (put("files", "data-00000.bin", to=True), "expected int, got 'True'"),
+    "a file that is not there": (put("files", "data-00007.bin", to=5), "data-00007.bin is missing"),
+    "a step that is a string": (put("step", to="2"), "expected int, got '2'"),
+    "a negative step": (put("step", to=-2), "expected a count, got -2"),
+    "no step": (lambda content: content.pop("step"), "KeyError: 'step'"),
+    "another format": (put("format", to=99), "a checkpoint of format 99; this dtmega reads 1"),
+    "a format that is a list": (put("format", to=[1]), "a checkpoint of format [1]; this dtmega reads 1"),
+    "state that is a list": (put("state", to=[]), "expected dict, got '[]'"),
+    "state with a key too much": (put("state", "__class__", to="os"), "Extra inputs are not permitted"),
+    "progress that is a string": (put("state", "progress", to="far"), "progress\n"),
+    "negative progress": (put("state", "progress", to=[-1, 0, 0]), "progress.0\n"),
+    "updates without end": (put("state", "updates", to=10**400), "updates\n"),
+    "a configuration that is a number": (put("state", "config", to=5), "config\n"),
+    "a section that is a number": (put("state", "config", "model", to=5), "config.model\n"),
+    "identity that is a list": (put("state", "identity", to=[1]), "identity\n"),
+    "recent that is a string": (put("state", "recent", to="x"), "recent\n"),
+    "versions that are numbers": (put("state", "versions", to={"torch": 2}), "versions.torch\n"),
+    "an offset beyond the shape": (put(*CHUNK, 0, to=[4, 0]), "does not fit"),
+    "an offset of fewer dims": (put(*CHUNK, 0, to=[0]), "does not fit"),
+    "a chunk of fewer dims": (only([7, 8], [[[0], [7], "data-00000.bin", 0, ["0" * 32]]]), "does not fit"),
+    "a file of which nothing is said": (put(*CHUNK, 2, to="data-00009.bin"), "does not fit"),
+    "too few digests": (put(*CHUNK, 4, to=[]), "does not fit"),
+    "a size of 2^60": (put("files", "data-00000.bin", to=2**60), "expected a count, got 1152921504606846976"),
+    "a file that is larger": (put("files", "data-00000.bin", to=5807), "an entry ends at byte 5808 of data-00000.bin"),
+    "a name that moves the cursor": (put("tensors", "\x1b[2J", to={}), r"expected a printable name, got '\x1b[2J'"),
 }
 
 
@@ -272,21 +289,33 @@ def nested(content: bytes) -> bytes:
     return content.replace(b'"state":{', b'"state":' + b"[" * 200_000 + b"]" * 200_000 + b',"x":{', 1)
 
 
-RAW: dict[str, Callable[[bytes], bytes]] = {
-    "nesting without end": nested,
-    "nothing": lambda content: b"",
-    "null": lambda content: b"null",
-    "a list": lambda content: b"[1,2]",
-    "a number that is infinite": lambda content: content.replace(b'"step":2', b'"step":1e400', 1),
-    "a number that is none": lambda content: content.replace(b'"step":2', b'"step":NaN', 1),
-    "a number of a million digits": lambda content: content.replace(b'"step":2', b'"step":' + b"9" * 10**6, 1),
-    "bytes that are no text": lambda content: content.replace(b'"step":2', b'"step":"\xff\xfe"', 1),
-    "two contents": lambda content: content + b',"content":{}',
+RAW: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "nesting without end": (nested, "expected JSON of at most 64 levels"),
+    "nothing": (lambda content: b"", "Expecting value"),
+    "null": (lambda content: b"null", "expected a JSON object, got NoneType"),
+    "a list": (lambda content: b"[1,2]", "expected a JSON object, got list"),
+    "a number that is infinite": (
+        lambda content: content.replace(b'"step":2', b'"step":1e400', 1),
+        "expected int, got 'inf'",
+    ),
+    "a number that is none": (
+        lambda content: content.replace(b'"step":2', b'"step":NaN', 1),
+        "expected int, got 'nan'",
+    ),
+    "a number of a million digits": (
+        lambda content: content.replace(b'"step":2', b'"step":' + b"9" * 10**6, 1),
+        "Exceeds the limit",
+    ),
+    "bytes that are no text": (
+        lambda content: content.replace(b'"step":2', b'"step":"\xff\xfe"', 1),
+        "can't decode byte 0xff",
+    ),
+    "two contents": (lambda content: content + b',"content":{}', "Extra data"),
 }
 
 
 @pytest.fixture
-def attacked(victim, tmp_path, monkeypatch) -> Callable[[], None]:
+def attacked(victim, tmp_path, monkeypatch) -> Callable[[str], None]:
     """A copy of step 2 alone, in tmp_path/run; and what must be so when it is read."""
     root, empty = tmp_path / "run", torch.empty
     shutil.copytree(victim.root / NEWER, root / NEWER)
@@ -297,7 +326,7 @@ def attacked(victim, tmp_path, monkeypatch) -> Callable[[], None]:
         assert result.nbytes < 10**6, result.shape
         return empty(*sizes, **keywords)
 
-    def refuses() -> None:
+    def refuses(reason: str) -> None:
         before = sorted(tmp_path.rglob("*"))
         monkeypatch.setattr(torch, "empty", small)
         tracemalloc.start()
@@ -305,6 +334,7 @@ def attacked(victim, tmp_path, monkeypatch) -> Callable[[], None]:
             with pytest.raises(ValueError) as refused:
                 victim.load(root)
             assert refused.type in (Damaged, OtherFormat, ValueError)
+            assert reason in str(refused.value)
             assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
         finally:
             tracemalloc.stop()
@@ -319,24 +349,26 @@ def test_a_manifest_with_a_right_digest_that_does_not_describe_a_checkpoint_is_r
     victim, attacked, tmp_path, name
 ):
     content = json.loads(victim.files[manifest.NAME])["content"]
-    FORGED[name](content)
+    forge, reason = FORGED[name]
+    forge(content)
     (tmp_path / "run" / NEWER / manifest.NAME).write_bytes(sign(b'{"content":' + json.dumps(content).encode()))
-    attacked()
+    attacked(reason)
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_a_manifest_with_a_right_digest_that_is_not_what_json_should_be_is_refused(victim, attacked, tmp_path, name):
     raw = victim.files[manifest.NAME]
     body = raw[len(b'{"content":') : raw.rindex(b',"xxh3"')]
-    (tmp_path / "run" / NEWER / manifest.NAME).write_bytes(sign(b'{"content":' + RAW[name](body)))
-    attacked()
+    forge, reason = RAW[name]
+    (tmp_path / "run" / NEWER / manifest.NAME).write_bytes(sign(b'{"content":' + forge(body)))
+    attacked(reason)
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_pickle_in_the_place_of_the_manifest_is_refused_and_does_not_run(attacked, tmp_path, signed):
     raw = pickle.dumps(Payload(tmp_path / "canary"))
     (tmp_path / "run" / NEWER / manifest.NAME).write_bytes(sign(raw) if signed else raw)
-    attacked()
+    attacked("can't decode byte" if signed else "its digest does not match its content")
 
 
 def test_a_pickle_in_the_place_of_data_is_numbers_if_its_digest_is_right_and_does_not_run(victim, tmp_path):
@@ -361,7 +393,7 @@ def test_a_pickle_in_the_place_of_data_is_numbers_if_its_digest_is_right_and_doe
 
 def test_a_manifest_too_large_to_be_one_is_refused_unread(attacked, tmp_path):
     os.truncate(tmp_path / "run" / NEWER / manifest.NAME, manifest.MAX_BYTES + 1)
-    attacked()
+    attacked("manifest.json has 1073741825 bytes, more than any manifest")
 
 
 @pytest.mark.parametrize("file", ["data-00000.bin", "manifest.json"])
@@ -369,7 +401,7 @@ def test_a_link_to_a_file_that_would_do_is_refused(victim, attacked, tmp_path, f
     path = tmp_path / "run" / NEWER / file
     path.unlink()
     path.symlink_to(victim.root / NEWER / file)
-    attacked()
+    attacked(f"{file} is missing")
 
 
 @pytest.mark.parametrize(("size", "message"), [(0, "has 0 bytes, expected"), (None, "do not match their digest")])
