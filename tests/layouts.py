@@ -192,7 +192,7 @@ def deviation(run: Run, truth: Run) -> dict[str, float]:
     model = math.sqrt(sum(float((ours[k] - theirs[k]).square().sum()) for k in theirs))
     return {
         "loss": max(largest("loss"), largest("val_loss")),
-        "grad_norm": max(largest("grad_norm"), largest("params_norm")),
+        "grad_norm": largest("grad_norm"),
         "parameter": max(float((ours[k] - theirs[k]).norm() / theirs[k].norm()) for k in theirs),
         "model": model / math.sqrt(sum(float(t.square().sum()) for t in theirs.values())),
     }
