@@ -423,7 +423,7 @@ def test_blooms_run_has_the_steps_its_log_says():
 
 
 @pytest.mark.parametrize("total", [16, 17, 99, 100, 101, 160, 161, 5000])
-@pytest.mark.parametrize("rampup", [[], [16, 16, 100], [16, 8, 160], [32, 32, 5]])
+@pytest.mark.parametrize("rampup", [[], [16, 16, 100], [16, 8, 160], [32, 32, 5], [8, 8, 57]])
 def test_steps_are_those_of_taking_batches_until_one_no_longer_fits(rampup: list[int], total: int):
     batch = Batch(micro_batch_size=8, global_batch_size=64, rampup=rampup)
     steps = consumed = 0
@@ -465,11 +465,10 @@ def test_the_end_of_a_ramp_of_a_quadrillion_samples_is_a_formula():
     assert Config(batch=batch, train=Train(samples=2 * long + 300)).end(0, 0) == (expected, 2 * long + 300)
 
 
-def test_a_run_in_tokens_is_as_long_as_one_in_samples_of_that_many_tokens():
-    data = Data(seq_len=100)
-    assert Config(data=data, train=Train(tokens=100 * 163 + 99)).end(0, 0) == Config(
-        data=data, train=Train(samples=163)
-    ).end(0, 0)
+@pytest.mark.parametrize(("tokens", "steps"), [(16_000, 10), (15_999, 9), (17_599, 10)])
+def test_a_run_in_tokens_ends_with_the_last_step_whose_tokens_fit(tokens: int, steps: int):
+    cfg = Config(data=Data(seq_len=100), batch=Batch(global_batch_size=16), train=Train(tokens=tokens))
+    assert cfg.end(0, 0) == (steps, 16 * steps)
 
 
 def test_a_section_cannot_be_changed_once_it_is_made():

@@ -233,7 +233,7 @@ def test_a_rank_that_hangs_inside_a_step_is_named_with_the_part_of_the_step_and_
     assert len(re.findall(rf"^rank 0 (?:in front|waiting): step 3 in \w+, for \d+ s, {waits}$", report, re.M)) == 1
 
 
-def test_a_thread_waits_if_it_came_to_its_innermost_frame_through_torch_distributed():
+def test_a_thread_waits_if_it_came_to_its_innermost_frame_through_torch_distributed(monkeypatch):
     def place(*files: str) -> Place:
         frame: Any = None
         for file in files:
@@ -249,6 +249,11 @@ def test_a_thread_waits_if_it_came_to_its_innermost_frame_through_torch_distribu
     assert place(ours, schedule, f"{torch_root}/nn/modules/module.py", library).waits is False
     assert place(ours, schedule, ours) == (False, "f (train.py:7)")
     assert place(ours, f"{torch_root}/autograd/graph.py").waits is False
+    assert place(ours, "<frozen os>") == (False, "f (<frozen os>:7), called by f (train.py:7)")
+    assert place_of(None) == (False, "")
+    installed = "/usr/lib/python3/site-packages/dtmega"
+    monkeypatch.setattr("dtmega.watch.OURS", installed)
+    assert place(ours, f"{installed}/data/loader.py") == (False, "f (loader.py:7)")
 
 
 def test_ranks_that_wait_in_different_places_are_told_apart(watches, monkeypatch):
