@@ -217,9 +217,9 @@ def test_keys_of_the_file_and_of_the_command_line_that_contradict_name_both(tmp_
         load(tmp_path, "[model]\nhidden_size = 64", "--model.n_heads=7", "--train.steps=1")
 
 
-def test_an_option_of_another_section_is_not_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"test\.toml with --optim\.min_lr 1\.0: min_lr=1\.0 is above"):
-        load(tmp_path, "", "--train.steps=1", "--optim.min_lr=1.0", "--model.z_loss=1.0", "--data.eod_mask_loss=true")
+def test_an_option_of_another_section_is_not_named_though_its_key_has_the_same_name(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"test\.toml with --train\.steps 1 --train\.samples 9: exactly one of"):
+        load(tmp_path, "", "--train.steps=1", "--eval.steps=2", "--train.samples=9", "--train.max_skipped=3")
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,19 @@ def test_a_rank_that_rank_0_does_not_come_for_says_so(pair):
     assert str(error) == "rank 0 did not come to the end of the step 'step' in 0.3 s"
 
 
+def test_a_rank_that_refuses_and_that_rank_0_does_not_come_for_leaves_with_its_own_code(pair, monkeypatch, capsys):
+    monkeypatch.setattr(startup, "PATIENCE_S", 0.2)
+
+    def do(one: Startup) -> None:
+        if one.rank == 1:
+            with one.step("step"):
+                raise Coded("not intact")
+
+    _, refused = both(pair, do)
+    assert getattr(refused, "exit_code", refused) == job.DAMAGED
+    assert capsys.readouterr().err == "dtmega: rank 1: not intact\n"
+
+
 @pytest.mark.parametrize(("late_s", "waited"), [(0.05, True), (0.6, False)])
 def test_rank_0_leaves_as_the_last_but_does_not_wait_for_ever(pair, monkeypatch, late_s, waited):
     monkeypatch.setattr(startup, "PATIENCE_S", 0.2)
