@@ -291,8 +291,8 @@ def hang_in_the_report() -> None:
     time.sleep(600)
 
 
-def test_a_report_that_hangs_too_is_ended_with_code_1():
-    (ended,) = forks().run(1, hang_in_the_report)
+def test_a_report_that_hangs_too_is_ended_with_code_1(tmp_path):
+    (ended,) = forks().fork(1, str(tmp_path), hang_in_the_report, (), timeout_s=30.0, grace_s=0.0)
     assert (ended.code, ended.late) == (1, False)
 
 
