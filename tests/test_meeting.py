@@ -309,8 +309,8 @@ def test_a_program_may_start_twice_on_one_store(pair):
         one.rank, one.size = rank, 2
 
     def do(one: Startup) -> None:
-        if one.rank == 1:
-            time.sleep(0.05)
+        if one.rank == 0:
+            time.sleep(0.05)  # so that rank 1 would find what is there from before
         with one.step("step") as step:
             step.tell = "anew" if one.rank == 0 else None
         assert step.told == "anew"

@@ -267,6 +267,10 @@ def test_only_the_first_rank_that_reports_a_hang_shows_the_table(clock, make, ca
 @pytest.mark.parametrize("error", [RuntimeError("Broken pipe"), TypeError("not foreseen")])
 def test_a_report_that_fails_does_not_change_the_exit_code(clock, make, capsys, error):
     class Gone(HashStore):
+        def set(self, key: str, value: str) -> None:
+            if key == "place/0":
+                raise RuntimeError("Broken pipe")
+
         def check(self, keys: list[str]) -> bool:
             raise error
 
