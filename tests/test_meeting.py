@@ -21,11 +21,10 @@ from dtmega.startup import Refused, Startup
 
 @pytest.fixture
 def pair(monkeypatch) -> list[Startup]:
-    """Two ranks in this process that have met, and wait for each other no longer than 0.3 s."""
+    """Two ranks in this process that have met; a test that lets one of them wait in vain shortens its time."""
     store = HashStore()
     monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: store)
-    monkeypatch.setattr(startup, "WORK_S", 0.05)
-    made = [Startup(0.3), Startup(0.3)]
+    made = [Startup(60.0), Startup(60.0)]
     for rank, one in enumerate(made):
         one.rank, one.size = rank, 2
     both(made, lambda one: take(one, {}))
@@ -61,14 +60,15 @@ def late(items: Iterable[int]) -> None:
 
 
 @pytest.mark.parametrize("how", ["in a step", "in the middle of one"])
-def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, how):
+def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, monkeypatch, how):
+    monkeypatch.setattr(startup, "WORK_S", 0.05)
     beats = [0, 0]
 
     def beat(rank: int) -> None:
         beats[rank] += 1
 
     def do(one: Startup) -> None:
-        one.beat = partial(beat, one.rank)
+        one.beat, one.timeout_s = partial(beat, one.rank), 0.8
         with one.step("step"):
             late(one.at_work(range(10 if one.rank == 1 else 1)))
             if how == "in the middle of one":
@@ -80,6 +80,7 @@ def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, 
 
 def test_who_does_not_come_and_does_not_work_is_named(pair):
     def do(one: Startup) -> None:
+        one.timeout_s = 0.3
         if one.rank == 0:
             take(one, {})
 
@@ -221,9 +222,8 @@ def test_each_wait_in_a_step_waits_for_all(pair):
 def test_who_waits_in_a_step_for_a_rank_that_does_not_come_says_how_long(pair, capsys):
     def do(one: Startup) -> None:
         with one.step("step"):
-            if one.rank == 1:
-                time.sleep(0.6)
-            else:
+            if one.rank == 0:
+                one.timeout_s = 0.3
                 one.wait_for_all()
 
     assert [type(error) for error in both(pair, do)] == [Refused, Refused]
@@ -232,6 +232,7 @@ def test_who_waits_in_a_step_for_a_rank_that_does_not_come_says_how_long(pair, c
 
 def test_a_rank_that_rank_0_does_not_come_for_says_so(pair):
     def do(one: Startup) -> None:
+        one.timeout_s = 0.3
         if one.rank == 1:
             take(one, {})
 
@@ -243,6 +244,7 @@ def test_a_rank_that_refuses_and_that_rank_0_does_not_come_for_leaves_with_its_o
     monkeypatch.setattr(startup, "PATIENCE_S", 0.2)
 
     def do(one: Startup) -> None:
+        one.timeout_s = 5.0
         if one.rank == 1:
             with one.step("step"):
                 raise Coded("not intact")
@@ -252,21 +254,23 @@ def test_a_rank_that_refuses_and_that_rank_0_does_not_come_for_leaves_with_its_o
     assert capsys.readouterr().err == "dtmega: rank 1: not intact\n"
 
 
-@pytest.mark.parametrize(("late_s", "waited"), [(0.05, True), (0.6, False)])
-def test_rank_0_leaves_as_the_last_but_does_not_wait_for_ever(pair, monkeypatch, late_s, waited):
-    monkeypatch.setattr(startup, "PATIENCE_S", 0.2)
+@pytest.mark.parametrize("comes", [True, False])
+def test_rank_0_leaves_as_the_last_but_does_not_wait_for_ever(pair, monkeypatch, comes):
+    monkeypatch.setattr(startup, "PATIENCE_S", 60.0 if comes else 0.1)
+    rank_0_has_left = threading.Event()
     deeds: list[str] = []
 
     def do(one: Startup) -> None:
         if one.rank == 1:
-            time.sleep(late_s)
+            rank_0_has_left.wait(0.1 if comes else 60.0)
             deeds.append("rank 1 comes")
         one.leave()
         if one.rank == 0:
             deeds.append("rank 0 leaves")
+            rank_0_has_left.set()
 
     assert both(pair, do) == [None, None]
-    assert (deeds == ["rank 1 comes", "rank 0 leaves"]) == waited
+    assert (deeds == ["rank 1 comes", "rank 0 leaves"]) == comes
 
 
 def test_a_rank_at_work_says_so_before_each_item_and_to_the_others_now_and_then(pair, monkeypatch):
@@ -304,7 +308,7 @@ def test_who_refuses_waits_ten_seconds_for_the_others_and_who_does_not_ten_minut
 
 def test_a_program_may_start_twice_on_one_store(pair):
     both(pair, lambda one: one.leave())
-    again = [Startup(0.3), Startup(0.3)]
+    again = [Startup(60.0), Startup(60.0)]
     for rank, one in enumerate(again):
         one.rank, one.size = rank, 2
 

@@ -322,12 +322,12 @@ def test_a_report_is_read_over_a_connection_that_no_beat_can_block(clock, make):
             return reader
 
     reader, one = HashStore(), make(rank=1)
-    reader.set("beat/0", f"7 2 {clock.now_s - 5} forward")
     reader.set("beat/1", f"7 1 {clock.now_s - 6} data")
-    one.share(Blocked(), 2)
+    reader.set("beat/2", f"7 1 {clock.now_s - 5} data")
+    one.share(Blocked(), 3)
     assert one.who_is_behind().splitlines() == [
-        "rank 1 behind: step 7 in data, for 6 s",
-        "rank 0 in front: step 7 in forward, for 5 s",
+        "rank 0 behind: nothing heard since the start",
+        "ranks 1, 2 in front: step 7 in data, for 6 s",
     ]
 
 
