@@ -19,6 +19,7 @@ from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.tokenizer_json import to_json
 from tests import ranks
+from tests.faults import FileEvents
 from tests.test_hf import Memory
 from tests.test_train import ROOT, corpus, metrics  # noqa: F401 - a fixture
 
@@ -302,6 +303,36 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path, llama, capsy
     assert to_hf(llama / "checkpoint", tmp_path) == job.REFUSED
     assert "is there already; expected a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def exported(here: str, original: str, tensors: dict[str, torch.Tensor], max_file_bytes: int) -> list[str]:
+    """What an export does to files, in order; writes to one file count once."""
+    events = FileEvents(Path(here), rank=0, die_at=-1)
+    alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None, "max_file_bytes": max_file_bytes}
+    names = {name: name for name in tensors}
+    hf_copy.export(Memory(tensors), Path(here, "out"), Path(original), "LlamaForCausalLM", names, None, **alone)
+    return list(dict.fromkeys(name for name in events.names if not name.startswith(("half", "close"))))
+
+
+@pytest.mark.parametrize(
+    ("max_file_bytes", "weights", "index"),
+    [
+        (10_000, ["model.safetensors"], []),
+        (100, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], [INDEX]),
+    ],
+)
+def test_files_of_an_export_are_on_the_disk_before_its_folder_has_its_name(
+    tmp_path, llama, max_file_bytes, weights, index
+):
+    tensors = {"lm_head.weight": torch.ones(4, 8), "model.norm.weight": torch.ones(8)}
+    here = tmp_path / "here"
+    (events,) = ranks.run(1, exported, str(here), str(llama / "original"), tensors, max_file_bytes)
+    expected = ["mkdir .tmp-out"]
+    for name in weights:
+        expected += [f"create part-{name}", f"write part-{name}", f"fsync part-{name}", f"rename part-{name} to {name}"]
+    for name in ("generation_config.json", "config.json", *index):
+        expected += [f"create {name}", f"write {name}", f"fsync {name}"]
+    assert events == [*expected, "fsync .tmp-out", "rename .tmp-out to out", "fsync here"]
 
 
 @pytest.mark.parametrize("source", ["run", "checkpoint", "weights", "export"])

@@ -185,6 +185,10 @@ def distributed(folder: Path) -> None:
             more(**{"model.layers.2.mlp.up_proj.weight": torch.ones(1)}),
             "for model.layers.2.mlp.up_proj.weight",
         ),
+        (
+            more(**{"model.norm.weight": torch.ones(64, dtype=torch.int32)}),
+            "'model.norm.weight' is of dtype I32, expected one of F64, F32, F16, BF16",
+        ),
         (more(**{"norm.weight": torch.ones(64)}), "'model.norm.weight' and 'norm.weight' are there; expected one"),
         (more(**{"a\x1b[2J": torch.ones(1)}), r"expected printable names, got 'a\x1b[2J'"),
         (index('{"weight_map": {"a": "../secret.safetensors"}}'), "names '../secret.safetensors'; expected names of"),

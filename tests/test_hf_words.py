@@ -83,8 +83,8 @@ def entering(word: type[Any]) -> Callable[[Stack], Any]:
     return lambda stack: word(stack, enters=True)
 
 
-def padded() -> nn.Module:
-    return nn.Embedding(V, D, padding_idx=7)
+def padded(row: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Embedding(V, D, padding_idx=row)
 
 
 USES = {
@@ -116,7 +116,9 @@ USES = {
     "norm of heads": Use(lambda s: Whole(s, of_heads=True), lambda: nn.LayerNorm(D), tokens, tokens),
     "columns of heads": Use(HeadColumns, lambda: nn.Embedding(V, D), all_of, features),
     "vocabulary": Use(lambda s: VocabEmbedding(), lambda: nn.Embedding(V, D), all_of, all_of),
-    "vocabulary with padding": Use(lambda s: VocabEmbedding(), padded, all_of, all_of),
+    # A rank has three rows.
+    "vocabulary with padding in a first row": Use(lambda s: VocabEmbedding(), padded(6), all_of, all_of),
+    "vocabulary with padding in a last row": Use(lambda s: VocabEmbedding(), padded(8), all_of, all_of),
     "head": Use(lambda s: VocabHead(fused=False), linear(V), all_of, all_of),
     "fused head without labels": Use(lambda s: VocabHead(fused=True), linear(V, bias=False), all_of, all_of),
 }
@@ -176,20 +178,66 @@ def deviations(use: Use, mesh: DeviceMesh) -> dict[str, float]:
     return found
 
 
-def on_four() -> dict[str, dict[str, float]]:
+def losses(mesh: DeviceMesh) -> dict[str, float]:
+    """Of logits that no rank has whole, with some tokens that take no part: the loss and each gradient."""
+    labels = torch.arange(B * S) % V
+    labels[::3] = -100
+    found: dict[str, float] = {}
+    for bias in (True, False):
+        for options in ({}, {"reduction": "sum", "label_smoothing": 0.1}):
+            results = []
+            for cut in (False, True):
+                torch.manual_seed(0)
+                head, x = nn.Linear(D, V, bias), torch.randn(B, S, D, requires_grad=True)
+                if cut:
+                    word = VocabHead(fused=True)
+                    apply_plan(nn.Sequential(head), mesh, {"0": word})
+                    word.labelled = True
+                loss = nn.functional.cross_entropy(head(x).view(-1, V), labels, **options)
+                loss.backward()
+                grads = [p.grad.full_tensor() if cut else p.grad for p in head.parameters()]
+                results.append([loss.detach(), x.grad, *grads])
+            found[f"{bias} {options}"] = max(error(ours, truth) for truth, ours in zip(*results, strict=True))
+    return found
+
+
+def tokens_outside(mesh: DeviceMesh) -> list[str]:
+    """What is raised for ids below and above the vocabulary."""
+    module = nn.Embedding(V, D)
+    apply_plan(nn.Sequential(module), mesh, {"0": VocabEmbedding()})
+    found: list[str] = []
+    for token in (-1, V):
+        with pytest.raises(IndexError) as raised:
+            module(torch.tensor([[0, token]]))
+        found.append(type(raised.value).__name__)
+    return found
+
+
+def on_four() -> tuple[dict[str, dict[str, float]], dict[str, float], list[str]]:
     mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
-    return {name: deviations(use, mesh) for name, use in USES.items()}
+    return {name: deviations(use, mesh) for name, use in USES.items()}, losses(mesh), tokens_outside(mesh)
 
 
 @cache
-def measured() -> list[dict[str, dict[str, float]]]:
+def measured() -> list[tuple[dict[str, dict[str, float]], dict[str, float], list[str]]]:
     return ranks.run(TP, on_four)
 
 
 @pytest.mark.parametrize("name", USES)
 def test_a_word_gives_output_and_gradients_of_one_whole_module(name: str):
-    for found in measured():
+    for found, _, _ in measured():
         assert {what: e for what, e in found[name].items() if not e < 1e-5} == {}
+
+
+def test_a_loss_of_logits_that_no_rank_has_whole_is_torchs():
+    for _, found, _ in measured():
+        assert len(found) == 4
+        assert {what: e for what, e in found.items() if not e < 1e-5} == {}
+
+
+def test_a_token_outside_of_the_vocabulary_fails_on_every_rank_as_in_one_process():
+    for _, _, raised in measured():
+        assert raised == ["IndexError", "IndexError"]
 
 
 class OwnLinear(nn.Linear):
