@@ -248,6 +248,7 @@ def test_a_rank_knows_its_place(pretended, rank):
     world = mesh.start(CPU, FIVE)
     place = PLACES[rank]
     assert (world.rank, world.size, world.device, world.sizes) == (rank, 72, CPU, FIVE)
+    assert (mesh.rank(), mesh.world_size()) == (rank, 72)
     assert {axis: world.coordinate(axis) for axis in mesh.AXES} == place
     assert (world.data_rank, world.data_size) == (place["dp_replicate"] * 3 + place["dp_shard"], 6)
     assert (world.tp.mesh_dim_names, world.tp.size(), world.tp.get_local_rank()) == (("tp",), 2, place["tp"])
