@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,6 +105,17 @@ def test_the_gpu_kernel_is_given_the_same_bias_and_mask(s, documents):
     mask = A._causal_block_mask(s, torch.device("cpu")) if ids is None else A.document_block_mask(ids)
     out = A.attention(q, k, v, A.Bias(slopes, (), None, mask))
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_a_gpu_gets_a_mask_of_blocks_of_its_documents_or_of_causality(monkeypatch):
+    monkeypatch.setattr(A, "_causal_block_mask", lambda seq_len, device: (seq_len, device.type))
+    ids = packed(300)
+    with FakeTensorMode():  # the GPU need not be there
+        slopes = torch.empty(H, device="cuda")
+    assert A.causal_alibi(slopes, 300).block_mask == (300, "cuda")
+    documents = A.causal_alibi(slopes, 300, ids).block_mask
+    assert documents is not None
+    assert torch.equal(documents.kv_indices, A.document_block_mask(ids).kv_indices)
 
 
 def random_documents(s: int, mean_length: float) -> Tensor:

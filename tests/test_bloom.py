@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import BloomConfig, BloomForCausalLM
 
-from dtmega import config, models
+from dtmega import attention, config, models
 from dtmega.models.bloom import HF_KEYS, Bloom
 from dtmega.models.generate import generate
 from dtmega.models.initial import init_weights
@@ -142,37 +142,32 @@ def test_positions_that_restart_change_nothing_as_alibi_is_of_distance_in_the_se
     assert torch.equal(model(tokens, position_ids=restarted, document_ids=documents), packed)
 
 
-def test_dropout_repeats_for_the_same_samples_and_differs_for_others():
-    model = small(6, hidden_dropout=0.1, attention_dropout=0.1)
-    tokens, labels = batch()
-    first, again, other = (model(tokens, labels, torch.tensor(ids)) for ids in ([1, 2], [1, 2], [3, 4]))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_no_two_dropout_sites_share_a_mask():
-    model = small(6, hidden_dropout=0.1, attention_dropout=0.1)
-    keys = [m.key.item() for m in model.modules() if isinstance(m, models.layers.KeyedDropout)]
-    assert len(keys) == len(set(keys)) == 1 + 3 * 2
-
-
-def test_dropout_in_training_without_sample_ids_is_refused():
+@pytest.mark.parametrize("site", ["hidden_dropout", "attention_dropout"])
+def test_dropout_in_training_without_sample_ids_is_refused(site):
+    model = small(6, **{site: 0.1})
     with pytest.raises(ValueError, match="sample_ids"):
-        small(6, attention_dropout=0.1)(*batch())
+        model(*batch())
+    model.eval()(*batch())
 
 
-def test_initial_values_have_the_std_of_the_rule_and_norms_and_biases_are_neutral():
-    cfg = config.Model(vocab_size=1024, hidden_size=128, n_layers=2, n_heads=4, init_std=0.02)
-    model = models.build(cfg)
-    init_weights(model, seed=7)
-    model.init_buffers(7)
-    for name, p in model.named_parameters():
-        if p.ndim == 1:
-            assert (p == (1.0 if "norm" in name and name.endswith("weight") else 0.0)).all(), name
-        else:
-            scaled = "attn.out" in name or "mlp.down" in name
-            assert p.std().item() == pytest.approx(0.02 / 2 if scaled else 0.02, rel=0.03), name
-            assert model.init_std(name) == pytest.approx(0.02 / 2 if scaled else 0.02)
+@pytest.mark.parametrize(
+    ("labels", "training", "attention_dropout", "fused"),
+    [(True, True, 0.0, True), (True, True, 0.1, False), (True, False, 0.1, True), (False, False, 0.0, False)],
+)
+def test_a_kernel_is_asked_for_where_there_is_a_loss_and_no_probability_is_dropped(
+    monkeypatch, labels, training, attention_dropout, fused
+):
+    asked = []
+
+    def causal_alibi(*args):
+        asked.append(args[-1])
+        return attention.causal_alibi(*args)
+
+    monkeypatch.setattr(models.bloom, "causal_alibi", causal_alibi)
+    tokens, targets = batch()
+    model = small(6, attention_dropout=attention_dropout).train(training)
+    model(tokens, targets if labels else None, torch.arange(len(tokens)))
+    assert asked == [fused]
 
 
 def test_block_compiled_gives_the_same_loss_and_gradients():

@@ -1,5 +1,6 @@
 """Randomness without state: claims about keyed.py."""
 
+import hashlib
 import math
 from collections import Counter
 
@@ -51,6 +52,14 @@ def test_normal_is_the_inverse_normal_distribution_of_the_hash():
     torch.testing.assert_close(keyed.normal(5, "n", index).double(), torch.special.ndtri(uniform), atol=1e-6, rtol=1e-6)
 
 
+def test_normal_values_stay_what_they_were():
+    # Another version of this file, or of torch, must not change with what values anybody's run starts.
+    values = keyed.normal(1234, "embed.weight", torch.arange(1 << 16))
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == (
+        "30d9756049dfd743168027ad9096f7856642b27cd3464f86d8112d3c9372f0a0"
+    )
+
+
 def test_normal_has_the_moments_of_a_standard_normal():
     n = 1 << 20
     x = keyed.normal(1, "moments", torch.arange(n)).double()
@@ -79,6 +88,13 @@ def test_keep_drops_the_share_it_is_told_and_neighbours_are_independent():
 
 def test_keep_with_probability_zero_keeps_everything():
     assert keyed.keep(0.0, torch.arange(100, dtype=torch.int32), torch.arange(100, dtype=torch.int32)).all()
+
+
+def test_keep_drops_the_lowest_of_all_hashes_and_no_more_than_the_share_of_them():
+    # The hash of 0 is 0, the first of the upper half of the signed numbers.
+    zero = torch.zeros(1, dtype=torch.int32)
+    assert keyed.keep(0.5, zero, zero).all()
+    assert not keyed.keep(0.5 + 2**-32, zero, zero).any()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 9, 10, 1000, 1024, 1025])

@@ -1,0 +1,92 @@
+"""generate.py: from which distribution each token is drawn, and where a sample ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.models.generate import generate
+from dtmega.models.stage import Stage
+from tests import plain_bloom
+from tests.test_definition import V, leaves, model_of
+
+PROMPT, VOCAB = [1, 2, 3], 120  # of the tokenizer, whose model has more rows
+
+
+@pytest.mark.parametrize(
+    ("keys", "temperature", "top_k"),
+    [
+        ({}, 0.8, 50),
+        ({"temperature": 2.0, "top_k": 3}, 2.0, 3),
+        ({"temperature": 0.5, "top_k": 0}, 0.5, VOCAB),
+        ({"temperature": 1.0, "top_k": 1000}, 1.0, VOCAB),
+    ],
+    ids=["defaults", "few", "all", "more than all"],
+)
+def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, keys, temperature, top_k):
+    model, drawn = model_of(), list[Tensor]()
+    honest = torch.multinomial
+
+    def multinomial(p: Tensor, n: int, *, generator: torch.Generator) -> Tensor:
+        drawn.append(p.clone())
+        return honest(p, n, generator=generator)
+
+    monkeypatch.setattr(torch, "multinomial", multinomial)
+    new = generate(model, PROMPT, 5, vocab_size=VOCAB, eod_id=V - 1, seed=9, **keys)
+    assert model.training
+    assert len(new) == len(drawn) == 5
+    weights, generator = leaves(dict(model.named_parameters())), torch.Generator().manual_seed(9)
+    for i, p in enumerate(drawn):
+        logits = plain_bloom.logits(model.cfg, weights, torch.tensor([PROMPT + new[:i]]))[0, -1, :VOCAB]
+        best = logits.argsort(descending=True)[:top_k]
+        expected = torch.zeros(VOCAB, dtype=torch.float64)
+        expected[best] = (logits[best] / temperature).softmax(-1)
+        torch.testing.assert_close(p.double(), expected, rtol=1e-4, atol=1e-7)
+        assert honest(p, 1, generator=generator).item() == new[i]  # one generator for all of the sample
+
+
+class Counting(Stage):
+    """After token t comes t + 1, for certain; it has `longest` positions."""
+
+    def __init__(self, longest: int | None) -> None:
+        super().__init__()
+        self.cfg, self.longest = config.Model(), longest
+        self.parameter = nn.Parameter(torch.zeros(()))
+        self.lengths: list[int] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert not self.training
+        self.lengths.append(tokens.shape[1])
+        return 9.0 * torch.nn.functional.one_hot(tokens + 1, 100)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"top_k": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("prompt", "n", "longest", "new"),
+    [
+        ([1], 3, None, [2, 3, 4]),
+        ([1], 0, None, []),
+        ([7], 9, None, [8, 9]),  # then comes the end of the document
+        ([1, 2], 9, 4, [3, 4]),
+        ([1, 2, 3], 9, 4, [4]),
+        ([1, 2], 1, 4, [3]),
+    ],
+)
+def test_a_sample_ends_after_n_tokens_before_the_end_of_document_and_where_positions_end(
+    how: dict[str, Any], prompt: list[int], n: int, longest: int | None, new: list[int]
+):
+    model = Counting(longest).eval()
+    assert generate(model, prompt, n, vocab_size=50, eod_id=10, seed=1, **how) == new
+    assert not model.training
+    assert max(model.lengths, default=0) <= (longest or 64)
+
+
+def test_a_prompt_of_nothing_or_of_all_positions_is_refused():
+    with pytest.raises(ValueError, match=r"the prompt has no tokens.*--prompt"):
+        generate(Counting(None), [], 3, vocab_size=50, eod_id=10, seed=1)
+    with pytest.raises(ValueError, match=r"the prompt has 4 tokens, and the model positions for 4 \(--prompt\)"):
+        generate(Counting(4), [1, 2, 3, 4], 3, vocab_size=50, eod_id=10, seed=1)
