@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -186,14 +185,14 @@ def on_two() -> dict[str, Any]:
     return found | {"over data": over_data()}
 
 
-@cache
+@pytest.fixture(scope="module")  # unlike a cache it keeps a failure too
 def measured() -> list[dict[str, Any]]:
     return ranks.run(2, on_two)
 
 
-def test_every_number_is_compared_plain_padded_and_at_an_odd_length_and_a_right_plan_is_right():
+def test_every_number_is_compared_plain_padded_and_at_an_odd_length_and_a_right_plan_is_right(measured):
     names = {name for name, _ in hf_models.plain(LLAMA).named_parameters(remove_duplicate=False)}
-    for found in measured():
+    for found in measured:
         right = found["proofs"]["right"]
         assert right.ok
         assert {*right.errors} == {
@@ -212,8 +211,10 @@ def test_every_number_is_compared_plain_padded_and_at_an_odd_length_and_a_right_
         ("a_gradient_that_is_nan", {"plain", "padded", "odd length"}, {"model.norm.weight"}),
     ],
 )
-def test_what_is_wrong_on_one_rank_or_in_one_case_is_found_by_all(change: str, cases: set[str], names: set[str] | None):
-    for found in measured():
+def test_what_is_wrong_on_one_rank_or_in_one_case_is_found_by_all(
+    measured, change: str, cases: set[str], names: set[str] | None
+):
+    for found in measured:
         proof = found["proofs"][change]
         assert not proof.ok
         assert {case for case, _ in proof.wrong} == cases
@@ -224,8 +225,8 @@ def test_what_is_wrong_on_one_rank_or_in_one_case_is_found_by_all(change: str, c
         )
 
 
-def test_a_plan_that_transformers_brings_is_proven_before_the_model_is_cut():
-    for found in measured():
+def test_a_plan_that_transformers_brings_is_proven_before_the_model_is_cut(measured):
+    for found in measured:
         found = found["native"]
         for wrong in ("cut", "stage"):
             assert "the plan that transformers brings for 'olmo2' is wrong:\n" in found[wrong]
@@ -234,8 +235,8 @@ def test_a_plan_that_transformers_brings_is_proven_before_the_model_is_cut():
             assert found[fine] == "nothing was raised"
 
 
-def test_ranks_drop_alike_where_they_have_the_same_tokens_and_each_its_own_where_they_have_not():
-    first, second = measured()
+def test_ranks_drop_alike_where_they_have_the_same_tokens_and_each_its_own_where_they_have_not(measured):
+    first, second = measured
     for cut in (True, False):
         one, other = first[f"masks {cut}"], second[f"masks {cut}"]
         assert [torch.equal(a, b) for a, b in zip(one["dropped"], other["dropped"], strict=True)] == [not cut] * 2
@@ -246,14 +247,14 @@ def test_ranks_drop_alike_where_they_have_the_same_tokens_and_each_its_own_where
         assert (one["evaluated"], one["drawn"]) == ("nothing was raised", False)
 
 
-def test_what_the_config_asks_of_a_forward_is_given_or_refused_too():
-    for found in measured():
+def test_what_the_config_asks_of_a_forward_is_given_or_refused_too(measured):
+    for found in measured:
         assert found["asked"]["hidden"] < 1e-4
         assert "probabilities of its own heads only" in found["asked"]["attentions"]
 
 
-def test_over_data_ranks_each_block_is_wrapped_and_copies_that_differ_are_refused():
-    for found in measured():
+def test_over_data_ranks_each_block_is_wrapped_and_copies_that_differ_are_refused(measured):
+    for found in measured:
         found = found["over data"]
         assert found["wrapped"] == ["", "model.layers.0", "model.layers.1"]
         assert "use them before the optimizer's step" in found["stale"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -218,25 +217,25 @@ def on_four() -> tuple[dict[str, dict[str, float]], dict[str, float], list[str]]
     return {name: deviations(use, mesh) for name, use in USES.items()}, losses(mesh), tokens_outside(mesh)
 
 
-@cache
+@pytest.fixture(scope="module")  # unlike a cache it keeps a failure too
 def measured() -> list[tuple[dict[str, dict[str, float]], dict[str, float], list[str]]]:
     return ranks.run(TP, on_four)
 
 
 @pytest.mark.parametrize("name", USES)
-def test_a_word_gives_output_and_gradients_of_one_whole_module(name: str):
-    for found, _, _ in measured():
+def test_a_word_gives_output_and_gradients_of_one_whole_module(measured, name: str):
+    for found, _, _ in measured:
         assert {what: e for what, e in found[name].items() if not e < 1e-5} == {}
 
 
-def test_a_loss_of_logits_that_no_rank_has_whole_is_torchs():
-    for _, found, _ in measured():
+def test_a_loss_of_logits_that_no_rank_has_whole_is_torchs(measured):
+    for _, found, _ in measured:
         assert len(found) == 4
         assert {what: e for what, e in found.items() if not e < 1e-5} == {}
 
 
-def test_a_token_outside_of_the_vocabulary_fails_on_every_rank_as_in_one_process():
-    for _, _, raised in measured():
+def test_a_token_outside_of_the_vocabulary_fails_on_every_rank_as_in_one_process(measured):
+    for _, _, raised in measured:
         assert raised == ["IndexError", "IndexError"]
 
 
