@@ -211,6 +211,13 @@ def test_an_override_of_another_type_is_an_error_with_its_text(tmp_path: Path):
         load(tmp_path, "", "--train.steps=1", "--optim.lr=fast")
 
 
+def test_a_file_that_does_not_say_how_long_to_train_is_an_error_with_the_keys(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=r"test\.toml: exactly one of \[train\] steps, samples, tokens must be positive"
+    ):
+        load(tmp_path, "", "--run.seed=1")
+
+
 def test_keys_of_the_file_and_of_the_command_line_that_contradict_name_both(tmp_path: Path):
     words = "test.toml with --model.n_heads 7: n_heads=7 does not divide hidden_size=64"
     with pytest.raises(ConfigError, match=re.escape(words)):

@@ -285,11 +285,17 @@ def test_a_rank_at_work_says_so_before_each_item_and_to_the_others_now_and_then(
     assert store.add("work", 0) == 1
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-def test_who_refuses_waits_ten_seconds_for_the_others_and_who_does_not_ten_minutes(monkeypatch, capsys, refuses):
+@pytest.mark.parametrize(("refuses", "others_work"), [(True, False), (True, True), (False, False)])
+def test_who_refuses_waits_ten_seconds_for_the_others_and_who_does_not_ten_minutes(monkeypatch, refuses, others_work):
     naps_s: list[float] = []
+
+    def sleep(nap_s: float) -> None:
+        naps_s.append(nap_s)
+        assert one._meeting is not None
+        one._meeting.add("work", int(others_work))
+
     monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: HashStore())
-    monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=naps_s.append))
+    monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=sleep))
     one = Startup()
     one.size = 2
 
