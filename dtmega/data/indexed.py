@@ -228,7 +228,8 @@ class IndexedWriter:
                     os.fsync(self._bin.fileno())
             if kind is None:
                 self._write_index()
-                self._write_about()
+                if self.about:
+                    self._write_about()
                 self._publish()
         finally:
             for temp in self._temps.values():
@@ -255,14 +256,15 @@ class IndexedWriter:
 
     def _publish(self) -> None:
         folder, idx, about = Path(self.prefix).parent, Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.meta.json")
-        # The old index goes first, and durably: after no crash does it stand beside the new .bin. The new one comes
-        # last: where there is a data set, there is what is said of it.
+        # The old index goes first, and durably: after no crash does it stand beside the new .bin, or without what is
+        # said of it. The new one comes last: where there is a data set, there is what is said of it.
         idx.unlink(missing_ok=True)
-        about.unlink(missing_ok=True)
         sync_folder(folder)
         os.replace(self._temps["bin"], f"{self.prefix}.bin")
         if self.about:
             os.replace(self._temps["meta.json"], about)
+        else:
+            about.unlink(missing_ok=True)
         sync_folder(folder)
         os.replace(self._temps["idx"], idx)
         sync_folder(folder)
