@@ -213,3 +213,4 @@ def _serve(pipe: Connection, job: Job) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
             pipe.send(worker(batches.get()))
+    os._exit(0)  # the interpreter's own shutdown, with a thread that receives, may hang, and the parent with it
