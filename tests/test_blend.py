@@ -85,6 +85,13 @@ def test_a_blend_without_weights_reads_all_corpora_at_the_same_pace(tmp_path):
     np.testing.assert_array_equal(np.bincount(samples[:, :-1].ravel()), [2] * 75 + [1] * 75)
 
 
+def test_a_blend_has_the_tokens_of_all_its_corpora_and_no_sample_before_the_first(tmp_path):
+    blend = Blend(two_parts(tmp_path), [3, 1])
+    assert blend.n_tokens == 75 + 150
+    with pytest.raises(IndexError, match="sample -1: samples are numbered from 0"):
+        blend[-1]
+
+
 def test_an_unpickled_copy_of_a_deep_blend_gives_the_same_samples(tmp_path):
     (part, _) = two_parts(tmp_path)
     blend = Blend([part] * 900, [2.0**k for k in range(900)])  # each corpus has more than all before it
@@ -103,6 +110,15 @@ def test_each_corpus_is_split_by_document_and_then_blended(tmp_path):
     ]
     expected = Blend(parts, [0.5, 0.5])
     np.testing.assert_array_equal(read(built.samples["train"], 60), read(expected, 60))
+
+
+@pytest.mark.parametrize("corpora", [1, 2])
+def test_each_split_has_its_own_documents_and_shuffle(tmp_path, corpora):
+    prefixes = [write_corpus(tmp_path, LENGTHS, f"{k}") for k in range(corpora)]
+    built = build_samples(data(path=prefixes, split="1,1,2"), prefixes, seed=4)
+    for split, documents in {"train": (0, 3), "valid": (3, 6), "test": (6, 12)}.items():
+        parts = [Samples(IndexedDataset(prefix), documents, 5, 4, split, k) for k, prefix in enumerate(prefixes)]
+        np.testing.assert_array_equal(read(built.samples[split], 20), read(Blend(parts, []), 20))
 
 
 def test_a_part_with_weight_0_is_none(tmp_path):

@@ -11,11 +11,12 @@ import sysconfig
 from itertools import islice, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 
 from dtmega.data import cache_dir, corpus
-from dtmega.data.indexed import IndexedDataset
+from dtmega.data.indexed import IndexedDataset, IndexedWriter
 from dtmega.data.token_ids import check_token_ids
 from dtmega.data.tokenizer import STDLIB_8K, load_tokenizer
 
@@ -93,7 +94,10 @@ def test_a_library_gives_its_own_text_only(tmp_path, monkeypatch):
         "dist-packages",
         "__pycache__",
         "config-3-linux",
+        "_sysconfigdata-3",
         "idlelib/idle_test",
+        "encodings",
+        "pydoc_data",
     ]
     for name, content in {**files, **{f"{folder}/x.py": b"x" for folder in skipped}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +106,16 @@ def test_a_library_gives_its_own_text_only(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)  # a distribution without the topics
     assert sorted(corpus.documents()) == [("a.py", "é = 1\n"), ("b/c.py", "c = 1\n")]
+
+
+def test_the_order_of_documents_stays_what_it_was(tmp_path, monkeypatch):
+    # Where this changes, raise FORMAT: runs that go on would find other data.
+    for letter in "abcdefgh":
+        (tmp_path / f"{letter}.py").write_text(letter)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(corpus, "_topics", lambda: {"c": "a topic"})
+    order = " ".join(name.removesuffix(".py") for name, _ in corpus.documents())
+    assert (order, corpus.FORMAT) == ("e g d b h c pydoc_data/topics/c f a", 2)
 
 
 def test_a_python_without_library_sources_is_an_error_that_says_what_to_do(tmp_path, monkeypatch):
@@ -152,6 +166,30 @@ def test_a_damaged_pair_is_built_again(suffix, content):
         path.write_bytes(content)
     corpus.prepare_stdlib(BYTES)
     assert path.read_bytes() == whole
+
+
+@pytest.mark.usefixtures("few")
+def test_a_pair_in_another_dtype_or_without_documents_is_built_again():
+    prefix = corpus.prepare_stdlib(BYTES)
+    whole = Path(f"{prefix}.bin").read_bytes()
+    for dtype, documents in (("int32", [[1, 2]]), ("uint16", [])):
+        with IndexedWriter(prefix, np.dtype(dtype)) as writer:
+            for document in documents:
+                writer.add(document)
+        corpus.prepare_stdlib(BYTES)
+        assert Path(f"{prefix}.bin").read_bytes() == whole
+
+
+@pytest.mark.usefixtures("few")
+def test_what_a_killed_run_left_goes_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "[c]"))
+    prefix = corpus.prepare_stdlib(BYTES)
+    for suffix in (".bin", ".idx"):
+        Path(prefix + suffix).unlink()
+    Path(f"{prefix}.bin.7-0123abcd.tmp").touch()
+    Path(f"{prefix}-other.bin.7-0123abcd.tmp").touch()
+    corpus.prepare_stdlib(BYTES)
+    assert [path.name for path in cache_dir().glob("*.tmp")] == [f"{Path(prefix).name}-other.bin.7-0123abcd.tmp"]
 
 
 def test_a_killed_first_run_leaves_nothing_under_the_final_name_and_the_next_one_succeeds(few):
@@ -253,6 +291,14 @@ def test_training_exports_the_trainers_own_ids(train_tokenizer, tmp_path):
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (600, 599)
     for text in texts:
         assert tokenizer.encode(text) == trained.encode(text).ids
+
+
+def test_the_tool_writes_what_it_trained_on_all_documents(train_tokenizer, tmp_path, monkeypatch, few, capsys):
+    monkeypatch.setattr(train_tokenizer, "VOCAB_SIZE", 600)
+    train_tokenizer.main(tmp_path / "small.tiktoken")
+    trained = train_tokenizer.train([text for _, text in few], 600)
+    assert (tmp_path / "small.tiktoken").read_bytes() == train_tokenizer.export(trained)
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/small.tiktoken: 599 ranks from 40 documents, ")
 
 
 def test_training_on_too_little_text_is_an_error(train_tokenizer):

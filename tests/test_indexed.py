@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtmega.data import cache_dir, indexed
+from dtmega.data import cache_dir, indexed, token_ids
 from dtmega.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from dtmega.data.token_ids import check_token_ids
 
@@ -218,13 +218,63 @@ def test_sequences_are_checked_beyond_the_first_chunk(tmp_path, monkeypatch):
         IndexedDataset(tmp_path / "a")
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_a_size_below_0_and_a_document_index_that_falls_are_found_in_any_chunk(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(indexed, "CHUNK", chunk)
+    (tmp_path / "a.bin").write_bytes(b"")
+    for i in range(5):
+        sizes = [0] * 5
+        sizes[i] = -1
+        (tmp_path / "a.idx").write_bytes(idx_bytes(sizes, 2, 8, range(6)))
+        with pytest.raises(ValueError, match=f"sizes >= 0, got -1 for sequence {i}"):
+            IndexedDataset(tmp_path / "a")
+    for d in range(1, 5):
+        documents = [0, 0, 0, 0, 0, 5]
+        documents[d] = 1 if d < 4 else 6
+        (tmp_path / "a.idx").write_bytes(idx_bytes([0] * 5, 2, 8, documents))
+        with pytest.raises(ValueError, match=f"rises, got {documents[d]}, {documents[d + 1]} at entry {d}"):
+            IndexedDataset(tmp_path / "a")
+
+
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
-@pytest.mark.parametrize("ids", [[70_000], [-1], np.array([1, 65_536]), [2**40]])
-def test_ids_that_do_not_fit_the_dtype_are_refused(tmp_path, ids):
-    with pytest.raises(ValueError, match=r"ids in \[0, 65535\]"):
-        write(tmp_path / "a", [ids], "uint16")
+INTEGERS = {
+    "uint8": (0, 255),
+    "int8": (-128, 127),
+    "int16": (-(2**15), 2**15 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "uint16": (0, 65535),
+}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_least_and_the_largest_id_of_a_dtype_are_written_and_what_is_beyond_is_refused(tmp_path, dtype):
+    least, largest = INTEGERS[dtype]
+    assert write(tmp_path / "a", [[least, largest], []], dtype).tokens.tolist() == [least, largest]
+    for beyond in ([least - 1], [0, largest + 1]):
+        with pytest.raises(ValueError, match=rf"expected ids in \[{least}, {largest}\]|fewer than 2\*\*31 integers"):
+            write(tmp_path / "a", [beyond], dtype)
+
+
+def test_a_sequence_of_2_to_the_31_tokens_is_refused(tmp_path):
+    endless = np.broadcast_to(np.uint8(1), (2**31,))  # of one byte
+    with pytest.raises(ValueError, match=r"expected fewer than 2\*\*31 integers, got uint8 \[2147483648\]"):
+        write(tmp_path / "a", [endless], "uint8")
+
+
+def test_places_beyond_4_gib_are_written_and_read(tmp_path):
+    sizes = [2**31 - 1] * 3 + [2]
+    with IndexedWriter(tmp_path / "a", np.dtype("uint8")) as writer:
+        writer._sizes.extend(sizes)  # as if they had been added
+    assert (tmp_path / "a.idx").read_bytes() == idx_bytes(sizes, 1, 1, range(5))
+    with open(tmp_path / "a.bin", "wb") as file:  # which takes no room
+        file.seek(sum(sizes) - 1)
+        file.write(b"\7")
+    dataset = IndexedDataset(tmp_path / "a")
+    assert dataset.get(3).tolist() == [0, 7]
+    assert dataset.first_token(np.arange(5)).tolist() == [0, 2**31 - 1, 2**32 - 2, 3 * 2**31 - 3, sum(sizes)]
 
 
 @pytest.mark.parametrize("tokens", [[1.5], [[1, 2]]])
@@ -254,10 +304,11 @@ def test_an_exception_leaves_the_pair_of_before_and_nothing_else(tmp_path, error
 
 
 def test_nothing_stands_under_the_final_name_while_writing(tmp_path):
-    with IndexedWriter(tmp_path / "a", np.dtype("uint16")) as writer:
+    prefix = tmp_path / "new" / "folder" / "a"
+    with IndexedWriter(prefix, np.dtype("uint16")) as writer:
         writer.add([1])
-        assert not (tmp_path / "a.bin").exists()
-        assert not (tmp_path / "a.idx").exists()
+        assert [path.suffix for path in prefix.parent.iterdir()] == [".tmp"]
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["a.bin", "a.idx"]
 
 
 @pytest.mark.parametrize("survived", [0, 1, 2])
@@ -313,8 +364,9 @@ def test_a_data_set_without_tokens_has_no_id_outside(tmp_path):
     check_token_ids(write(tmp_path / "a", [[], []], "uint16"), 1)
 
 
-def test_the_first_id_outside_is_named_with_its_sequence(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "CHUNK", 3)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_the_first_id_outside_is_named_with_its_sequence(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(token_ids, "CHUNK", chunk)
     dataset = write(tmp_path / "a", [[5, 6], [], [7, 9, 1], [12]], "uint16")
     with pytest.raises(ValueError, match=r"a\.bin: expected ids in \[0, 9\), got 9 in sequence 2 \(all ids: 1 to 12\)"):
         check_token_ids(dataset, 9)
@@ -331,6 +383,20 @@ def test_floats_are_no_ids(tmp_path):
         check_token_ids(IndexedDataset(tmp_path / "a"), 9)
 
 
+@pytest.mark.parametrize(("ids", "dtype", "low", "high"), [([3, 9], "uint16", 3, 9), ([-1, 0], "int32", -1, 0)])
+def test_ids_from_0_to_the_vocabularys_last_pass_and_no_others_at_first_sight_and_from_memory(
+    tmp_path, ids, dtype, low, high
+):
+    dataset = write(tmp_path / "a", [ids], dtype)
+    for _ in range(2):
+        for vocab_size in (high, high + 1):
+            if low >= 0 and high < vocab_size:
+                check_token_ids(dataset, vocab_size)
+            else:
+                with pytest.raises(ValueError, match=rf"\(all ids: {low} to {high}\)"):
+                    check_token_ids(dataset, vocab_size)
+
+
 def test_the_file_is_scanned_once(tmp_path):
     dataset = write(tmp_path / "a", [[5]], "uint16")
     check_token_ids(dataset, 9)
@@ -338,11 +404,21 @@ def test_the_file_is_scanned_once(tmp_path):
     check_token_ids(dataset, 9)
 
 
-def test_a_file_that_has_changed_is_scanned_again(tmp_path):
-    check_token_ids(write(tmp_path / "a", [[5]], "uint16"), 9)
-    changed = write(tmp_path / "a", [[10]], "uint16")
-    os.utime(tmp_path / "a.bin", ns=(0, 0))  # the clock of a file system may not tick between the two
-    with pytest.raises(ValueError, match="got 10"):
+@pytest.mark.parametrize(
+    ("sequences", "dtype", "mtime_ns"),
+    [
+        ([[5, 10]], "uint16", 1),
+        ([[5, 5, 10]], "uint16", 0),
+        ([[5 + 2**16 * 10]], "int32", 0),  # the same bytes as 5, 10
+    ],
+)
+def test_a_file_of_another_time_size_or_dtype_is_scanned_again(tmp_path, sequences, dtype, mtime_ns):
+    before = write(tmp_path / "a", [[5, 8]], "uint16")
+    os.utime(tmp_path / "a.bin", ns=(0, 0))
+    check_token_ids(before, 9)
+    changed = write(tmp_path / "a", sequences, dtype)
+    os.utime(tmp_path / "a.bin", ns=(0, mtime_ns))
+    with pytest.raises(ValueError, match="expected ids in"):
         check_token_ids(changed, 9)
 
 
@@ -362,10 +438,13 @@ def test_the_cache_directory_follows_xdg(tmp_path):
     assert cache_dir() == tmp_path / "cache" / "dtmega"
 
 
-def test_the_cache_directory_is_in_the_home_without_xdg(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
+@pytest.mark.parametrize("xdg", ["", "relative/path"])
+def test_the_cache_directory_is_in_the_home_without_xdg(tmp_path, monkeypatch, xdg):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "dtmega"
+    assert (tmp_path / ".cache" / "dtmega").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.fixture

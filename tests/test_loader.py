@@ -141,6 +141,7 @@ def test_global_batches_grow_with_the_ramp_up(samples):
     steps = take(train_batches(samples, rampup=(4, 2, 60)), 10)
     assert [step[1] for step in steps] == [4, 4, 4, 6, 6, 8, 10, 12, 14, 16]
     assert [g for step in steps for g in step[2]] == list(range(84))
+    assert [step[0] for step in steps] == [step[2][0] for step in steps]
 
 
 @pytest.mark.parametrize(("rampup", "world", "size"), [((), 3, 16), ((4, 4, 60), 4, 4), ((8, 4, 60), 4, 12)])
@@ -207,6 +208,11 @@ def test_evaluation_reads_the_same_full_batches_each_time(samples):
     first = evaluate(samples)
     assert [step[:3] for step in first] == [(k, 16, list(range(k, k + 16))) for k in (0, 16, 32)]
     assert evaluate(samples) == first
+
+
+def test_an_evaluation_whose_batch_does_not_divide_is_refused(samples):
+    with pytest.raises(ValueError, match=r"16 sequences .* 2 x 3 = 6: 16 % 6 = "):
+        evaluate(samples, 0, 3)
 
 
 def test_evaluation_is_sliced_over_ranks_as_training_is(samples):

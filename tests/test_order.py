@@ -29,6 +29,9 @@ def files():
     return sorted(path for path in cache_dir().glob("order-*") if path.suffix == ".bin")
 
 
+LONG_DOCUMENTS = [300, 1, 0, 255, 256, 70_000, 2, 65_535, 65_536, 3, 9, 4]  # of one, two and four bytes
+
+
 def made(path: Path):
     """What tells one making of a file from the next."""
     return path.stat().st_ino, path.stat().st_mtime_ns
@@ -50,6 +53,17 @@ def test_an_order_is_the_shuffled_documents_and_where_each_starts_in_the_file_an
     monkeypatch.setattr(order, "CHUNK", 3)
     assert found(corpus) == expected(0)
     assert len(files()) == (long == 1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_documents_of_any_length_start_where_those_before_them_end(corpus, tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(order, "CHUNK", chunk)
+    long = IndexedDataset(write_corpus(tmp_path, LONG_DOCUMENTS, "long"))
+    assert found(long) == expected(0, LONG_DOCUMENTS)
+
+
+def test_an_order_of_more_documents_than_two_bytes_can_number_has_each_once():
+    assert np.array_equal(np.sort(permutation(70_000, "key")), np.arange(70_000))
 
 
 def test_samples_read_through_the_file_are_those_read_from_memory(corpus, monkeypatch):
@@ -108,10 +122,13 @@ def test_a_file_of_another_epoch_under_this_ones_name_is_made_again(corpus):
     assert found(corpus, epoch=1) == expected(1)
 
 
-def test_a_file_of_data_that_have_changed_is_made_again(corpus, tmp_path):
+@pytest.mark.parametrize("changes", ["time", "size"])
+def test_a_file_of_data_that_have_changed_is_made_again(corpus, tmp_path, changes):
+    os.utime(tmp_path / "corpus.idx", ns=(0, 0))
     found(corpus)
     lengths = LENGTHS[:2] + LENGTHS[2:][::-1]  # as many documents and tokens
-    changed = IndexedDataset(write_corpus(tmp_path, lengths))
+    changed = IndexedDataset(write_corpus(tmp_path, lengths if changes == "time" else [*lengths, 1]))
+    os.utime(tmp_path / "corpus.idx", ns=(0, 1 if changes == "time" else 0))
     assert found(changed) == expected(0, lengths)
     assert len(files()) == 1
 
@@ -122,6 +139,17 @@ def test_streams_parts_and_epochs_have_files_of_their_own_and_old_epochs_none(co
     document_order(corpus, PART, "8/train/0", 0)
     document_order(corpus, (0, 12), STREAM, 0)
     assert sorted(path.stem.rpartition("-")[2] for path in files()) == ["0", "0", "2", "3"]
+
+
+def test_locks_and_what_killed_processes_left_of_epochs_before_the_last_one_go_with_them(corpus):
+    found(corpus, 4)
+    (name,) = (path.name.removesuffix("-4.bin") for path in files())
+    for epoch in range(2, 5):
+        for suffix in (".lock", ".0123abcd.tmp"):
+            (cache_dir() / f"{name}-{epoch}.bin{suffix}").touch()
+    found(corpus, 5)
+    left = {path.name.removeprefix(f"{name}-") for path in cache_dir().iterdir()} - {"5.bin.lock"}
+    assert left == {"4.bin", "4.bin.lock", "4.bin.0123abcd.tmp", "5.bin"}
 
 
 def test_without_room_for_the_file_the_order_is_kept_in_memory_and_that_is_said(corpus, monkeypatch, capfd):

@@ -9,7 +9,7 @@ import pytest
 
 from dtmega import keyed
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
-from dtmega.data.order import permutation
+from dtmega.data.order import document_order, permutation
 from dtmega.data.samples import Samples
 
 LENGTHS = [5, 0, 31, 1, 7, 2, 0, 12, 3, 1, 9, 4]  # 75 tokens; documents without any, and one longer than some samples
@@ -92,6 +92,27 @@ def test_each_token_is_input_and_label_equally_often_over_epochs_that_samples_do
 def test_a_sample_does_not_depend_on_what_was_read_before(corpus):
     expected, backwards = read(all_of(corpus, seq_len=4), 200), all_of(corpus, seq_len=4)
     np.testing.assert_array_equal([backwards[g] for g in reversed(range(200))], expected[::-1])
+
+
+def test_only_the_last_two_epochs_are_kept_and_each_is_ordered_once(corpus, monkeypatch):
+    made = []
+
+    def noted(dataset, documents, stream, epoch):
+        made.append(epoch)
+        return document_order(dataset, documents, stream, epoch)
+
+    monkeypatch.setattr("dtmega.data.samples.document_order", noted)
+    samples = all_of(corpus, seq_len=4)
+    read(samples, 75)  # four epochs, and the last token's label is of a fifth
+    assert sorted(made) == [0, 1, 2, 3, 4]
+    samples[0]
+    assert made.count(0) == 2
+
+
+@pytest.mark.parametrize("g", [-1, -75])
+def test_there_is_no_sample_before_the_first(corpus, g):
+    with pytest.raises(IndexError, match=f"sample {g}: samples are numbered from 0"):
+        all_of(corpus, seq_len=4)[g]
 
 
 def test_an_unpickled_copy_gives_the_same_samples(corpus):

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dtmega import config
-from dtmega.data.indexed import IndexedWriter
+from dtmega.checkpoint import resume
+from dtmega.checkpoint.resume import State
+from dtmega.data import text
+from dtmega.data.indexed import IndexedDataset, IndexedWriter
 from dtmega.data.record import text_of
+from dtmega.data.samples import Samples
 from dtmega.data.text import fingerprint, open_text, read_again
 from dtmega.data.tokenizer import load_tokenizer
+
+KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
 
 
 def write(prefix: Path, last: int = 3, n: int = 40_000) -> str:
@@ -39,22 +47,53 @@ def test_the_fingerprint_sees_a_longer_file(tmp_path):
     assert fingerprint(write(tmp_path / "a")) != fingerprint(write(tmp_path / "b", n=44_000))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("data.split", "90,5,5"),
-        ("data.seq_len", "16"),
-        ("data.eod_mask_loss", "true"),
-        ("data.reset_attention_mask", "true"),
-        ("run.seed", "7"),
-    ],
-)
-def test_each_key_that_decides_which_tokens_come_is_part_of_the_identity(tmp_path, key, value):
-    flags = ["--config", "bloom.toml", "--data.path", write(tmp_path / "text"), "--data.tokenizer", "bytes"]
-    flags += ["--data.split", "8,1,1", "--data.seq_len", "32"]
-    before, after = (open_text(config.load([*flags, *more])).identity for more in ([], [f"--{key}", value]))
-    section, _, name = key.partition(".")
-    assert {k for k in before if before[k] != after[k]} == {f"[{section}] {name}"}
+def test_the_fingerprint_sees_documents_that_are_divided_otherwise(tmp_path):
+    prefixes = [str(tmp_path / name) for name in ("a", "b")]
+    for prefix, documents in zip(prefixes, ([[3, 4], [5]], [[3], [4, 5]]), strict=True):
+        with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+            for document in documents:
+                writer.add(document)
+    assert Path(f"{prefixes[0]}.bin").read_bytes() == Path(f"{prefixes[1]}.bin").read_bytes()
+    assert fingerprint(prefixes[0]) != fingerprint(prefixes[1])
+
+
+# Each part of the identity, and a change after which a run would see other tokens or other masks.
+PARTS = {
+    "[data] path": ["--data.path", '["{other}", "{same}"]'],
+    "[data] tokenizer": ["--data.tokenizer", "{tokenizer}"],
+    "[data] weights": ["--data.weights", "[1.0, 2.0]"],
+    "[data] seq_len": ["--data.seq_len", "16"],
+    "[data] split": ["--data.split", "6,2,2"],
+    "[data] eod_mask_loss": ["--data.eod_mask_loss", "true"],
+    "[data] reset_position_ids": ["--data.reset_position_ids", "true"],
+    "[data] reset_attention_mask": ["--data.reset_attention_mask", "true"],
+    "[run] seed": ["--run.seed", "7"],
+    "order": [],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_the_identity_changes_alone_and_then_the_run_is_not_continued(tmp_path, monkeypatch, part):
+    same, other = write(tmp_path / "same"), write(tmp_path / "other", last=4)
+    ranks = [bytes([i]) for i in range(255, -1, -1)]
+    content = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks)]
+    (tmp_path / "other.tiktoken").write_bytes(b"".join(content))  # as many ids as "bytes" has, in another order
+    paths = {"other": other, "same": same, "tokenizer": str(tmp_path / "other.tiktoken")}
+    flags = [*KEYS, "--data.path", json.dumps([same, same])]
+    cfg = config.load(flags)
+    before = open_text(cfg).identity
+    assert set(before) == set(PARTS)
+    state = json.loads(State.of(cfg.model_dump(), identity=before).model_dump_json())  # as a checkpoint has it
+    checkpoint = SimpleNamespace(path="step-00000001", manifest=SimpleNamespace(state=state))
+    resume.check_same(checkpoint, cfg, open_text(cfg).identity)
+
+    if part == "order":
+        monkeypatch.setattr(text, "ORDER", text.ORDER + 1)
+    change = [word.format(**paths) for word in PARTS[part]]
+    after = open_text(config.load([*flags, *change])).identity
+    assert {key for key in before if before[key] != after[key]} == {part}
+    with pytest.raises(ValueError, match=r"number 2, this dtmega in number 3|on other data: " + re.escape(part)):
+        resume.check_same(checkpoint, cfg, after)
 
 
 def test_a_moved_corpus_has_the_same_identity(tmp_path):
@@ -85,11 +124,28 @@ def test_the_fingerprint_covers_every_byte_up_to_4_mib_and_64_blocks_of_a_larger
     assert changes == seen
 
 
-KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
-
-
 def opened(prefix: str, *more: str):
     return open_text(config.load([*KEYS, "--data.path", prefix, *more]))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_seed_of_the_run_orders_the_samples_of_each_split(tmp_path, seed):
+    prefix = write(tmp_path / "text")
+    splits = opened(prefix, "--run.seed", str(seed)).splits
+    for split, documents in {"train": (0, 9), "valid": (9, 10), "test": (10, 11)}.items():
+        found, expected = splits[split], Samples(IndexedDataset(prefix), documents, 32, seed, split)
+        assert [found[g].tolist() for g in range(50)] == [expected[g].tolist() for g in range(50)]
+
+
+def test_a_vocabulary_holds_all_ids_of_the_tokenizer_and_of_the_text_and_no_fewer(tmp_path):
+    prefix = write(tmp_path / "text", last=299)
+    assert opened(prefix, "--model.vocab_size", "300").splits["train"] is not None
+    with pytest.raises(ValueError, match=r"expected ids in \[0, 299\), got 299"):
+        opened(prefix, "--model.vocab_size", "299")
+    prefix = write(tmp_path / "text")
+    assert opened(prefix, "--model.vocab_size", "257").splits["train"] is not None
+    with pytest.raises(ValueError, match="vocab_size=256 is smaller than the 257 ids of tokenizer 'bytes'"):
+        opened(prefix, "--model.vocab_size", "256")
 
 
 def test_the_order_of_samples_has_the_number_that_the_identity_names(tmp_path):
@@ -101,6 +157,16 @@ def test_the_order_of_samples_has_the_number_that_the_identity_names(tmp_path):
     text = opened(json.dumps([str(tmp_path / "one"), str(tmp_path / "two")]), "--data.seq_len", "3")
     assert [int(text.samples("train")[g][1]) for g in range(12)] == [109, 14, 108, 5, 100, 105, 2, 112, 115, 3, 102, 7]
     assert text.identity["order"] == 2
+
+
+def test_a_corpus_that_is_too_small_for_a_split_is_named_to_the_run(tmp_path):
+    with IndexedWriter(tmp_path / "small", np.dtype(np.uint16)) as writer:
+        writer.add([3] * 100)
+    prefixes = [write(tmp_path / "text"), str(tmp_path / "small")]
+    _, *notes = opened(json.dumps(prefixes)).notes  # the first is that there is no record
+    assert notes == [
+        f"'{s}' is blended without {prefixes[1]}: its part has less than one sample" for s in ("valid", "test")
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ record
@@ -141,6 +207,12 @@ def test_a_damaged_record_is_named(tmp_path, changes):
         opened(recorded(tmp_path / "text", **changes))
 
 
+def test_a_record_of_a_later_version_that_says_more_is_read_and_one_of_64_kib_and_more_is_not(tmp_path):
+    assert opened(recorded(tmp_path / "text", more="x" * 2**15)).notes == []
+    with pytest.raises(ValueError, match=r"text\.meta\.json: expected at most 65,536 bytes"):
+        opened(recorded(tmp_path / "text", more="x" * 2**16))
+
+
 @pytest.mark.parametrize("changes", [None, {"tokens": 7}, {"documents": 7}])
 def test_a_text_without_a_record_or_with_that_of_another_is_read_and_one_line_says_so(tmp_path, changes):
     prefixes = [recorded(tmp_path / f"{k}", **(changes or {})) for k in range(3)]
@@ -172,6 +244,26 @@ def test_a_split_that_bears_no_loss_anywhere_is_refused_with_its_name(tmp_path):
         opened(prefix, *mask, "--data.split", "8,0,2")
     assert opened(prefix, *mask, "--data.split", "6,4,0").splits["valid"] is not None
     assert opened(prefix).splits["valid"] is not None
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_all_samples_that_an_evaluation_reads_are_looked_at_and_no_more(tmp_path, split):
+    with IndexedWriter(tmp_path / "text", np.dtype(np.uint16)) as writer:
+        writer.add([*range(3, 100)])
+        writer.add([256] * 500 + [7] + [256] * 500)
+    keys = ["--data.eod_mask_loss", "true", "--data.split", "1,1,0" if split == "valid" else "1,0,1"]
+    keys += ["--batch.micro_batch_size", "1", "--batch.global_batch_size", "2"]
+
+    def first_with_a_loss(seed: int) -> int:
+        samples = Samples(IndexedDataset(tmp_path / "text"), (1, 2), 32, seed, split)
+        return next(g for g in range(99) if (samples[g][:-1] != 256).any())
+
+    seed = next(seed for seed in range(99) if first_with_a_loss(seed) % 2 and first_with_a_loss(seed) > 2)
+    first = first_with_a_loss(seed)  # the second of a batch
+    keys += ["--run.seed", str(seed)]
+    assert opened(str(tmp_path / "text"), *keys, "--eval.steps", str(first // 2 + 1)).splits[split] is not None
+    with pytest.raises(ValueError, match=f"no token of the {first // 2 * 2} samples .* '{split}' bears a loss"):
+        opened(str(tmp_path / "text"), *keys, "--eval.steps", str(first // 2))
 
 
 def test_an_empty_split_is_no_evaluation(tmp_path):

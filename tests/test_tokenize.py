@@ -25,8 +25,9 @@ import zstandard
 
 from dtmega.__main__ import main as command
 from dtmega.data import text_files, tokenize
+from dtmega.data import tokenizer as tokenizer_module
 from dtmega.data.indexed import IndexedDataset
-from dtmega.data.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_tokenizer
+from dtmega.data.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_encoding, load_tokenizer
 
 ROOT = Path(tokenize.__file__).parents[2]
 TEXTS = ["Hello, world", "Straße 12345\n\n\tdef f(x):\n        return x", "<|endoftext|> is text", "漢字 🙂"]
@@ -191,6 +192,49 @@ def test_the_eos_token_of_a_models_directory_ends_its_documents(tmp_path, json_p
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).eod_id == 0
 
 
+EODS = ["<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]"]
+
+
+def write_words(path, tokens):
+    """A tokenizer.json of these tokens and their ids, which puts 0 before each text."""
+    model = tokenizers.models.WordLevel(tokens, unk_token="a")
+    loaded = tokenizers.Tokenizer(model)
+    loaded.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    loaded.post_processor = tokenizers.processors.TemplateProcessing(single="a $0", special_tokens=[("a", 0)])
+    loaded.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("n", range(1, len(EODS) + 1))
+def test_the_first_known_name_of_an_end_of_document_ends_documents(tmp_path, n):
+    tokens = {"a": 0} | {name: 1 + i for i, name in enumerate(EODS[-n:][::-1])}
+    assert load_tokenizer(write_words(tmp_path / "words.json", tokens)).eod_id == n
+
+
+def test_the_ids_of_a_json_may_leave_gaps_and_a_text_gets_nothing_but_its_own(tmp_path):
+    tokenizer = load_tokenizer(write_words(tmp_path / "words.json", {"a": 0, "b": 7, "</s>": 3}))
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (8, 3)
+    assert tokenizer.encode("b b a") == [7, 7, 0]
+
+
+def test_the_fingerprint_is_of_ranks_and_rule(monkeypatch):
+    before = load_tokenizer("stdlib-8k").fingerprint
+    monkeypatch.setattr(tokenizer_module, "GPT2_RANKS", 8191)  # now these are cut as GPT-2's are
+    assert load_tokenizer("stdlib-8k").fingerprint != before
+
+
+def test_the_fingerprint_of_a_name_of_tiktoken_is_of_the_name_and_of_how_many_ids_there_are(monkeypatch):
+    ranks = load_encoding("bytes")[0]._mergeable_ranks
+    found = set()
+    for name, last in (("gpt2", 256), ("gpt2", 300), ("p50k_base", 300)):
+        encoding = tiktoken.Encoding(name, pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={EOD: last})
+        monkeypatch.setattr(tiktoken, "get_encoding", lambda _, encoding=encoding: encoding)
+        loaded = load_tokenizer(name)
+        assert (loaded.vocab_size, loaded.eod_id) == (last + 1, last)
+        found.add(loaded.fingerprint)
+    assert len(found) == 3
+
+
 def test_without_the_tokenizers_library_a_json_says_what_to_install(json_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[data\]'"):
@@ -273,11 +317,13 @@ def test_a_text_cut_at_blank_lines_is_its_parts_and_nothing_is_lost(tmp_path, mo
     assert "".join(documents(tmp_path)) == text
 
 
-def test_a_part_that_is_no_utf8_is_skipped_and_shown_with_its_line(tmp_path, capsys):
-    (tmp_path / "in.txt").write_bytes(b"a\n\nb\n\xff\n\nc")
+@pytest.mark.parametrize("chunk", [1, 3, 8, 1 << 20])
+def test_a_part_that_is_no_utf8_is_skipped_and_shown_with_its_line(tmp_path, monkeypatch, capsys, chunk):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
+    (tmp_path / "in.txt").write_bytes(b"a\n\nb\n\xff\n\nc\n\nd\n\n\n\xff\n")
     assert run(tmp_path, "in.txt", options=["--split-documents", "blank-lines", "--workers", 1]) == 0
-    assert documents(tmp_path) == ["a\n\n", "c"]
-    assert "in.txt:3: 'utf-8' codec can't decode" in capsys.readouterr().err
+    assert documents(tmp_path) == ["a\n\n", "c\n\n", "d\n\n\n"]
+    assert re.findall(r"in\.txt:(\d+): 'utf-8' codec can't decode", capsys.readouterr().err) == ["3", "11"]
 
 
 def test_a_text_cut_every_n_tokens_has_the_same_tokens(tmp_path):
@@ -330,6 +376,14 @@ def test_a_folder_stands_for_the_files_of_text_below_it_sorted_by_path(tmp_path)
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     assert run(tmp_path, "c") == 0
     assert documents(tmp_path) == ["c/a/y.txt.gz", "c/a/z.jsonl", "c/b.txt"]
+
+
+def test_two_stars_stand_for_folders_below(tmp_path):
+    for name in ("a.txt", "b/a.txt", "b/c/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert run(tmp_path, "**/*.txt") == 0
+    assert documents(tmp_path) == ["a.txt", "b/a.txt", "b/c/a.txt"]
 
 
 def test_a_folder_without_text_is_named(tmp_path, capsys):
@@ -389,15 +443,6 @@ def test_json_key_names_the_text(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"body": "a", "text": "b"}\n')
     assert run(tmp_path, "in.jsonl", options=["--json-key", "body", "--workers", 1]) == 0
     assert documents(tmp_path) == ["a"]
-
-
-def test_the_dtype_follows_the_vocabulary(tmp_path, json_path):
-    big = tokenizers.Tokenizer.from_file(str(json_path))
-    big.add_tokens([f"word{i}" for i in range(65_500 - big.get_vocab_size())])
-    big.save(str(tmp_path / "big.json"))
-    (tmp_path / "in.jsonl").write_bytes(lines(["word65000 a"]))
-    assert run(tmp_path, "in.jsonl", tokenizer=str(tmp_path / "big.json")) == 0
-    assert IndexedDataset(tmp_path / "out").dtype == "int32"
 
 
 def test_files_come_in_the_order_of_the_patterns_by_name_and_once(tmp_path):
@@ -478,13 +523,24 @@ def test_line_numbers_go_on_from_batch_to_batch(tmp_path, monkeypatch, capsys):
     assert "in.jsonl:31: bad JSON" in capsys.readouterr().err
 
 
-def test_a_parquet_row_that_is_no_utf8_is_one_malformed_row(tmp_path, capsys):
+def test_a_parquet_row_that_is_no_utf8_is_one_malformed_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text_files, "PARQUET_ROWS", 1)
     buffers = pa.array([b"good", b"\xff", b"fine"], pa.binary()).buffers()
     bad = pa.Array.from_buffers(pa.string(), 3, buffers)
     pq.write_table(pa.table({"text": bad}), tmp_path / "in.parquet")
     assert run(tmp_path, "in.parquet") == 0
     assert documents(tmp_path) == ["good", "fine"]
     assert "in.parquet:2: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(65_499, "uint16"), (65_500, "int32"), (70_000, "int32")])
+def test_the_dtype_of_the_output_is_megatrons_choice_for_the_tokenizer(tmp_path, n, dtype):
+    tokens = {"a": 0, "</s>": n - 1}
+    (tmp_path / "in.txt").write_text("a")
+    options = ["--append-eod", "--workers", 1]
+    assert run(tmp_path, "in.txt", tokenizer=write_words(tmp_path / "words.json", tokens), options=options) == 0
+    dataset = IndexedDataset(tmp_path / "out")
+    assert (dataset.dtype, dataset.tokens.tolist()) == (dtype, [0, n - 1])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -551,6 +607,44 @@ def test_a_few_bytes_that_decompress_to_one_endless_document_are_refused_long_be
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 160 << 20
+
+
+def test_a_plain_file_of_any_size_is_read_and_a_compressed_one_up_to_the_limit(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 9)
+    (tmp_path / "a.txt").write_bytes(b"a" * 10)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"b" * 9))
+    assert run(tmp_path, "a.txt", "b.txt.gz") == 0
+    assert documents(tmp_path) == ["a" * 10, "b" * 9]
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"c" * 10))
+    assert run(tmp_path, "c.txt.gz") == 2
+    assert "more than 9 bytes when decompressed" in capsys.readouterr().err
+
+
+def test_an_archive_of_long_windows_is_read(tmp_path):
+    long = zstandard.ZstdCompressionParameters(window_log=28)  # `zstd --long=28`; 27 is what libraries take unasked
+    stream = zstandard.ZstdCompressor(compression_params=long).compressobj()  # which does not know how little comes
+    (tmp_path / "in.jsonl.zst").write_bytes(stream.compress(lines(TEXTS)) + stream.flush())
+    assert run(tmp_path, "in.jsonl.zst") == 0
+    assert documents(tmp_path) == TEXTS
+
+
+def test_the_position_in_all_files_rises_to_their_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(text_files, "PARQUET_ROWS", 1)
+    names = [write_kind(tmp_path, kind) for kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")]
+    (tmp_path / "in.txt").write_bytes(b"a\n\n" * 20)
+    files = text_files.find([str(tmp_path / name) for name in [*names, "in.txt"]])
+    for at_blank_lines in (False, True):
+        before_bytes = 0
+        for file in files:
+            read = [
+                b.position_bytes
+                for b in text_files.read(files, "text", at_blank_lines=at_blank_lines)
+                if b.path == file.path
+            ]
+            assert before_bytes < read[0] <= read[-1] == before_bytes + file.n_bytes
+            assert sorted(read) == read
+            before_bytes += file.n_bytes
 
 
 def test_a_pattern_without_a_file_is_named(tmp_path, capsys):
@@ -685,15 +779,16 @@ def test_kill_9_leaves_nothing_under_the_final_name_and_no_worker_behind(tmp_pat
 # ------------------------------------------------------------------------------------------------------------ record
 
 
-def test_the_record_beside_the_bin_says_what_made_it(tmp_path):
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_the_record_beside_the_bin_says_what_made_it(tmp_path, append_eod):
     (tmp_path / "in.jsonl").write_bytes(lines(TEXTS))
-    assert run(tmp_path, "in.jsonl", options=["--append-eod"]) == 0
+    assert run(tmp_path, "in.jsonl", options=["--append-eod"] if append_eod else []) == 0
     dataset = IndexedDataset(tmp_path / "out")
     assert json.loads((tmp_path / "out.meta.json").read_text()) == {
         "tokenizer": "bytes",
         "fingerprint": load_tokenizer("bytes").fingerprint,
         "eod_id": 256,
-        "append_eod": True,
+        "append_eod": append_eod,
         "documents": len(dataset),
         "tokens": dataset.n_tokens,
     }
