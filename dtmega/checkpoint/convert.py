@@ -25,10 +25,10 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint import Source, found, hf, hf_copy, hf_export, manifest
 from dtmega.checkpoint.dcp import DataFile
-from dtmega.checkpoint.files import Disk, Remote, open_root
+from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.foreign import DCPFolder
 from dtmega.checkpoint.manifest import Entry, Manifest
-from dtmega.checkpoint.resume import State, open_checkpoint, state_of
+from dtmega.checkpoint.resume import State, open_checkpoint, split, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.startup import Startup
 
@@ -161,20 +161,19 @@ def _left_out(
 
 def write(path: str, source: Source, model: config.Model) -> None:
     """A checkpoint of weights only, complete or not there."""
-    parent, _, folder = path.rstrip("/").rpartition("/")
-    files = open_root(parent or ("/" if path.startswith("/") else "."))
+    files, folder = split(path)
     if folder in files.folders():
         raise ValueError(f"{path} is there already (--to)")
-    aside = f".tmp-{folder}" if files.renames else folder
+    aside = f".tmp-{folder}" if isinstance(files, Disk) else folder
     try:
         files.make(aside)
         _fill(files, aside, source, model)
-        if files.renames:
+        if isinstance(files, Disk):
             files.sync(aside)
             files.rename(aside, folder)
             files.sync("")
     except BaseException:
-        with contextlib.suppress(OSError):  # what cannot be deleted takes room, no more
+        with contextlib.suppress(Exception):  # what cannot be deleted takes room, no more
             files.remove(aside)
         raise
 

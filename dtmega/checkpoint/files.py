@@ -38,8 +38,6 @@ def open_root(root: str) -> Disk | Remote:
 class Disk:
     """Folders of one local (or shared) file system, by name under `root`."""
 
-    renames = True
-
     def __init__(self, root: str) -> None:
         self.root = Path(root)
 
@@ -120,9 +118,9 @@ class _Whole:
 
 
 class Remote:
-    """The same under a URL. What `rename` would be is the appearance of the manifest."""
-
-    renames = False
+    """The same under a URL, but for `sync` and `rename`: a file is durable when it is closed, a folder counts from its
+    manifest on.
+    """
 
     def __init__(self, url: str) -> None:
         fs, root = url_to_fs(url)
@@ -172,12 +170,6 @@ class Remote:
             raise Damaged(f"{name}: {error}") from None
         with file:
             yield file
-
-    def sync(self, folder: str) -> None:
-        """Closing a file has made it durable."""
-
-    def rename(self, folder: str, to: str) -> None:
-        self._fs.mv(self._at(folder), self._at(to), recursive=True)
 
     def move(self, folder: str, into: str) -> None:
         self._fs.makedirs(self._at(into), exist_ok=True)

@@ -75,11 +75,7 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:
     here, there = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
-    if here is None or there is None:
-        return (
-            f"{name}: {'not there' if here is None else _kind(here)} | {'not there' if there is None else _kind(there)}"
-        )
-    if here.shape != there.shape or here.dtype != there.dtype:
+    if here is None or there is None or here.shape != there.shape or here.dtype != there.dtype:
         return f"{name}: {_kind(here)} | {_kind(there)}"
     if [(c.offsets, c.sizes, c.digests) for c in here.chunks] == [
         (c.offsets, c.sizes, c.digests) for c in there.chunks

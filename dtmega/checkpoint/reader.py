@@ -50,7 +50,7 @@ class Checkpoint:
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = len(self.manifest.files) + SPARE_FILES
-        if not self.files.renames or (hard != resource.RLIM_INFINITY and wanted > hard):
+        if not isinstance(self.files, Disk) or (hard != resource.RLIM_INFINITY and wanted > hard):
             return self
         if soft != resource.RLIM_INFINITY and wanted > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -89,7 +89,7 @@ def name(step: int) -> str:
 def finished(files: Disk | Remote) -> list[str]:
     """Complete checkpoints, oldest first."""
     found = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
-    return found if files.renames else [folder for folder in found if manifest.NAME in files.sizes(folder)]
+    return found if isinstance(files, Disk) else [folder for folder in found if manifest.NAME in files.sizes(folder)]
 
 
 def root_of(cfg: config.Config) -> str:
@@ -256,7 +256,7 @@ def set_aside_newer(cfg: config.Config, step: int) -> None:
     files = open_root(root_of(cfg))
     for folder in files.folders():
         if folder.startswith((".tmp-step-", ".old-step-")):
-            with contextlib.suppress(OSError):  # what cannot be deleted takes room, no more
+            with contextlib.suppress(Exception):  # what cannot be deleted takes room, no more
                 files.remove(folder)
     newer = [folder for folder in finished(files) if int(folder.partition("-")[2]) > step]
     if newer:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.checkpoint import dcp, manifest
 from dtmega.checkpoint.dcp import Failed
-from dtmega.checkpoint.files import open_root
+from dtmega.checkpoint.files import Disk, open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
@@ -171,7 +171,7 @@ class Checkpoints:
         self._thread.shutdown()
 
     def _aside(self, step: int) -> str:
-        return f".tmp-{name(step)}" if self._files.renames else name(step)
+        return f".tmp-{name(step)}" if isinstance(self._files, Disk) else name(step)
 
     def _publish(self, written: Manifest) -> str:
         """Let the folder count.
@@ -186,13 +186,14 @@ class Checkpoints:
         try:
             with files.create(aside, manifest.NAME) as file:
                 file.write(manifest.dump(written))
-            if files.renames:
+            if isinstance(files, Disk):
                 files.sync(aside)
                 files.rename(aside, name(written.step))
         except Exception as error:
             raise Failed(f"{type(error).__name__}: {error}") from error
         try:
-            files.sync("")
+            if isinstance(files, Disk):
+                files.sync("")
         except OSError as error:
             return str(error)
         return ""
@@ -206,7 +207,7 @@ class Checkpoints:
                 if old == self._named:
                     continue  # the same command needs it again
                 with contextlib.suppress(Exception):
-                    if files.renames:
+                    if isinstance(files, Disk):
                         files.rename(old, f".old-{old}")
                         old = f".old-{old}"
                     files.remove(old)
