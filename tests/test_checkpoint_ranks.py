@@ -1,4 +1,7 @@
-"""Claims about checkpoint/run.py on two ranks: what one of them meets, both report, and at the same step."""
+"""Claims about checkpoint/{run,pieces}.py on two ranks: what one of them meets, both report, and at the same step.
+
+And what each holds of a tensor that is cut in parts is saved and filled.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.checkpoint import dcp, resume
+from dtmega.checkpoint import dcp, manifest, resume
 from dtmega.checkpoint.files import Disk
+from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Outcome
+from dtmega.shards import local
 from tests import ranks
 from tests.faults import IDENTITY, Trained
 
@@ -54,6 +62,24 @@ def test_a_checkpoint_that_a_power_cut_may_undo_is_reported_by_all(tmp_path):
     ((ours,),), ((theirs,),) = ranks.run(2, saves, tmp_path, "sync", parent_cannot_be_synced)
     assert "No space left on device" in ours.warning
     assert (ours.error, theirs.error, theirs.warning) == ("", "", ours.warning)
+
+
+def nobody_can_write() -> None:
+    """And each rank for its own reason."""
+
+    def create(self: Disk, folder: str, name: str) -> Any:
+        if dist.get_rank() == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        raise RuntimeError("not foreseen")
+
+    Disk.create = create
+
+
+def test_a_save_that_fails_on_all_ranks_names_the_reason_of_each(tmp_path):
+    for ((outcome,),) in ranks.run(2, saves, tmp_path, "sync", nobody_can_write):
+        reasons = "RuntimeError: not foreseen; [Errno 28] No space left on device: 'data-00000.bin'"
+        assert outcome.error.startswith(f"{reasons} (")
+    assert [*tmp_path.iterdir()] == []
 
 
 def thread_of_rank_1_is_late() -> None:
@@ -100,3 +126,30 @@ def test_a_tensor_that_one_rank_misses_is_a_refusal_of_all(tmp_path):
     ours, theirs = ranks.run(2, refused, tmp_path)
     assert "is of another model: it has no 'model/head.weight'" in ours
     assert ours == theirs
+
+
+FUSED = torch.arange(24.0, dtype=torch.bfloat16).view(12, 2)  # [q | k | v], of four rows each
+CUTS: dict[str, Placement] = {"in parts": _StridedShard(0, split_factor=3), "cut": Shard(0), "whole": Replicate()}
+
+
+def from_layout_to_layout(root: Path) -> tuple[list[tuple[str, str]], int]:
+    """Which of CUTS are not equal to the bit when they are loaded from each of CUTS; boxes of the one in parts."""
+    mesh, group, files = init_device_mesh("cpu", (2,)), dist.group.WORLD, Disk(str(root))
+    assert group is not None
+    saved = {name: distribute_tensor(FUSED, mesh, [cut], src_data_rank=None) for name, cut in CUTS.items()}
+    written = dcp.save(files, "a", saved, 1, {}, group)
+    if written is not None:
+        with files.create("a", manifest.NAME) as file:
+            file.write(manifest.dump(written))
+    dist.barrier()
+    checkpoint, wrong = Checkpoint(files, "a"), []
+    for now, cut in CUTS.items():
+        loaded = {name: distribute_tensor(torch.zeros_like(FUSED), mesh, [cut], src_data_rank=None) for name in CUTS}
+        dcp.load(checkpoint, loaded, group)
+        wrong += [(then, now) for then in CUTS if not torch.equal(local(loaded[then]), local(saved[now]))]
+    wrong += [(then, "read") for then in CUTS if not torch.equal(checkpoint.read(then), FUSED)]
+    return wrong, len(checkpoint.manifest.tensors["in parts"].chunks)
+
+
+def test_a_tensor_in_parts_is_saved_and_loaded_as_any_other(tmp_path):
+    assert ranks.run(2, from_layout_to_layout, tmp_path) == [([], 6)] * 2

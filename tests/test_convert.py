@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -223,6 +224,50 @@ def test_inspect_shows_how_two_differ(tmp_path, trained, corpus, capsys):  # noq
     assert "config.train.steps: 10 | 11" in output
     assert "model/embed.weight: " in output
     assert "elements differ, by at most" in output
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        ("dtmega", ["--dtype", "nn"], "--dtype is one of torch's, such as bfloat16; got 'nn'"),
+        ("dtmega", ["--original", "x"], "--original is for a run with [model] name = 'hf'; RUN is of BLOOM"),
+        ("dcp", [], "--from dcp needs --config NAME.toml"),
+        ("hf", ["--config"], "n_heads=4, not 8"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_the_option(
+    tmp_path, trained, exported, capsys, source, arguments, message
+):
+    path = exported if source == "hf" else trained
+    if arguments == ["--config"]:
+        text = (trained / "config.toml").read_text()
+        (tmp_path / "other.toml").write_text(re.sub("n_heads = .*", "n_heads = 8", text))
+        arguments = ["--config", str(tmp_path / "other.toml")]
+    argv = ["convert", "--from", source, str(path), "--to", "hf", str(tmp_path / "out"), *arguments]
+    assert command(argv) == job.REFUSED
+    assert message.replace("RUN", str(path)) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("n_layers = 50", "n_layers=50 of the model ("),
+        ("hidden_size = 64", "'embed.weight' is [264, 32], the model's is [264, 64] (--config)"),
+        ("vocab_size = 300", "'embed.weight' is [264, 32], the model's is [304, 32] (--config)"),
+    ],
+)
+def test_a_folder_of_another_model_than_the_configuration_says_is_refused(tmp_path, trained, capsys, key, message):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain_dcp.save(dict(weights(trained)), checkpoint_id=str(tmp_path / "plain"))
+    finally:
+        dist.destroy_process_group()
+    text = (trained / "config.toml").read_text()
+    (tmp_path / "other.toml").write_text(re.sub(f"{key.split()[0]} = .*", key, text, count=1))
+    argv = ["--from", "dcp", str(tmp_path / "plain"), "--to", "dtmega", str(tmp_path / "out")]
+    assert command(["convert", *argv, "--config", str(tmp_path / "other.toml")]) == job.REFUSED
+    assert message in capsys.readouterr().err
 
 
 def test_convert_names_the_formats_it_knows(capsys):

@@ -81,7 +81,7 @@ def boxes(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     for _ in range(12):
         ends = [sorted(generator.choices(range(n + 1), k=2)) for n in shape]
         yield tuple(slice(*end) for end in ends)
-    yield from ((slice(1),), (slice(None),), ()) if shape else ((),)
+    yield from ((slice(1),), (slice(None),), (slice(3, 1),), ()) if shape else ((),)
     yield tuple(slice(-1, None) for _ in shape)
 
 
@@ -459,6 +459,18 @@ def empty_chunks_without_end(metadata: Metadata) -> None:
     metadata.state_dict_metadata |= {f"tensor{n}": entry for n in range(50)}
 
 
+def cut_along_nine_dims(metadata: Metadata) -> None:
+    set_chunks(((0,) * 9, (1,) * 9))(metadata)  # pyright: ignore[reportArgumentType]
+    tensor_of(metadata).size = torch.Size([2] * 9)
+
+
+def two_items(metadata: Metadata) -> None:
+    """Two keys of one value, as no dict of Python's has them."""
+    other = MetadataIndex("model.0.weight", torch.Size([9, 9]))
+    metadata.storage_data[other] = info_of(metadata)
+    object.__setattr__(other, "offset", torch.Size([0, 0]))
+
+
 def compressed(metadata: Metadata) -> None:
     info_of(metadata).transform_descriptors = ["zstd"]
 
@@ -501,6 +513,22 @@ ABSURD: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "a quantised dtype": (set_property(torch.qint8), "asks for 'torch qint8'"),
     "a name that moves the cursor": (rename("\x1b[2J"), r"expected printable names, got '\\x1b\[2J'"),
     "a name that is a number": (lambda m: m.state_dict_metadata.update({3: tensor_of(m)}), "a name to be str, got int"),  # pyright: ignore
+    "an offset of 2^63": (set_info(offset=1 << 63), "the offset of 'model.0.weight' to be 0 to 2.63 - 1, got more"),
+    "65 dims": (set_shape((1,) * 65), "to be at most 64 numbers, got 65"),
+    "64 dims": (set_shape((1,) * 64), "has a chunk"),
+    "a size that is a path": (
+        set_shape(Path("4")),
+        "the size of 'model.0.weight' to be tuple, got 'pathlib.* PosixPath'",
+    ),
+    "a cut along nine dims": (
+        cut_along_nine_dims,
+        "'model.0.weight': expected a tensor cut along at most 8 dims, got 9",
+    ),
+    "two items of one chunk": (two_items, r"two items for 'model.0.weight' at \(0, 0\)"),
+    "no properties": (
+        lambda m: tensor_of(m).__dict__.update(properties=3),
+        "the properties of 'model.0.weight' to be TensorProperties, got int",
+    ),
     "no storage": (lambda m: m.__dict__.update(storage_data=None), "storage_data to be dict, got NoneType"),
     "an entry that is no tensor": (
         lambda m: m.state_dict_metadata.update(x=3),  # pyright: ignore
@@ -541,6 +569,18 @@ CRAFTED: dict[str, tuple[bytes, str]] = {
     "a call of a dict": (b"\x80\x04})R.", "calls something"),
     "items for a number": (b"\x80\x04K\x01(K\x01K\x02u.", "target of SETITEMS to be dict, got int"),
     "a key nested 200,000 times": (b"\x80\x04})" + b"\x85" * 200_000 + b"Ns.", "expected keys that are"),
+    "a call with a list": (b"\x80\x04ctorch\nSize\n]R.", "calls something"),
+    "a call of what a call gave": (b"\x80\x04ctorch\nSize\n)R)R.", "calls something"),
+    "a state for what has one": (b"\x80\x04ctorch\nSize\n)R}b}b.", "sets the state"),
+    "a key without a value": (b"\x80\x04}(K\x01u.", "zip"),
+    "values for a dict": (b"\x80\x04}K\x01a.", "target of APPENDS to be list, got dict"),
+    "a mark that is left": (b"\x80\x04N(.", "1 values and 1 marks are left"),
+    "a mark above the values": (b"\x80\x04NN(\x86t.", "takes -1 values of 1"),
+    "a name that no DCP file asks for": (b"\x80\x04ctorch\nload\n.", "asks for 'torch load'"),
+    "an object of another class": (
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}b.",
+        "expected an object of '.*Metadata', got '.*MetadataIndex'",
+    ),
     "a list within itself": (b"\x80\x04]\x94h\x00a.", "expected an object"),
     "only a name": (b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n.", "to be dict, got NoneType"),
 }
@@ -685,6 +725,33 @@ CRAFTED_ITEMS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a record behind the end": (directory_field(42, 0x7FFFFFFF, "<I"), "outside of the archive"),
     "a directory of 4 GiB": (directory_field(-12, 0xFFFFFFF0, "<I"), "expected an archive of torch.save"),
     "a directory behind the end": (directory_field(-16, 0xFFFFFFF0, "<I"), "lies outside of the archive"),
+    "a view that starts too late": (
+        with_pickle(b"K\x00K\x04K\x05", b"K\x01K\x04K\x05"),
+        "expected 84 bytes of data, got 80",
+    ),
+    "a storage of four parts": (with_pickle(b"K\x14tq", b"tq"), "expected a tensor with a storage"),
+    "a tuple for a storage": (with_pickle(b"q\x05QK\x00", b"q\x05K\x00"), "expected a tensor with a storage"),
+    "another name of the data": (
+        with_pickle(b"X\x01\x00\x00\x000", b"K\x00"),
+        "the key of the storage to be str, got int",
+    ),
+    "only a name": (
+        with_record("data.pkl", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n."),
+        "expected a plain tensor",
+    ),
+    "a tensor of nothing": (
+        with_record("data.pkl", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R."),
+        "expected a plain tensor",
+    ),
+    "an object for a tensor": (
+        with_record("data.pkl", b"\x80\x02ccollections\nOrderedDict\n)R."),
+        "expected a plain tensor",
+    ),
+    "a record without its header": (lambda content: content.replace(b"PK\3\4", b"PK\3\5", 1), "outside of the archive"),
+    "a pickle that is damaged where it does no harm": (
+        lambda content: content.replace(b"\x86q\x07\x89", b"\x86q\x07\x88"),
+        "have crc32",
+    ),
     "encryption": (directory_field(8, 1, "<H"), "is compressed or encrypted"),
 }
 
@@ -697,6 +764,63 @@ def test_a_crafted_tensor_entry_is_refused(copy: Path, tmp_path: Path, attack: s
     with pytest.raises(ValueError, match=rf"__0_0.distcp: 'model.0.weight' at byte \d+: .*({message})"):
         DCPFolder(copy).read("model.0.weight")
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [b"PK\5\6" + bytes(10), bytes(20)])
+def test_an_archive_too_short_to_be_one_is_refused(copy: Path, content: bytes):
+    name = "optim.state.0.step"
+    replace_item(copy, name, content)
+    with pytest.raises(ValueError, match=rf"'{name}' at byte \d+: expected an archive of torch.save"):
+        DCPFolder(copy).read(name)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(copy: Path):
+    folder = DCPFolder(copy)
+    info = info_of(metadata_of(copy))
+    os.truncate(copy / "__0_0.distcp", info.offset + info.length // 2)
+    with pytest.raises(ValueError, match=r"the file ends at byte \d+, \d+ bytes too early"):
+        folder.read("model.0.weight")
+
+
+def test_all_is_read_where_the_kernel_gives_a_part_at_a_time(plain, monkeypatch):
+    folder, state = plain
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:100]], at))
+    monkeypatch.setattr(torch_save, "BLOCK_BYTES", 64)  # of which a checksum is computed at a time
+    assert torch.equal(DCPFolder(folder).read("rng"), state["rng"])
+
+
+def test_a_view_of_the_rows_of_a_larger_storage_is_read(copy: Path):
+    base = torch.arange(50.0).view(10, 5)
+    replace_item(copy, "model.0.weight", saved(base[3:7]))
+    assert torch.equal(DCPFolder(copy).read("model.0.weight"), base[3:7])
+
+
+def test_files_of_ranks_and_parts_of_several_digits_are_read(copy: Path, plain):
+    metadata = metadata_of(copy)
+    for info in metadata.storage_data.values():
+        info.relative_path = "__1024_12.distcp"
+    (copy / "__0_0.distcp").rename(copy / "__1024_12.distcp")
+    write_metadata(copy, metadata)
+    assert torch.equal(DCPFolder(copy).read("rng"), plain[1]["rng"])
+
+
+@pytest.mark.parametrize("index", [(slice(0, 4, 2),), (slice(None),) * 3])
+def test_a_part_is_one_box(plain, index):
+    with pytest.raises(AssertionError):
+        DCPFolder(plain[0]).read("model.0.weight", index)
+
+
+def test_every_dtype_that_torch_saves_as_numbers_is_known():
+    names = {str(dtype).removeprefix("torch.") for dtype in DTYPES}
+    floats = {"float64", "float32", "float16", "bfloat16", "complex128", "complex64"}
+    eights = {f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
+    integers = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+    assert names == floats | eights | integers | {"bool"}
+    storages = {"float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool", "uint8"}
+    assert {str(dtype).removeprefix("torch.") for dtype in torch_save.STORAGES.values()} == storages | {
+        f"int{bits}" for bits in (8, 16, 32, 64)
+    }
 
 
 def test_the_archive_that_the_crafted_ones_are_made_from_is_read(copy: Path):

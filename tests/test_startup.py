@@ -27,8 +27,9 @@ import transformers
 import dtmega
 import train
 from dtmega import config, job, mesh, startup
-from dtmega.checkpoint import found
-from dtmega.checkpoint.files import Disk
+from dtmega.checkpoint import found, manifest
+from dtmega.checkpoint.files import Disk, Remote
+from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.startup import Startup
 from dtmega.watch import Watch
@@ -197,8 +198,8 @@ def test_a_rank_whose_refusal_nobody_reads_says_it_and_leaves_and_the_others_fol
 
 def test_damaged_checkpoints_are_named_once_and_all_ranks_leave_with_3(tmp_path, text):
     assert [one.code for one in start(tmp_path, text, text)] == [0, 0]
-    for manifest in tmp_path.glob("run/checkpoints/*/manifest.json"):
-        manifest.write_text("{")
+    for path in tmp_path.glob("run/checkpoints/*/manifest.json"):
+        path.write_text("{")
     started = start(tmp_path, text, text)
     assert [one.code for one in started] == [job.DAMAGED, job.DAMAGED]
     assert len(said(started)) == len({*said(started)}) == 2
@@ -218,6 +219,61 @@ def test_ranks_that_do_not_see_the_files_of_rank_0_are_named(tmp_path, text):
     (line,) = said(started)
     assert line.startswith("dtmega: rank 1: cannot see what rank 0 has written in run/checkpoints")
     assert [path.name for path in (folders[0] / "run" / "checkpoints").iterdir()] == [".lock"]
+
+
+def written_again(source: Path, target: Path) -> None:
+    """The same checkpoint but for the version that wrote it, whole as the first one is."""
+    shutil.copytree(source, target)
+    checkpoint = open_checkpoint(str(target))
+    checkpoint.manifest.state["versions"]["python"] = "another"
+    (target / manifest.NAME).write_bytes(manifest.dump(checkpoint.manifest))
+
+
+@pytest.mark.parametrize("key", ["checkpoint.resume", "model.init_from"])
+def test_ranks_that_would_go_on_from_other_checkpoints_of_one_name_are_refused(tmp_path, text, key):
+    folders = [tmp_path / "node 0", tmp_path / "node 1"]
+    assert alone(tmp_path / "first", text | {"train.steps": 1}) == 0
+    for folder, write in zip(folders, (shutil.copytree, written_again), strict=True):
+        write(tmp_path / "first" / "checkpoints" / "step-00000001", folder / "step-00000001")
+    keys = text | {key: "./step-00000001"}
+    started = start(tmp_path, keys, keys, plant=partial(elsewhere, folders))
+    assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
+    (line,) = said(started)
+    assert line.startswith("dtmega: the ranks do not have the same checkpoints: step-00000001 is ")
+
+
+def rank_1_reads_nothing() -> None:
+    """Its file system is late, or another one."""
+    if mesh.rank() == 1:
+
+        def missing(*args: object) -> None:
+            raise Damaged("manifest.json is missing")
+
+        found.Checkpoint = missing
+
+
+def test_a_checkpoint_that_only_rank_0_can_read_is_refused_with_the_rank_and_advice(tmp_path, text):
+    assert alone(tmp_path / "run", text) == 0
+    keys = text | {"train.steps": 3}
+    started = start(tmp_path, keys, keys, plant=rank_1_reads_nothing)
+    assert [one.code for one in started] == [job.REFUSED, job.REFUSED]
+    (line,) = said(started)
+    assert line.startswith("dtmega: rank 1: cannot read what rank 0 has found, ")
+    assert line.endswith(
+        "/step-00000001: manifest.json is missing; all ranks need one file system there ([run] dir, [checkpoint] dir)"
+    )
+
+
+def test_where_a_library_behind_a_url_refuses_to_write_the_run_is_refused_with_the_key(
+    tmp_path, text, monkeypatch, capsys
+):
+    def refuse(*args: object) -> None:
+        raise RuntimeError("403 Forbidden")
+
+    monkeypatch.setattr(Remote, "make", refuse)
+    assert alone(tmp_path / "run", text | {"checkpoint.dir": "memory://refused"}) == job.REFUSED
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "dtmega: cannot write to memory://refused/: 403 Forbidden ([run] dir, [checkpoint] dir)"
 
 
 def nothing(path: Path) -> None:
