@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dtmega.checkpoint import dcp, manifest, resume
 from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.run import Outcome
+from dtmega.checkpoint.run import Checkpoints, Outcome
 from dtmega.shards import local
 from tests import ranks
 from tests.faults import IDENTITY, Trained
@@ -82,28 +83,32 @@ def test_a_save_that_fails_on_all_ranks_names_the_reason_of_each(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def thread_of_rank_1_is_late() -> None:
-    """It has written, and ends when this rank has polled three times."""
-    honest, polled, n_polls = dcp.save, threading.Event(), [0]
-    all_reduce = dist.all_reduce
+def thread_of_rank_1_is_late(rank_0_is_done: Path) -> None:
+    """It ends when this rank has polled three times since that of rank 0 did."""
+    honest, poll, polled, n_polls = dcp.save, Checkpoints.poll, threading.Event(), [0]
 
     def save(*args: Any) -> Any:
         written = honest(*args)
-        assert polled.wait(60)
+        if dist.get_rank() == 0:
+            rank_0_is_done.touch()
+        else:
+            assert polled.wait(20)
         return written
 
-    def counted(done: torch.Tensor, *args: Any) -> None:
-        all_reduce(done, *args)
-        n_polls[0] += 1
-        if n_polls[0] == 3:
+    def counted(self: Checkpoints) -> list[Outcome]:
+        n_polls[0] += rank_0_is_done.exists()
+        if n_polls[0] == 4:
             polled.set()
+        return poll(self)
 
+    dcp.save = save
     if dist.get_rank() == 1:
-        dcp.save, dist.all_reduce = save, counted
+        Checkpoints.poll = counted
 
 
 def test_nobody_waits_for_the_thread_of_another_rank_and_all_publish_at_the_same_poll(tmp_path):
-    ours, theirs = ranks.run(2, saves, tmp_path, "async", thread_of_rank_1_is_late)
+    plant = partial(thread_of_rank_1_is_late, tmp_path / "rank 0 is done")
+    ours, theirs = ranks.run(2, saves, tmp_path / "checkpoints", "async", plant, timeout_s=30.0)
     assert len(ours) == len(theirs) >= 1 + 4
     assert [outcome.error for outcome in (*ours[-1], *theirs[-1])] == ["", ""]
 
@@ -123,7 +128,7 @@ def refused(root: Path) -> str:
 
 
 def test_a_tensor_that_one_rank_misses_is_a_refusal_of_all(tmp_path):
-    ours, theirs = ranks.run(2, refused, tmp_path)
+    ours, theirs = ranks.run(2, refused, tmp_path, timeout_s=30.0)
     assert "is of another model: it has no 'model/head.weight'" in ours
     assert ours == theirs
 

@@ -39,7 +39,7 @@ def changed(boxes: list[Box], numbers: random.Random) -> list[Box]:
     i = numbers.randrange(len(boxes))
     offsets, sizes = boxes[i]
     d = numbers.randrange(len(sizes))
-    shifted = (*offsets[:d], max(0, offsets[d] - 1), *offsets[d + 1 :])
+    shifted = (*offsets[:d], max(0, offsets[d] + numbers.choice([-1, 1])), *offsets[d + 1 :])
     grown = (*sizes[:d], sizes[d] + 1, *sizes[d + 1 :])
     other = numbers.choice([[], [boxes[i], boxes[i]], [(shifted, sizes)], [(shifted, grown)], [(offsets, grown)]])
     return [*boxes[:i], *other, *boxes[i + 1 :]]
