@@ -350,6 +350,8 @@ def test_parts_are_those_of_txt_and_a_line_of_json_stays_whole(tmp_path, capsys)
     options = ["--split-documents", "blank-lines", "--workers", 1]
     assert run(tmp_path, "a.jsonl", "b.txt", options=options) == 0
     assert documents(tmp_path) == ["one\n\ntwo", "one\n\n", "two"]
+    assert run(tmp_path, "a.jsonl", "b.txt", options=["--split-documents", 3, "--workers", 1]) == 0
+    assert documents(tmp_path) == ["one\n\ntwo", "one", "\n\nt", "wo"]
     assert run(tmp_path, "a.jsonl", options=options) == 2
     assert "--split-documents cuts .txt" in capsys.readouterr().err
 

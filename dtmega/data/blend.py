@@ -94,8 +94,6 @@ class Blend:
 
     def __getitem__(self, g: int) -> NDArray[Any]:
         """Tokens [S + 1] of sample g >= 0, in the dtype of the corpus it comes from."""
-        if g < 0:
-            raise IndexError(f"sample {g}: samples are numbered from 0")
         corpus, sample = deal(self._tree, g)
         return self.parts[corpus][sample]
 
