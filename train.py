@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtmega import config, durable, job, mesh, models, optim, output
+from dtmega import config, durable, families, job, mesh, optim, output
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
@@ -28,7 +28,7 @@ from dtmega.data.text import open_text, read_again
 from dtmega.evaluate import evaluate, show_sample
 from dtmega.metrics import Metrics, describe
 from dtmega.optim import Spikes
-from dtmega.parallelize import check, fitted, parallelize, starting_weights
+from dtmega.parallelize import check, fitted, parallelize
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.startup import Refused, Startup, same_job
 from dtmega.step import Run, check_same_batch, train_step
@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
 def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, Progress]:
     """The start, in steps that all ranks take together. What is opened is closed by `closing`."""
     with startup.step("configuration") as step:
-        asked = models.resolved(config.load(argv))
+        asked = families.resolve(config.load(argv))
         device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
         cfg = fitted(asked, sizes)
         check(cfg, sizes, device)
         startup.timeout_s = cfg.run.collective_timeout_s()
-        step.same = same_job(cfg, device)
+        step.same = same_job(cfg, device, families.of(cfg.model).libraries)
 
     with startup.step("data") as step:
         text = open_text(cfg)
@@ -87,7 +87,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     there = found.Found(**step.told)
     with startup.step("checkpoints") as step:
         candidates = found.see(cfg, there)
-        init = None if candidates else starting_weights(cfg)
+        init = None if candidates else families.of(cfg.model).weights(cfg.model)
         step.same = found.digests([*candidates, init])
 
     with startup.step("process groups"):
@@ -104,6 +104,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         checkpoints = Checkpoints(cfg, device)
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, there.damage, startup)
+        if init is None and loaded is None:
+            model.draw(cfg.run.seed)
         if init is not None:
             load_weights(init, startup.at_work(model.named_parameters()), cfg.model.vocab_size)
 
@@ -118,7 +120,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         metrics = Metrics(cfg, device, world.size, end, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
     n_tokens = text.samples("train").n_tokens
-    lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *models.notes(cfg.model)]
+    lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *families.of(cfg.model).notes(cfg.model)]
     if loaded:
         lines += changes.lines(loaded.config, asked, at.step, at.samples)
     lines += read_again(cfg, text)

@@ -86,7 +86,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     # Imported here so that `tokenize` starts without torch.
-    from dtmega import mesh, models
+    from dtmega import families, mesh
     from dtmega.checkpoint.hf import load
     from dtmega.checkpoint.resume import open_checkpoint
     from dtmega.checkpoint.weights import Weights
@@ -97,7 +97,8 @@ def _generate(args: argparse.Namespace) -> int:
     is_run = Path(args.run, "config.toml").is_file()
     cfg = run_config(Path(args.run)) if is_run else recorded_config(checkpoint)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
-    model = models.build(models.described(cfg.model).model).to(mesh.pick_device(cfg.run.device))
+    family = families.of(cfg.model)
+    model = family.build(family.described(cfg.model)).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
     named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
     load(Weights(checkpoint), named, cfg.model.padded_vocab_size)
@@ -122,26 +123,18 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    import torch
-
-    from dtmega import models
+    from dtmega import families
     from dtmega.checkpoint import convert
     from dtmega.data.tokenizer import load_tokenizer
     from dtmega.data.tokenizer_json import to_json
-    from dtmega.models.bloom import HF_KEYS
     from dtmega.startup import Refused, Startup
-
-    def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            built = models.build(model)
-        return {built.full_name(name): tuple(p.shape) for name, p in built.named_parameters()}
 
     def tokenizer(spec: str) -> tuple[str, int]:
         return to_json(spec), load_tokenizer(spec).eod_id
 
     startup = Startup(program="dtmega convert", explain=lambda error, what: _explained(error))
     try:
-        convert.main(args, HF_KEYS, shapes, models.described, tokenizer, startup)
+        convert.main(args, families, tokenizer, startup)
     except Refused as refused:
         return refused.exit_code
     return job.DONE

@@ -146,7 +146,7 @@ def _convert(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", default="", help="to hf: tokenizer.json or what to make one of (default: the source's)"
     )
     parser.add_argument(
-        "--original", default="", help="name = 'hf': where the directory of [model] path is, if it has moved"
+        "--original", default="", help="where the directory of the run's [model] path is, if it has moved"
     )
     parser.add_argument("--dtype", default="", help="to hf: torch's name of another dtype to write")
 

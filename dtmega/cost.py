@@ -123,8 +123,8 @@ def wire(
         ValueError: a model of transformers; a pipeline that gathers a weight several times a step, since how often
             depends on the schedule.
     """
-    if cfg.model.name == "hf":
-        raise ValueError("no formula for name = 'hf': what its blocks hold is not known here ([model] name)")
+    if cfg.model.elements:
+        raise ValueError("no formula for a model that was counted: what its blocks hold is not known ([model] path)")
     stages = stages or [range(cfg.model.n_layers)]
     pp, data, shard, tp = sizes["pp"], sizes["dp_replicate"] * sizes["dp_shard"], sizes["dp_shard"], sizes["tp"]
     if pp > 1 and shard > 1 and (cfg.fsdp.reshard_after_forward is True or len(held) > 3):

@@ -1,6 +1,7 @@
-"""THE order: build on meta -> split -> plan -> recompute -> compile -> fsdp -> materialise -> init.
+"""THE order: build on meta -> split -> plan -> recompute -> compile -> fsdp -> memory. Then values are loaded or drawn.
 
-The only file that joins models with layouts. `check` refuses, before anything starts, what cannot be combined.
+It knows no family: what a model is, and how it is cut, its record in families.py answers. `check` refuses, before
+anything starts, what cannot be combined.
 """
 
 from __future__ import annotations
@@ -12,25 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtmega import config, drift, models, optim
-from dtmega.checkpoint import Source
-from dtmega.checkpoint.weights import is_hf_folder, open_weights
+from dtmega import config, drift, families, optim
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
-from dtmega.hf.files import has_weights
 from dtmega.mesh import World
-from dtmega.models.bloom import HF_KEYS
-from dtmega.models.hf import ENDS, HF
-from dtmega.models.hf_directory import initial_values
 from dtmega.models.initial import init_weights
 from dtmega.models.stage import Stage
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import TiedWeight
-from dtmega.plans import apply_plan, shard_buffers, sum_partial_gradients
-from dtmega.plans.bloom import plan
-from dtmega.plans.hf.load import Folder, materialize
-from dtmega.plans.hf.parallel import cut_stage, plan_for
+from dtmega.plans import sum_partial_gradients
 from dtmega.recompute import recompute
 from dtmega.shards import local
 
@@ -52,6 +44,11 @@ class ShardedModel:
         self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
         self.pipeline: Pipeline | None = None
         self.tied: TiedWeight | None = None
+
+    def draw(self, seed: int) -> None:
+        """Give every parameter its initial values, a function of seed, name and place in the whole tensor."""
+        for stage in self.stages.values():
+            init_weights(stage, seed)
 
     def forward_backward(self, microbatches: Sequence[dict[str, Tensor]], n_tokens: float) -> Tensor:
         """The gradients of one step: of the sum of all token losses of the global batch, divided by `n_tokens`.
@@ -149,9 +146,9 @@ class ShardedModel:
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
-    """The model of the configuration on this rank, with its initial values, ready to train."""
+    """The model of the configuration on this rank, ready to be loaded, or to `draw` its initial values."""
     with torch.device("meta"):
-        whole = models.build(cfg.model)
+        whole = families.build(cfg)
     stages, n_stages = {0: whole}, 1
     if world.sizes["pp"] > 1:
         cut = plan_stages(cfg, world.sizes["pp"])
@@ -162,7 +159,8 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     if n_stages > 1:
         if whole.tied is not None:
             model.tied = TiedWeight(stages, n_stages, whole.tied, world.groups.get("embedding"))
-        model.pipeline = Pipeline(cfg.pipeline, stages, n_stages, world.groups["pp"], _hidden(cfg, world), world.device)
+        hidden = families.of(cfg.model).boundary(cfg, world.sizes)
+        model.pipeline = Pipeline(cfg.pipeline, stages, n_stages, world.groups["pp"], hidden, world.device)
     return model
 
 
@@ -175,13 +173,9 @@ def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage
 
 
 def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> list[str]:
-    """Plan, recompute, compile, fsdp, memory and values for one meta stage; returns `ShardedModel.partial` of it."""
-    partial: list[str] = []
-    table = plan(cfg.model, cfg.mesh.sequence_parallel) if world.tp.size() > 1 and not isinstance(stage, HF) else {}
-    if isinstance(stage, HF):
-        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
-    elif table:
-        partial = apply_plan(stage, world.tp, table)
+    """Plan, recompute, compile, fsdp and memory for one meta stage; returns `ShardedModel.partial` of it."""
+    family = families.of(cfg.model)
+    partial = family.cut(cfg, stage, world)
     blocks = stage.blocks()
     if cfg.recompute.mode != "none":
         recompute(blocks, selective=cfg.recompute.mode == "selective")
@@ -190,18 +184,7 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
             block.compile()
     if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
-    device = torch.device("cpu") if cfg.fsdp.cpu_offload else world.device
-    if isinstance(stage, HF):
-        materialize(stage.hf, device)
-    else:
-        # `to_empty` gives each owner of a tied parameter memory of its own.
-        stage.to_empty(device=device)
-        stage.tie()
-        stage.init_buffers(cfg.run.seed)
-    if not isinstance(stage, HF) or not has_weights(cfg.model.path):
-        init_weights(stage, cfg.run.seed)
-    if table:
-        shard_buffers(stage, world.tp, table)
+    family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
 
@@ -213,36 +196,11 @@ def _move_buffers(stage: Stage, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def starting_weights(cfg: config.Config) -> Source | None:
-    """What a new run starts with, by the names of its parameters; None: values drawn from the seed.
-
-    Raises:
-        ValueError: [model] init_from or path names nothing usable, or weights of another model.
-        Damaged: a checkpoint that is not intact.
-    """
-    model = cfg.model
-    if model.name == "hf" and (is_hf_folder(model.init_from) if model.init_from else has_weights(model.path)):
-        try:
-            with torch.device("meta"):
-                return Folder(model.init_from or model.path, HF(model).hf)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{error} ([model] {'init_from' if model.init_from else 'path'})") from None
-    return open_weights(model, HF_KEYS) if model.init_from else None
-
-
 def _replicated_over_tp(parameter: Tensor) -> bool:
     """Whole on every tp rank. `apply_plan` makes every parameter a DTensor whose last mesh axis is tp."""
     if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return False
     return parameter.placements[-1] == Replicate()
-
-
-def _hidden(cfg: config.Config, world: World) -> Tensor:
-    """What one stage hands to the next, on meta."""
-    # A model of transformers has the whole sequence between its stacks of blocks.
-    parts = world.sizes["tp"] if cfg.mesh.sequence_parallel and cfg.model.name != "hf" else 1
-    shape = (cfg.batch.micro_batch_size, cfg.data.seq_len // parts, cfg.model.hidden_size)
-    return torch.empty(shape, dtype=getattr(torch, cfg.precision.params), device="meta")
 
 
 def compiling(cfg: config.Config, device: torch.device) -> bool:
@@ -276,17 +234,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     Raises:
         ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other.
     """
-    pp, tp = sizes["pp"], sizes["tp"]
-    model, seq_len = cfg.model, cfg.data.seq_len
-    if model.name == "hf":
-        _check_hf(model, sizes)
-    divided = {"n_heads": model.n_heads, "ffn_hidden_size": model.ffn} | (
-        {"seq_len": seq_len} if cfg.mesh.sequence_parallel else {}
-    )
-    for key, size in divided.items() if model.name != "hf" else ():
-        if size % tp:
-            section = "data" if key == "seq_len" else "model"
-            raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [{section}] {key})")
+    pp = sizes["pp"]
+    families.of(cfg.model).check(cfg, sizes)
     idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
     if pp == 1 and idle:
         raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")
@@ -301,20 +250,3 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         )
     if pp > 1:
         schedule.check(cfg, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
-
-
-def _check_hf(model: config.Model, sizes: Mapping[str, int]) -> None:
-    with torch.device("meta"):
-        whole = HF(model)
-    family = whole.hf.config.model_type
-    if not model.init_from and not has_weights(model.path):
-        initial_values(model.path)
-    if sizes["tp"] > 1:
-        try:
-            plan_for(whole.hf, sizes["tp"])
-        except ValueError as error:
-            raise ValueError(f"{error} ([mesh] tp)") from None
-    if sizes["pp"] > 1 and family not in ENDS:
-        raise ValueError(
-            f"a pipeline needs to know the ends of a model, and '{family}' is none of {', '.join(ENDS)} ([mesh] pp)"
-        )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -286,13 +286,16 @@ class Startup:
         return True
 
 
-def same_job(cfg: config.Config, device: torch.device) -> dict[str, Any]:
-    """By key, what the ranks of one job have in common beside their data: configuration, kind of device, versions."""
+def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
+    """By key, what the ranks of one job have in common beside their data: configuration, kind of device, versions.
+
+    Args:
+        libraries: that the model needs, beside torch.
+    """
     sections: dict[str, dict[str, Any]] = cfg.model_dump()
     keys = {f"[{section}] {k}": value for section, values in sections.items() for k, value in values.items()}
     versions = {"dtmega": __version__, "torch": torch.__version__}
-    if cfg.model.name == "hf":
-        versions["transformers"] = version("transformers")
+    versions |= {library: version(library) for library in libraries}
     return {k: value for k, value in keys.items() if k not in PLACES} | {"device": device.type} | versions
 
 

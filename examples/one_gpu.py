@@ -10,13 +10,13 @@ import sys
 
 import torch
 
-from dtmega import config, mesh, models, optim
+from dtmega import config, families, mesh, optim
 from dtmega.checkpoint.hf import load
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import open_text
 from dtmega.fsdp import release
 from dtmega.models.generate import generate
-from dtmega.parallelize import check, fitted, parallelize, starting_weights
+from dtmega.parallelize import check, fitted, parallelize
 from dtmega.shards import local
 
 directory, out, steps = sys.argv[1], sys.argv[2], 3
@@ -28,7 +28,7 @@ directory, out, steps = sys.argv[1], sys.argv[2], 3
 overrides = {"model.path": directory, "train.steps": steps, "data.seq_len": 64, "data.num_workers": 0, "optim.lr": 1e-4}
 overrides |= {"batch.global_batch_size": 4, "optim.warmup": 0, "optim.schedule": "constant"}
 argv = [text for key, value in overrides.items() for text in (f"--{key}", str(value))]
-cfg = models.resolved(config.load(["--config", "hf.toml", *argv]))
+cfg = families.resolve(config.load(["--config", "hf.toml", *argv]))
 device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, world=1)
 cfg = fitted(cfg, sizes)
 check(cfg, sizes, device)
@@ -40,8 +40,10 @@ print(f"{cfg.model.elements[1]:,} parameters on {device}; {text.samples('train')
 
 # %%
 model = parallelize(cfg, mesh.start(device, sizes))
-weights = starting_weights(cfg)
-if weights is not None:
+weights = families.of(cfg.model).weights(cfg.model)
+if weights is None:
+    model.draw(cfg.run.seed)
+else:
     load(weights, model.named_parameters(), cfg.model.vocab_size)
 optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
 

@@ -145,6 +145,7 @@ class Trained:
         )
         sizes = mesh.resolve(self.cfg.mesh, dist.get_world_size() if dist.is_initialized() else 1)
         model = parallelize(self.cfg, mesh.start(CPU, sizes))
+        model.draw(self.cfg.run.seed)
         self.parameters = dict(model.named_parameters())
         self.optimizer = build_optimizer(self.parameters.values(), self.cfg.optim)
         for p in self.parameters.values():

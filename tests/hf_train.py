@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import train
-from dtmega import config, mesh, models, optim
+from dtmega import config, families, mesh, optim
 from dtmega.checkpoint.hf import load
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.data.loader import IGNORED, StepBatch
 from dtmega.mesh import World
 from dtmega.optim import Spikes
-from dtmega.parallelize import ShardedModel, check, parallelize, starting_weights
+from dtmega.parallelize import ShardedModel, check, parallelize
 from dtmega.plans.hf.verify import deviation
 from dtmega.shards import local
 from dtmega.step import count_tokens, train_step
@@ -102,7 +102,7 @@ def configured(path: str, keys: Mapping[str, Any], **more: dict[str, Any]) -> co
     }
     for name, values in [*keys.items(), *more.items()]:
         sections[name] = {**sections.get(name, {}), **values}
-    cfg = models.resolved(config.validate(sections, "test"))
+    cfg = families.resolve(config.validate(sections, "test"))
     check(cfg, mesh.resolve(cfg.mesh, dist.get_world_size()), CPU)
     return cfg
 
@@ -177,7 +177,7 @@ def errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str,
 
 def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, int]:
     """The model with the weights of its directory, and the bytes read for it."""
-    model, source = parallelize(cfg, world), starting_weights(cfg)
+    model, source = parallelize(cfg, world), families.of(cfg.model).weights(cfg.model)
     assert source is not None
     load(source, model.named_parameters(), cfg.model.vocab_size)
     return model, source.bytes_read
@@ -245,7 +245,9 @@ def drawn(world: World, keys: dict[str, Any], directories: dict[str, str]) -> di
     found = {}
     for name, where in directories.items():
         cfg = configured(where, keys)
-        found[name] = whole({n: p.detach() for n, p in parallelize(cfg, world).named_parameters()})
+        model = parallelize(cfg, world)
+        model.draw(cfg.run.seed)
+        found[name] = whole({n: p.detach() for n, p in model.named_parameters()})
     return found
 
 

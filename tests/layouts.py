@@ -144,16 +144,25 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
     metrics.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
     honest = train.parallelize
 
-    def saving(cfg, world):
-        model = honest(cfg, world)
+    def save(cfg, model):
         optimizer = torch.optim.AdamW([p for _, p in model.named_parameters()])
         elsewhere = cfg.checkpoint.model_copy(update={"dir": str(Path(folder, "initial")), "mode": "sync"})
-        checkpoints = Checkpoints(cfg.model_copy(update={"checkpoint": elsewhere}), world.device)
+        checkpoints = Checkpoints(cfg.model_copy(update={"checkpoint": elsewhere}), model.world.device)
         checkpoints.save(tensors_of(model.owned(), optimizer), State.of(cfg.model_dump()))
         checkpoints.close()
+
+    def parallelize(cfg, world):
+        model = honest(cfg, world)
+        draw = model.draw
+
+        def drawing(seed):
+            draw(seed)
+            save(cfg, model)
+
+        model.draw = drawing
         return model
 
-    train.parallelize = saving
+    train.parallelize = parallelize
     assert train.main(argv) == 0
 
 

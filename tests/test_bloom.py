@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import BloomConfig, BloomForCausalLM
 
-from dtmega import attention, config, models
+from dtmega import attention, config, families
 from dtmega.models.bloom import HF_KEYS, Bloom
 from dtmega.models.generate import generate
 from dtmega.models.initial import init_weights
@@ -24,7 +24,7 @@ def hf_name(name: str) -> str:
 
 def small(n_heads: int, **keys) -> Bloom:
     cfg = config.Model(vocab_size=V, hidden_size=8 * n_heads, n_layers=2, n_heads=n_heads, **keys)
-    model = models.build(cfg)
+    model = families.of(cfg).build(cfg)
     init_weights(model, seed=1)
     model.init_buffers(1)
     return model
@@ -108,7 +108,8 @@ def test_every_parameter_of_hugging_face_has_a_name_here():
 )
 def test_published_sizes_have_the_published_parameter_counts(layers, hidden, heads, count):
     with torch.device("meta"):
-        model = models.build(config.Model(vocab_size=250_880, hidden_size=hidden, n_layers=layers, n_heads=heads))
+        cfg = config.Model(vocab_size=250_880, hidden_size=hidden, n_layers=layers, n_heads=heads)
+        model = families.of(cfg).build(cfg)
     assert sum(p.numel() for p in model.parameters()) == count
 
 
@@ -163,7 +164,7 @@ def test_a_kernel_is_asked_for_where_there_is_a_loss_and_no_probability_is_dropp
         asked.append(args[-1])
         return attention.causal_alibi(*args)
 
-    monkeypatch.setattr(models.bloom, "causal_alibi", causal_alibi)
+    monkeypatch.setattr("dtmega.models.bloom.causal_alibi", causal_alibi)
     tokens, targets = batch()
     model = small(6, attention_dropout=attention_dropout).train(training)
     model(tokens, targets if labels else None, torch.arange(len(tokens)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as plain_dcp
 from transformers import AutoTokenizer, BloomForCausalLM
 
-from dtmega import job, models
+from dtmega import families, job
 from dtmega.__main__ import main as command
 from dtmega.__main__ import run_config
 from dtmega.checkpoint.resume import open_checkpoint
@@ -57,7 +57,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def test_transformers_loads_the_export_and_gives_the_same_logits(trained, exported):
     cfg = run_config(trained)
-    ours = models.build(cfg.model).eval()
+    ours = families.build(cfg).eval()
     ours.init_buffers(cfg.run.seed)
     ours.load_state_dict(weights(trained), strict=False)
     theirs = BloomForCausalLM.from_pretrained(exported).eval()
@@ -128,7 +128,7 @@ def test_a_folder_of_plain_dcp_becomes_a_checkpoint(tmp_path, trained, capsys):
 
 def most_probable(path: Path, prompt: str, n: int, cfg: Config) -> str:
     """What a plain loop over forward passes with the weights of a checkpoint puts after the prompt: n bytes."""
-    model = models.build(cfg.model).eval()
+    model = families.build(cfg).eval()
     model.init_buffers(cfg.run.seed)
     model.load_state_dict(weights(path), strict=False)
     ids = list(prompt.encode())

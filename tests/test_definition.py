@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtmega import attention, config, models
+from dtmega import attention, config
 from dtmega.models.bloom import Bloom
 from dtmega.models.initial import init_weights
 from dtmega.models.layers import KeyedDropout
@@ -42,8 +42,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def model_of(seed: int = SEED, **keys: Any) -> Bloom:
-    model = models.build(config.Model(**EVERYTHING | keys))
-    assert isinstance(model, Bloom)
+    model = Bloom(config.Model(**EVERYTHING | keys))
     init_weights(model, seed)
     model.init_buffers(seed)
     return model

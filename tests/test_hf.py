@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dtmega import config, mesh, models
+from dtmega import config, families, mesh
 from dtmega.checkpoint.hf import HFFolder, check_config, load, model_section
 from dtmega.checkpoint.hf_export import export
 from dtmega.checkpoint.hf_write import split
@@ -60,7 +60,7 @@ def parameters(model: Bloom) -> dict[str, torch.Tensor]:
 
 def empty_model(model: config.Model = MODEL) -> Bloom:
     """Every parameter is NaN, so that one which is not filled shows."""
-    built = models.build(model)
+    built = families.of(model).build(model)
     built.init_buffers(seed=1)
     with torch.no_grad():
         for p in built.parameters():
@@ -428,7 +428,7 @@ WITH_TOKENIZER = config.Model(
 
 
 def model_to_write() -> Bloom:
-    model = models.build(WITH_TOKENIZER)
+    model = families.of(WITH_TOKENIZER).build(WITH_TOKENIZER)
     init_weights(model, seed=1)
     model.init_buffers(1)
     generator = torch.Generator().manual_seed(0)
@@ -541,7 +541,7 @@ def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path, pair):
 
 def test_weights_of_several_dtypes_keep_them_and_lie_at_multiples_of_their_width(tmp_path):
     model = config.Model(vocab_size=5, hidden_size=3, n_layers=2, n_heads=1)
-    random = {name: torch.randn(p.shape) for name, p in parameters(models.build(model)).items()}
+    random = {name: torch.randn(p.shape) for name, p in parameters(families.of(model).build(model)).items()}
     weights = {name: t if "norm" in name else t.bfloat16() for name, t in random.items()}
     write_all(Memory(weights), tmp_path / "out", model)
     source = HFFolder(tmp_path / "out", HF_KEYS)
@@ -557,7 +557,7 @@ def test_every_key_of_the_model_is_written_as_transformers_reads_it(tmp_path):
     keys = {"vocab_size": 7, "hidden_size": 12, "n_layers": 1, "n_heads": 3, "layer_norm_eps": 1e-3, "init_std": 0.5}
     keys |= {"hidden_dropout": 0.25, "attention_dropout": 0.125, "apply_residual_connection_post_layernorm": True}
     model = config.Model.model_validate(keys)
-    write_all(Memory(parameters(models.build(model))), tmp_path / "out", model, eod_id=5)
+    write_all(Memory(parameters(families.of(model).build(model))), tmp_path / "out", model, eod_id=5)
     theirs = BloomConfig.from_pretrained(tmp_path / "out")
     assert {key: getattr(theirs, OF_BLOOM.get(key, key)) for key in keys} == keys
     assert (theirs.architectures, theirs.tie_word_embeddings) == (["BloomForCausalLM"], True)
@@ -599,7 +599,7 @@ def test_what_a_killed_export_left_is_no_obstacle(tmp_path):
     (tmp_path / ".tmp-out").mkdir()
     (tmp_path / ".tmp-out" / "model-00001-of-00009.safetensors").write_text("half")
     model = config.Model(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
-    write_all(Memory(parameters(models.build(model))), tmp_path / "out", model)
+    write_all(Memory(parameters(families.of(model).build(model))), tmp_path / "out", model)
     assert not (tmp_path / ".tmp-out").exists()
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["model.safetensors"]
 
@@ -611,7 +611,7 @@ def test_a_rank_that_may_not_write_is_refused_before_any_rank_has_made_a_file(tm
         raise RuntimeError("another rank has refused")
 
     with pytest.raises(RuntimeError, match="another rank has refused"):
-        write_all(Memory(parameters(models.build(model))), tmp_path / "out", model, barrier=refused)
+        write_all(Memory(parameters(families.of(model).build(model))), tmp_path / "out", model, barrier=refused)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import train
-from dtmega import config, mesh, models
+from dtmega import config, families, mesh
 from dtmega.models.hf import HF
 from dtmega.models.hf_directory import read_config
 from dtmega.models.hf_draws import draws_of
@@ -242,7 +242,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused(
 
 def resolved(home: Path, **sections: dict[str, Any]) -> config.Config:
     there = {"model": {"name": "hf", "path": str(home)}, "data": {"seq_len": 16, "tokenizer": "bytes"}}
-    return models.resolved(config.validate({**there, "train": {"steps": 1}, **sections}, "test"))
+    return families.resolve(config.validate({**there, "train": {"steps": 1}, **sections}, "test"))
 
 
 def test_a_run_whose_config_json_has_changed_is_not_gone_on_with(
@@ -367,10 +367,14 @@ def test_notes_are_of_dropout_that_would_be_there_and_of_weights_that_are_not(tm
     said(tmp_path, summary_first_dropout=0.0)
     cfg = resolved(tmp_path)
     drawn = f"{tmp_path} has no weights: initial values are drawn from [run] seed"
-    assert models.notes(cfg.model) == [drawn]
+    family = families.of(cfg.model)
+    assert family.notes(cfg.model) == [drawn]
     said(tmp_path, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.25)
-    assert models.notes(cfg.model) == [f"{tmp_path}: without its dropout (resid_pdrop=0.1, attn_pdrop=0.25)", drawn]
-    assert models.notes(cfg.model.model_copy(update={"init_from": "elsewhere"}))[1:] == []
+    assert family.notes(cfg.model) == [
+        f"{tmp_path}: without its dropout (resid_pdrop=0.1, attn_pdrop=0.25)",
+        drawn,
+    ]
+    assert family.notes(cfg.model.model_copy(update={"init_from": "elsewhere"}))[1:] == []
     built = HF(cfg.model)
     assert {m.p for m in built.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
     assert {p.dtype for p in built.parameters()} == {torch.float32}

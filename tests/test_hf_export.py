@@ -39,16 +39,22 @@ def original(folder: Path, name: str = "llama", tied: bool = True, **keys: Any) 
     return folder
 
 
+def described(path: Path) -> config.Model:
+    """The [model] section that a directory makes."""
+    from dtmega import families
+
+    asked = config.Model(name="hf", path=str(path))
+    return families.of(asked).described(asked)
+
+
 def trained(folder: Path, path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A checkpoint as a run of the model in `path` leaves it, in `folder`; its tensors."""
     from transformers import AutoModelForCausalLM
 
-    from dtmega import models
-
     generator = torch.Generator().manual_seed(1)
     named = AutoModelForCausalLM.from_pretrained(path).named_parameters()  # of tied ones the embedding's name
     tensors = {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in named}
-    convert.write(str(folder), Memory(tensors), models.described(config.Model(name="hf", path=str(path))).model)
+    convert.write(str(folder), Memory(tensors), described(path))
     return tensors
 
 
@@ -295,7 +301,7 @@ def test_an_original_that_has_changed_or_is_gone_is_refused_and_another_may_be_n
 def test_a_run_of_bloom_has_no_original(tmp_path, capsys):
     convert.write(str(tmp_path / "checkpoint"), Memory({"norm.bias": torch.ones(8)}), config.Model())
     assert to_hf(tmp_path / "checkpoint", tmp_path / "out", "--original", str(tmp_path)) == job.REFUSED
-    assert "--original is for a run with [model] name = 'hf'" in capsys.readouterr().err
+    assert "--original is for a run with a [model] path" in capsys.readouterr().err
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path, llama, capsys):
@@ -387,9 +393,7 @@ def test_generate_refuses_a_directory_that_has_changed(tmp_path, finished, capsy
     ],
 )
 def test_a_model_of_more_than_parameters_is_refused_because_a_checkpoint_holds_no_more(tmp_path, keys, message):
-    from dtmega import models
-
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(sizes | keys))
     with pytest.raises(ValueError, match=message):
-        models.described(config.Model(name="hf", path=str(tmp_path)))
+        described(tmp_path)

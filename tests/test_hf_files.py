@@ -15,12 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtmega import config, models
+from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint import convert
 from dtmega.hf import config_json
 from dtmega.hf.files import INDEX, TensorFiles, has_weights
-from dtmega.parallelize import starting_weights
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from dtmega.plans.hf.load import Folder
 from tests import hf_models, ranks
@@ -56,7 +55,8 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
 
 def ours(folder: Path) -> dict[str, torch.Tensor]:
     """What a run starts with."""
-    source = starting_weights(config_of(folder))
+    model = config_of(folder).model
+    source = families.of(model).weights(model)
     assert source is not None
     return {name: source.read(name) for name in source.tensors}
 
@@ -69,7 +69,7 @@ def theirs(folder: Path) -> dict[str, torch.Tensor]:
 
 def config_of(folder: Path) -> config.Config:
     sections = {"model": {"name": "hf", "path": str(folder)}, "data": {"seq_len": 16, "tokenizer": "bytes"}}
-    return models.resolved(config.validate({**sections, "train": {"steps": 1}}, "test"))
+    return families.resolve(config.validate({**sections, "train": {"steps": 1}}, "test"))
 
 
 def assert_same_as_transformers(folder: Path) -> None:
@@ -386,7 +386,7 @@ def test_files_elsewhere_are_refused_and_a_key_that_names_none_is_not(tmp_path: 
 def test_a_run_on_a_directory_that_names_a_kernel_computes_as_one_that_does_not(tmp_path: Path, key: str):
     saved(tmp_path, Case("llama"))
     edit(tmp_path / "config.json", lambda plain: plain.update({key: "stranger/kernel"}))
-    built: Any = models.build(config_of(tmp_path).model)
+    built: Any = families.build(config_of(tmp_path))
     assert built.hf.config._attn_implementation == hf_models.plain(Case("llama")).config._attn_implementation
 
 

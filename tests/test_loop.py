@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-import train
 from dtmega import config, metrics
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.data.text import Text, open_text
@@ -229,15 +228,14 @@ def record(keys: dict[str, Any], folder: Path, switches: Switches) -> Recorded:
     of_groups: set[float] = set()
     sums: list[float] = []
     places: list[str] = []
-    parallelize, update = train.parallelize, torch.optim.AdamW.step
+    draw, update = ShardedModel.draw, torch.optim.AdamW.step
     beat, check_copies = Watch.beat, ShardedModel.check_copies
     forward_backward, losses = ShardedModel.forward_backward, ShardedModel.losses
 
-    def noting_weights(*args: Any) -> ShardedModel:
-        model = parallelize(*args)
+    def noting_weights(self: ShardedModel, seed: int) -> None:
+        draw(self, seed)
         if not initial:
-            initial.update({hf_name(name): p.detach().clone() for name, p in model.named_parameters()})
-        return model
+            initial.update({hf_name(name): p.detach().clone() for name, p in self.named_parameters()})
 
     def noting_rates(self: torch.optim.AdamW, *args: Any) -> Any:
         rates.append([group["lr"] for group in self.param_groups])
@@ -271,7 +269,7 @@ def record(keys: dict[str, Any], folder: Path, switches: Switches) -> Recorded:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
-            (train, "parallelize", noting_weights),
+            (ShardedModel, "draw", noting_weights),
             (torch.optim.AdamW, "step", noting_rates),
             (Watch, "beat", noting_beats),
             (ShardedModel, "check_copies", noting_checks),

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import config, fsdp, keyed, mesh, models
+from dtmega import config, families, fsdp, keyed, mesh
 from dtmega.parallelize import ShardedModel, check, fitted, parallelize
 from dtmega.shards import dim_to_cut, local
 from tests import hf_models, ranks
@@ -109,7 +109,7 @@ def test_no_key_of_a_pipeline_is_ignored_where_there_is_none(key):
 
 def places(values: dict[str, dict[str, object]]) -> dict[str, set[str]]:
     """The kinds of devices of parameters and of buffers, where "meta" stands for a GPU that computes."""
-    cfg = models.resolved(config.validate(values | {"train": {"steps": 1}, "fsdp": {"cpu_offload": True}}, "test"))
+    cfg = families.resolve(config.validate(values | {"train": {"steps": 1}, "fsdp": {"cpu_offload": True}}, "test"))
     try:
         world = mesh.start(CPU, mesh.resolve(cfg.mesh, 1))
         (stage,) = parallelize(cfg, dataclasses.replace(world, device=torch.device("meta"))).stages.values()
@@ -137,7 +137,7 @@ def test_a_transformers_model_may_have_a_sequence_that_tp_does_not_divide():
     case = hf_models.Case("llama")
     keys: dict[str, object] = {"model__name": "hf", "model__path": hf_models.saved([case])[case]}
     cfg = sections(mesh__tp=2, data__seq_len=13, data__tokenizer="bytes", **keys)
-    check(models.resolved(cfg), mesh.resolve(cfg.mesh, 2), CPU)
+    check(families.resolve(cfg), mesh.resolve(cfg.mesh, 2), CPU)
 
 
 def runs(schedule: str, pp: int, n: int) -> bool:
@@ -177,7 +177,7 @@ def test_a_microbatch_that_is_given_stays():
 @pytest.mark.parametrize("key", [{"model__elements": [1, 2]}, {"model__digest": "0123"}])
 def test_what_the_trainer_counts_for_a_model_of_transformers_is_not_for_others(key):
     with pytest.raises(ValueError, match="elements and digest are set by the trainer"):
-        models.resolved(sections(**key))
+        families.resolve(sections(**key))
 
 
 @pytest.fixture
@@ -186,7 +186,9 @@ def alone() -> Iterator[Callable[..., ShardedModel]]:
 
     def model(**keys: object) -> ShardedModel:
         cfg = sections(**SMALL | keys)
-        return parallelize(cfg, mesh.start(CPU, mesh.resolve(cfg.mesh, 1)))
+        made = parallelize(cfg, mesh.start(CPU, mesh.resolve(cfg.mesh, 1)))
+        made.draw(cfg.run.seed)
+        return made
 
     yield model
     dist.destroy_process_group()
@@ -358,6 +360,7 @@ def drifting() -> dict[str, list[tuple[str, str]]]:
     for layout, (keys, drifts, which) in COPIES.items():
         cfg = sections(**SMALL | keys)
         model = parallelize(cfg, mesh.start(CPU, mesh.resolve(cfg.mesh, 2)))
+        model.draw(cfg.run.seed)
         named = [(name, parameter) for name, parameter in model.named_parameters() if any(w in name for w in which)]
         here = dist.get_rank() == drifts
         count = torch.tensor(len(named) if here else 0)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import config, keyed, models
+from dtmega import config, families, keyed
 from dtmega.models.bloom import Bloom
 from dtmega.pipelining import schedule as schedule_room
 from dtmega.pipelining.draw import draw, draw_schedule
@@ -150,7 +150,7 @@ def test_stages_that_are_no_cut_are_refused(stages: list[list[int]], message: st
 
 def whole() -> Bloom:
     with torch.device("meta"):
-        return models.build(MODEL)
+        return families.of(MODEL).build(MODEL)
 
 
 def test_stages_hold_each_parameter_once_under_its_own_name_but_the_tied_one_twice():

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import attention, config, models, plans
+from dtmega import attention, config, families, plans
 from dtmega import loss as loss_room
-from dtmega.models.bloom import Bloom
+from dtmega.models.bloom import Attention, Block, Bloom
 from dtmega.models.layers import KeyedDropout
 from dtmega.plans import bloom
 from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, VocabEmbedding
@@ -61,7 +61,7 @@ def far(ours: Tensor, truth: Tensor) -> float:
 def small(heads: int, device: str = "cpu", **keys: Any) -> Bloom:
     cfg = config.Model(vocab_size=V, hidden_size=8 * heads, n_layers=2, n_heads=heads, **keys)
     with torch.device(device):
-        return models.build(cfg)
+        return families.of(cfg).build(cfg)
 
 
 def with_values(model: Bloom) -> Bloom:
@@ -182,7 +182,7 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     found = {}
     table = {p.removeprefix("layers.*."): s for p, s in bloom.plan(cfg, sequence_parallel).items() if "layers" in p}
     attn_table = {p.removeprefix("attn."): s for p, s in table.items() if p.startswith("attn.")}
-    for kind, cls, plan in (("attention", models.bloom.Attention, attn_table), ("block", models.bloom.Block, table)):
+    for kind, cls, plan in (("attention", Attention, attn_table), ("block", Block, table)):
         whole, ours = cls(cfg), cls(cfg)
         ours.load_state_dict(whole.state_dict())
         plans.apply_plan(ours, mesh, plan)
@@ -410,7 +410,7 @@ def refusals() -> dict[str, str]:
     def apply(changes: dict[str, Any], **keys: Any) -> str:
         cfg = config.Model(**{"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6} | keys)
         with torch.device("meta"):
-            fresh = models.build(cfg)
+            fresh = families.of(cfg).build(cfg)
         return message(plans.apply_plan, fresh, mesh, {**bloom.plan(cfg), **changes})
 
     without = {name: style for name, style in table.items() if name != "layers.*.mlp.up"}

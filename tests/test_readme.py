@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dtmega import arguments, config, mesh, models
+from dtmega import arguments, config, families, mesh
 from dtmega.data.loader import TrainBatches
 from dtmega.parallelize import check, fitted
 from tests import hf_models
@@ -65,7 +65,7 @@ def commands(program: str) -> list[str]:
 
 def starts(argv: list[str], world: int) -> config.Config:
     """Through configuration, mesh and batches, as `train.py` does on each of so many processes."""
-    asked = models.resolved(config.load(argv))
+    asked = families.resolve(config.load(argv))
     sizes = mesh.resolve(asked.mesh, world)
     cfg = fitted(asked, sizes)
     check(cfg, sizes, torch.device("cpu"))

@@ -26,7 +26,7 @@ import transformers
 
 import dtmega
 import train
-from dtmega import config, job, mesh, startup
+from dtmega import config, families, job, mesh, startup
 from dtmega.checkpoint import found, manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import Damaged
@@ -443,7 +443,8 @@ def test_ranks_compare_every_key_but_where_the_data_lie_and_versions_and_device(
     keys_of_all = {f"[{row.section}] {row.key}" for row in table_of_keys.read()} - {"[data] path", "[data] tokenizer"}
     versions = {"dtmega": dtmega.__version__, "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__} if name == "hf" else {}
-    compared = startup.same_job(configuration(model__name=name, optim__lr=0.5), torch.device("cuda", 3))
+    cfg = configuration(model__name=name, optim__lr=0.5)
+    compared = startup.same_job(cfg, torch.device("cuda", 3), families.of(cfg.model).libraries)
     assert compared.keys() == keys_of_all | versions.keys() | {"device"}
     assert (compared["[optim] lr"], compared["device"]) == (0.5, "cuda")
     assert {k: compared[k] for k in versions} == versions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dtmega.parallelize as parallelize_room
-from dtmega import config, models, optim
+from dtmega import config, families, optim
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import _targets, tensors_of
 from dtmega.models.stage import Stage
@@ -75,10 +75,11 @@ def plan(honest: Any, cfg: config.Model, sequence_parallel: bool) -> Plan:
 
 @contextlib.contextmanager
 def with_such_parameters() -> Iterator[None]:
-    with (
-        patch.object(models, "build", functools.partial(build, models.build)),
-        patch.object(parallelize_room, "plan", functools.partial(plan, parallelize_room.plan)),
-    ):
+    honest: Any = families.FAMILIES["bloom"]
+    changed = dataclasses.replace(
+        honest, model=functools.partial(build, honest.model), plan=functools.partial(plan, honest.plan)
+    )
+    with patch.dict(families.FAMILIES, bloom=changed):
         yield
 
 

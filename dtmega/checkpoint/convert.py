@@ -6,7 +6,7 @@
     --to dtmega DIR       a checkpoint of weights only, for [model] init_from
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
 
-A run of a model of transformers ([model] name = "hf") becomes a directory like the one it is of, which --original names
+A run of a model of transformers becomes a directory like the one it is of, which --original names
 where it has moved since. Tensors pass one by one, so no model has to fit in memory. Of several ranks, rank 0 looks for
 the newest checkpoint, which may be another a moment later, and the others open that one.
 """
@@ -17,13 +17,13 @@ import argparse
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source, found, hf, hf_copy, hf_export, manifest
+from dtmega.checkpoint import Source, found, manifest
 from dtmega.checkpoint.dcp import DataFile
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.foreign import DCPFolder
@@ -31,6 +31,29 @@ from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import State, open_checkpoint, split, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.startup import Startup
+
+
+class Family(Protocol):
+    """A record of families.py, as far as a conversion needs it."""
+
+    @property
+    def directory(self) -> bool: ...
+
+    def described(self, model: config.Model) -> config.Model: ...
+
+    def export(
+        self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any
+    ) -> None: ...
+
+
+class Families(Protocol):
+    """The module families.py, which stands above this one."""
+
+    def of(self, model: config.Model) -> Family: ...
+
+    def shapes(self, model: config.Model) -> Mapping[str, tuple[int, ...]]: ...
+
+    def open_folder(self, path: Path, model: config.Model | None) -> tuple[Source, config.Model]: ...
 
 
 class Opened(NamedTuple):
@@ -50,17 +73,12 @@ class Opened(NamedTuple):
 
 def main(
     args: argparse.Namespace,
-    hf_keys: Mapping[str, str],
-    shapes: Callable[[config.Model], Mapping[str, tuple[int, ...]]],
-    described: Callable[[config.Model], tuple[config.Model, str, Mapping[str, str]]],
+    families: Families,
     load_tokenizer: Callable[[str], tuple[str, int]],
     startup: Startup,
 ) -> None:
     """Args:
         args: of `python -m dtmega convert`.
-        hf_keys: our name -> theirs.
-        shapes: of a model's parameters, in order.
-        described: of a [model] section: what its directory makes of it, transformers' class, our name -> theirs.
         load_tokenizer: spec -> tokenizer.json and the id of end-of-document.
         startup: of the ranks that take part.
 
@@ -68,10 +86,11 @@ def main(
         Refused: on every rank, after it was said: unknown formats, nothing there, another model, a directory that has
             changed, a source that is damaged, a disk.
     """
-    opened = _open(args, hf_keys, startup)
+    opened = _open(args, families, startup)
+    family = families.of(opened.model)
     with startup.step("model"):
-        model, architecture, stored = _described(args, opened, described)
-        expected = shapes(model)
+        model = _described(args, opened, family)
+        expected = families.shapes(model)
         left_out = _left_out(args, opened, model, expected)
     if left_out and startup.rank == 0:
         print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
@@ -83,10 +102,7 @@ def main(
             json, eod_id = load_tokenizer(tokenizer) if tokenizer else (None, None)
             ranks = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
             options: dict[str, Any] = {**ranks, "eod_id": eod_id, "dtype": _dtype(args.dtype)}
-            if model.name == "hf":
-                hf_copy.export(source, folder, Path(model.path), architecture, stored, json, **options)
-            else:
-                hf_export.export(source, folder, model, hf_keys, json, **options)
+            family.export(source, folder, model, json, **options)
         elif startup.rank == 0:
             write(args.target[1], source, model)
     startup.leave()
@@ -94,7 +110,7 @@ def main(
         print(f"written: {args.target[1]}")
 
 
-def _open(args: argparse.Namespace, hf_keys: Mapping[str, str], startup: Startup) -> Opened:
+def _open(args: argparse.Namespace, families: Families, startup: Startup) -> Opened:
     """The source that `--from` names, the same on all ranks."""
     readers = {"hf": _from_hf, "dtmega": _from_dtmega, "dcp": _from_dcp}
     kind, path = args.source
@@ -105,27 +121,25 @@ def _open(args: argparse.Namespace, hf_keys: Mapping[str, str], startup: Startup
                 f"--from is one of {', '.join(readers)} and --to one of dtmega, hf; got {kind} and {args.target[0]}"
             )
         if startup.rank == 0:
-            opened = readers[kind](path, args, hf_keys)
+            opened = readers[kind](path, args, families)
             first.tell = opened.path
     with startup.step("source") as step:
-        opened = opened or readers[kind](first.told, args, hf_keys)
+        opened = opened or readers[kind](first.told, args, families)
         model = {f"[model] {key}": value for key, value in opened.model.model_dump().items()}
         tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in opened.source.tensors.items()}
         step.same = model | tensors | found.digests([opened.source])
     return opened
 
 
-def _described(
-    args: argparse.Namespace,
-    opened: Opened,
-    described: Callable[[config.Model], tuple[config.Model, str, Mapping[str, str]]],
-) -> tuple[config.Model, str, Mapping[str, str]]:
-    """`described` of the model, with the directory that `--original` names."""
-    if args.original and opened.model.name != "hf":
-        raise ValueError(f"--original is for a run with [model] name = 'hf'; {args.source[1]} is of BLOOM")
+def _described(args: argparse.Namespace, opened: Opened, family: Family) -> config.Model:
+    """The [model] section, with the directory that `--original` names."""
+    if args.original and not family.directory:
+        raise ValueError(
+            f"--original is for a run with a [model] path; {args.source[1]} is of name = '{opened.model.name}'"
+        )
     path = args.original or opened.model.path
     try:
-        model, architecture, stored = described(opened.model.model_copy(update={"path": path}))
+        model = family.described(opened.model.model_copy(update={"path": path}))
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
     if model.n_layers > len(opened.source.tensors):
@@ -133,7 +147,7 @@ def _described(
             f"{args.source[1]}: n_layers={model.n_layers} of the model ({args.config or 'its own config'}), but "
             f"{len(opened.source.tensors)} tensors are stored"
         )
-    return model, architecture, stored
+    return model
 
 
 def _left_out(
@@ -192,24 +206,23 @@ def _fill(files: Disk | Remote, folder: str, source: Source, model: config.Model
         file.write(manifest.dump(Manifest(0, state.model_dump(), {name: data.n_bytes}, tensors)))
 
 
-def _from_hf(name: str, args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Opened:
+def _from_hf(name: str, args: argparse.Namespace, families: Families) -> Opened:
     path = Path(name)
-    model = _model(args.config) if args.config else config.Model(**hf.model_section(path))
-    hf.check_config(path, model)
+    source, model = families.open_folder(path, _model(args.config) if args.config else None)
     tokenizer = path / "tokenizer.json"
-    return Opened(name, hf.HFFolder(path, hf_keys), model, str(tokenizer) if tokenizer.exists() else "")
+    return Opened(name, source, model, str(tokenizer) if tokenizer.exists() else "")
 
 
-def _from_dtmega(name: str, args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Opened:
+def _from_dtmega(name: str, args: argparse.Namespace, families: Families) -> Opened:
     checkpoint = open_checkpoint(name)
     there = state_of(checkpoint).config
     model = config.Model(**there.get("model", {}))
     tokenizer = there.get("data", {}).get("tokenizer", "")
-    own = model.name == "hf" and Path(tokenizer) == Path(model.path, "tokenizer.json")
+    own = families.of(model).directory and Path(tokenizer) == Path(model.path, "tokenizer.json")
     return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer)
 
 
-def _from_dcp(name: str, args: argparse.Namespace, hf_keys: Mapping[str, str]) -> Opened:
+def _from_dcp(name: str, args: argparse.Namespace, families: Families) -> Opened:
     if not args.config:
         raise ValueError("--from dcp needs --config NAME.toml: nothing in such a folder says what model it is of")
     folder = DCPFolder(Path(name))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import Source, changes
-from dtmega.checkpoint.hf import HFFolder, check_config
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 
@@ -38,18 +37,14 @@ def is_hf_folder(path: str) -> bool:
     return any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists()
 
 
-def open_weights(model: config.Model, hf_keys: Mapping[str, str]) -> Source:
-    """What `[model] init_from` names, checked against the rest of [model].
+def open_checkpoint_weights(model: config.Model) -> Source:
+    """The checkpoint that `[model] init_from` names, checked against the rest of [model].
 
     Raises:
         ValueError: nothing there, or of another model.
-        Damaged: a checkpoint, and not intact.
+        Damaged: it is not intact.
     """
-    path = model.init_from
-    if is_hf_folder(path):
-        check_config(Path(path), model)
-        return HFFolder(Path(path), hf_keys)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(model.init_from)
     there = state_of(checkpoint).config.get("model", {})
     for change in changes.differing("model", there, model):
         if changes.kind_of("model", change.key) == "refused" and change.key not in OF_THE_RUN:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -116,21 +115,11 @@ def sizes(model: config.Model) -> dict[str, Any]:
     }
 
 
-class Described(NamedTuple):
-    """Attributes:
-    model: the section with what the directory says.
-    architecture: the model's class in transformers.
-    stored: name of a parameter -> its name in such a directory's files; of tied ones once.
-    """
+def described(model: config.Model) -> config.Model:
+    """The section with what the directory says today.
 
-    model: config.Model
-    architecture: str
-    stored: Mapping[str, str]
-
-
-def describe(model: config.Model) -> Described:
-    """Raises:
-    ValueError: as `resolve`, or config.json is not the one that the section's `digest` is of.
+    Raises:
+        ValueError: as `resolve`, or config.json is not the one that the section's `digest` is of.
     """
     values = sizes(model)
     if model.digest not in ("", values["digest"]):
@@ -138,13 +127,13 @@ def describe(model: config.Model) -> Described:
             f"{model.path}/config.json is not what was trained: its digest is {values['digest']}, expected "
             f"{model.digest} ([model] path)"
         )
-    with torch.device("meta"):
-        built = HF(model)
-    return Described(model.model_copy(update=values), type(built.hf).__name__, _stored(built))
+    return model.model_copy(update=values)
 
 
-def _stored(built: HF) -> dict[str, str]:
-    """As `save_pretrained` calls them, which older versions of transformers and other programs read too.
+def stored_names(built: HF) -> dict[str, str]:
+    """Name of a parameter -> its name in a directory's files, tied ones once.
+
+    As `save_pretrained` calls them, which older versions of transformers and other programs read too.
 
     Models for which it also computes other tensors (fused experts) keep the names of parameters: from_pretrained of
     transformers 5 reads those of every family.

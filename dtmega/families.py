@@ -1,0 +1,305 @@
+"""The families that can be trained, one record each: the only file that joins a model with its plan and its files.
+
+Everybody else asks `of(cfg.model)` and knows no family's name. A new model of the house is a file in `models/`, a table
+in `plans/`, and a line in FAMILIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dtmega import config
+from dtmega.checkpoint import Source, hf, hf_copy, hf_export
+from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
+from dtmega.hf.files import has_weights
+from dtmega.mesh import World
+from dtmega.models import bloom, hf_resolve
+from dtmega.models.hf import ENDS, HF
+from dtmega.models.hf_directory import initial_values
+from dtmega.models.stage import Stage
+from dtmega.plans import apply_plan, shard_buffers
+from dtmega.plans.bloom import plan as bloom_plan
+from dtmega.plans.hf.load import Folder, materialize
+from dtmega.plans.hf.parallel import cut_stage, plan_for
+from dtmega.plans.styles import Plan
+
+
+class Family(Protocol):
+    """What the rest of the house asks of a family.
+
+    Attributes:
+        libraries: whose versions all ranks must share, beside torch.
+        directory: [model] path names a directory that the model is read from.
+    """
+
+    @property
+    def libraries(self) -> tuple[str, ...]: ...
+
+    @property
+    def directory(self) -> bool: ...
+
+    def resolve(self, cfg: config.Config) -> config.Config:
+        """The configuration with what only the family knows of it.
+
+        Raises:
+            ValueError: keys that it would not read, or cannot honour.
+        """
+        ...
+
+    def described(self, model: config.Model) -> config.Model:
+        """A [model] section that was resolved once, as its directory says it today.
+
+        Raises:
+            ValueError: no such directory any more, or not the one that was trained.
+        """
+        ...
+
+    def notes(self, model: config.Model) -> list[str]:
+        """What a user of the model should know, a line each."""
+        ...
+
+    def build(self, model: config.Model) -> Stage:
+        """The whole model on the default device, meta included, with values not yet initialised."""
+        ...
+
+    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+        """Refuse what the model cannot do on this mesh.
+
+        Raises:
+            ValueError: the equation, and the keys to change.
+        """
+        ...
+
+    def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
+        """Cut a stage on meta over tp. Returns names of the parameters whose gradients are sums over tp."""
+        ...
+
+    def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
+        """Memory for a cut stage on meta: ties hold, buffers have their values, parameters none yet."""
+        ...
+
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int]) -> Tensor:
+        """What one stage hands to the next, on meta: its local shape and dtype."""
+        ...
+
+    def weights(self, model: config.Model) -> Source | None:
+        """What a new run starts with, by the names of its parameters; None: values drawn from the seed.
+
+        Raises:
+            ValueError: [model] init_from or path names nothing usable, or weights of another model.
+            Damaged: a checkpoint that is not intact.
+        """
+        ...
+
+    def folder(self, path: Path, model: config.Model) -> Source:
+        """The weights in a directory of transformers, whose config.json must agree with the [model] section.
+
+        Raises:
+            ValueError: it does not, or the tensors are of another model.
+        """
+        ...
+
+    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
+        """Write weights as a directory of transformers; all ranks call it.
+
+        Args:
+            tokenizer: the text of a tokenizer.json; None: that of the model's own directory, if it has one.
+            options: of `hf_export.export` and `hf_copy.export`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Own:
+    """A family whose model and plan are written here.
+
+    Attributes:
+        model: its class.
+        plan: its table, of the [model] section with sequence parallelism or without.
+        hf_keys: prefix of our names -> prefix in transformers' directories.
+    """
+
+    model: Callable[[config.Model], Stage]
+    plan: Callable[[config.Model, bool], Plan]
+    hf_keys: Mapping[str, str]
+    libraries: tuple[str, ...] = ()
+    directory: bool = False
+
+    def resolve(self, cfg: config.Config) -> config.Config:
+        if cfg.model.path:
+            raise ValueError(f"path={cfg.model.path} is for name = 'hf' ([model] path; [model] init_from for weights)")
+        if cfg.model.elements or cfg.model.digest:
+            raise ValueError("[model] elements and digest are set by the trainer, for name = 'hf': leave them out")
+        return cfg
+
+    def described(self, model: config.Model) -> config.Model:
+        return model
+
+    def notes(self, model: config.Model) -> list[str]:
+        return []
+
+    def build(self, model: config.Model) -> Stage:
+        return self.model(model)
+
+    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+        tp = sizes["tp"]
+        divided = {"[model] n_heads": cfg.model.n_heads, "[model] ffn_hidden_size": cfg.model.ffn}
+        if cfg.mesh.sequence_parallel:
+            divided["[data] seq_len"] = cfg.data.seq_len
+        for key, size in divided.items():
+            if size % tp:
+                raise ValueError(f"tp={tp} does not divide {key.split()[1]}={size} ([mesh] tp, {key})")
+
+    def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
+        return apply_plan(stage, world.tp, self._table(cfg)) if world.tp.size() > 1 else []
+
+    def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
+        # `to_empty` gives each owner of a tied parameter memory of its own.
+        stage.to_empty(device=device)
+        stage.tie()
+        stage.init_buffers(cfg.run.seed)
+        if world.tp.size() > 1:
+            shard_buffers(stage, world.tp, self._table(cfg))
+
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int]) -> Tensor:
+        return _hidden(cfg, sizes["tp"] if cfg.mesh.sequence_parallel else 1)
+
+    def weights(self, model: config.Model) -> Source | None:
+        if not model.init_from:
+            return None
+        if is_hf_folder(model.init_from):
+            return self.folder(Path(model.init_from), model)
+        return open_checkpoint_weights(model)
+
+    def folder(self, path: Path, model: config.Model) -> Source:
+        hf.check_config(path, model)
+        return hf.HFFolder(path, self.hf_keys)
+
+    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
+        hf_export.export(source, folder, model, self.hf_keys, tokenizer, **options)
+
+    def _table(self, cfg: config.Config) -> Plan:
+        return self.plan(cfg.model, cfg.mesh.sequence_parallel)
+
+
+class Transformers:
+    """Any decoder of transformers, unmodified: [model] path is a directory with its config.json."""
+
+    libraries = ("transformers",)
+    directory = True
+
+    def resolve(self, cfg: config.Config) -> config.Config:
+        return hf_resolve.resolve(cfg)
+
+    def described(self, model: config.Model) -> config.Model:
+        return hf_resolve.described(model)
+
+    def notes(self, model: config.Model) -> list[str]:
+        return hf_resolve.notes(model)
+
+    def build(self, model: config.Model) -> Stage:
+        return HF(model)
+
+    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+        model = cfg.model
+        with torch.device("meta"):
+            whole = HF(model)
+        kind = whole.hf.config.model_type
+        if not model.init_from and not has_weights(model.path):
+            initial_values(model.path)
+        if sizes["tp"] > 1:
+            try:
+                plan_for(whole.hf, sizes["tp"])
+            except ValueError as error:
+                raise ValueError(f"{error} ([mesh] tp)") from None
+        if sizes["pp"] > 1 and kind not in ENDS:
+            raise ValueError(
+                f"a pipeline needs to know the ends of a model, and '{kind}' is none of {', '.join(ENDS)} ([mesh] pp)"
+            )
+
+    def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
+        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
+        return []
+
+    def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
+        materialize(stage.hf, device)
+
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int]) -> Tensor:
+        return _hidden(cfg, 1)  # the whole sequence, between stacks of blocks
+
+    def weights(self, model: config.Model) -> Source | None:
+        if model.init_from and not is_hf_folder(model.init_from):
+            return open_checkpoint_weights(model)
+        if not model.init_from and not has_weights(model.path):
+            return None
+        key = "init_from" if model.init_from else "path"
+        try:
+            with torch.device("meta"):
+                return Folder(getattr(model, key), HF(model).hf)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{error} ([model] {key})") from None
+
+    def folder(self, path: Path, model: config.Model) -> Source:
+        raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
+
+    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
+        with torch.device("meta"):
+            built = HF(model)
+        names = hf_resolve.stored_names(built)
+        hf_copy.export(source, folder, Path(model.path), type(built.hf).__name__, names, tokenizer, **options)
+
+
+FAMILIES: dict[str, Family] = {
+    "bloom": Own(bloom.Bloom, bloom_plan, bloom.HF_KEYS),
+    "hf": Transformers(),
+}
+
+
+def of(model: config.Model) -> Family:
+    return FAMILIES[model.name]
+
+
+def resolve(cfg: config.Config) -> config.Config:
+    """The configuration with what its family knows of it.
+
+    Raises:
+        ValueError: as `Family.resolve`.
+    """
+    return of(cfg.model).resolve(cfg)
+
+
+def build(cfg: config.Config) -> Stage:
+    """The whole model on the default device, meta included, with values not yet initialised."""
+    return of(cfg.model).build(cfg.model)
+
+
+def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
+    """The whole model's parameters, tied ones once, by their names in checkpoints and in order."""
+    with torch.device("meta"):
+        built = of(model).build(model)
+    return {built.full_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
+
+
+def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.Model]:
+    """A directory of transformers, read as the family of the house that it is of.
+
+    Args:
+        model: the [model] section that it must agree with; None: the one that its config.json describes.
+
+    Raises:
+        ValueError: it is of no such family, or does not agree.
+    """
+    model = model or config.Model(**hf.model_section(path))
+    return of(model).folder(path, model), model
+
+
+def _hidden(cfg: config.Config, parts: int) -> Tensor:
+    """[B, S / parts, D] on meta."""
+    shape = (cfg.batch.micro_batch_size, cfg.data.seq_len // parts, cfg.model.hidden_size)
+    return torch.empty(shape, dtype=getattr(torch, cfg.precision.params), device="meta")

@@ -1,0 +1,65 @@
+"""Claims about families.py: it alone knows a family by its name, and memory is apart from values."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Any
+
+import pytest
+
+import train
+from dtmega import families, parallelize
+from dtmega.startup import same_job
+from tests.test_house import REPO, arrows, modules
+from tests.test_train import corpus, losses, run  # noqa: F401 - a fixture
+
+# Files whose subject is one family, or a format of other people's files.
+OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.hf.", "dtmega.checkpoint.hf")
+
+
+def names_compared(module: str) -> list[str]:
+    """Names of families that a file compares with a `.name`, or looks up by."""
+    found = []
+    for node in ast.walk(ast.parse(modules(REPO)[module].read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(isinstance(side, ast.Attribute) and side.attr == "name" for side in sides):
+                found += [side.value for side in sides if isinstance(side, ast.Constant)]
+    return [name for name in found if name in families.FAMILIES]
+
+
+@pytest.mark.parametrize("module", [m for m in modules(REPO) if not m.startswith(OF_A_FAMILY) and m != "dtmega.config"])
+def test_no_file_asks_which_family_it_is(module):
+    assert names_compared(module) == []
+
+
+def test_only_families_imports_the_models_and_plans_of_families():
+    of_one = {"dtmega.models.bloom", "dtmega.models.hf", "dtmega.models.hf_resolve", "dtmega.plans.bloom"}
+    asking = {module for module, targets in arrows(REPO).items() if targets & of_one}
+    assert {module for module in asking if not module.startswith(OF_A_FAMILY)} == {"dtmega.families"}
+
+
+def test_every_name_of_the_configuration_has_a_record():
+    from dtmega.config import Model
+
+    assert set(families.FAMILIES) == set(Model.model_fields["name"].annotation.__args__)  # pyright: ignore
+
+
+def test_the_ranks_of_a_run_compare_the_libraries_of_its_family(tmp_path, corpus, monkeypatch):  # noqa: F811
+    family: Any = families.FAMILIES["bloom"]
+    monkeypatch.setitem(families.FAMILIES, "bloom", dataclasses.replace(family, libraries=("pytest",)))
+    compared = []
+    monkeypatch.setattr(train, "same_job", lambda *args: compared.append(same_job(*args)) or compared[-1])
+    assert run(tmp_path, corpus, train__steps=1) == 0
+    assert compared[0]["pytest"] == pytest.__version__
+
+
+def test_a_resumed_run_draws_no_value_that_its_checkpoint_overwrites(tmp_path, corpus, monkeypatch):  # noqa: F811
+    assert run(tmp_path / "whole", corpus) == 0
+    assert run(tmp_path / "cut", corpus, train__exit_interval=5) == 0
+    drawn = []
+    monkeypatch.setattr(parallelize, "init_weights", lambda *_: drawn.append(1))
+    assert run(tmp_path / "cut", corpus) == 0
+    assert drawn == []
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
