@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -63,7 +65,7 @@ BF16 = {"precision.params": "bfloat16"}
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
 TP2 = {"mesh.tp": 2} | FOURS
-# Layouts that cut the data or the layers run with all that a run of a user has beside the numbers.
+# One layout runs with all that a run of a user has beside the numbers. A data worker is a process that imports torch.
 AS_USED = {"data.num_workers": 1, "log.tensorboard": True}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
@@ -79,7 +81,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "dp_shard 2 x tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     **{f"pp 2, {name}": (2, {"mesh.pp": 2, "pipeline.schedule": name}) for name in SCHEDULES},
-    "pp 2, 1F1B": (2, {"mesh.pp": 2, "pipeline.schedule": "1F1B"} | AS_USED),
     "pp 4": (4, {"mesh.pp": 4}),
     "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     "V 131, tp 2": (2, V131 | TP2),
@@ -142,6 +143,13 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
         plant()
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     metrics.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
+    with keeping_initial(folder):
+        assert train.main(argv) == 0
+
+
+@contextlib.contextmanager
+def keeping_initial(folder: str) -> Iterator[None]:
+    """What a model is before the first step is saved in folder/initial."""
     honest = train.parallelize
 
     def save(cfg, model):
@@ -162,8 +170,8 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
         model.draw = drawing
         return model
 
-    train.parallelize = parallelize
-    assert train.main(argv) == 0
+    with patch.object(train, "parallelize", parallelize):
+        yield
 
 
 def write_text(folder: Path) -> dict[str, str]:

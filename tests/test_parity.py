@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,16 +15,19 @@ from dtmega.data.loader import IGNORED
 from dtmega.pipelining.tied import TiedWeight
 from dtmega.plans import styles
 from tests.layouts import (
+    DEBUG,
     FP32,
     LAYOUTS,
     TP2,
     Run,
     bound_of,
     deviation,
+    keeping_initial,
     train_debug_model,
     truth_keys,
     write_text,
 )
+from tests.resumed import Training, train_all
 
 
 @pytest.fixture(scope="session")
@@ -50,20 +54,44 @@ def run(tmp_path_factory, text):
 
 
 # Larger versions of layouts that stay, one whose time goes into compiling, and schedules that test_pipelining.py also
-# compares with one process, for fewer steps.
+# compares with one process, for fewer steps. V = 131 on tp 2 is in test_resume.py.
 FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
-FULL |= {"compile, tp 2", "bf16, tp 2"}
-# A layout of three axes has both of these, and test_resume.py has V = 131 on tp 2.
-FULL |= {"dp_shard 2 x tp 2", "V 131, tp 2"}
+FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2"}
 FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 
+class Pair(NamedTuple):
+    """Attributes:
+    truth: of one process.
+    """
+
+    run: Run
+    truth: Run
+
+
+@pytest.fixture(scope="session")
+def trained(request, tmp_path_factory, text) -> dict[str, Pair]:
+    """Every layout of this session, in one group of processes: most of what a short run takes comes once a process."""
+    folder = tmp_path_factory.mktemp("layouts")
+    asked = {item.callspec.params["name"] for item in request.session.items if "a_layout_gives" in item.name}
+    names = sorted((name for name in LAYOUTS if name in asked), key=lambda name: "compile" in name)  # which comes last
+    truth_of = {name: truth_keys(LAYOUTS[name][1]) for name in names}
+    wanted = {str(keys): (1, keys) for keys in truth_of.values()} | {name: LAYOUTS[name] for name in names}
+    folders = {what: folder / str(i) for i, what in enumerate(wanted)}
+    trainings = []
+    for what, (n, keys) in wanted.items():
+        plant = partial(keeping_initial, str(folders[what]))
+        trainings.append(Training(n, DEBUG | text | SHORT | keys, folders[what] / "run", plant))
+    train_all(trainings)
+    runs = {what: Run(left) for what, left in folders.items()}
+    return {name: Pair(runs[name], runs[str(truth_of[name])]) for name in names}
+
+
 @pytest.mark.parametrize("name", EVERY)
-def test_a_layout_gives_the_numbers_of_one_process(run, name):
-    n, keys = LAYOUTS[name]
-    truth = run(1, truth_keys(keys))
-    this = run(n, keys)
+def test_a_layout_gives_the_numbers_of_one_process(trained, name):
+    keys = LAYOUTS[name][1]
+    this, truth = trained[name]
     for parameter, value in truth.initial.items():
         assert torch.equal(this.initial[parameter][: len(value)], value), f"{parameter} starts with other bits"
     bound = bound_of(keys)
