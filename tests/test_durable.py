@@ -68,6 +68,18 @@ def test_each_folder_that_is_made_is_on_the_disk_and_one_that_was_there_is_not_t
     assert len(events) == 6
 
 
+def test_a_folder_that_another_process_makes_at_the_same_time_is_as_good(tmp_path, monkeypatch):
+    mkdir = os.mkdir
+
+    def overtaken(path: Path, mode: int) -> None:
+        mkdir(path, mode)
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", overtaken)
+    durable.make_folder(tmp_path / "runs" / "a")
+    assert (tmp_path / "runs" / "a").is_dir()
+
+
 @pytest.mark.parametrize(
     ("number", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.ENOSYS, False), (errno.EIO, True)]
 )

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -159,17 +159,38 @@ RUNS = {
 }
 
 
+class Noted:
+    """What was seen of a run from inside.
+
+    Attributes:
+        weights: the first ones, by the names of transformers.
+        rates: of each update and each group of parameters.
+        sums: losses of the microbatches of each batch that was evaluated, added up.
+        beats: (step, phase).
+        checks: steps after which copies were compared.
+        patience_s: of the watch, (grace_s, timeout_s).
+        timeouts_s: of the process groups.
+        ranks: what the watch says of them when the first step begins.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.rates: list[list[float]] = []
+        self.sums: list[float] = []
+        self.beats: list[tuple[int, str]] = []
+        self.checks: list[int] = []
+        self.patience_s: set[tuple[float, float]] = set()
+        self.timeouts_s: set[float] = set()
+        self.ranks = ""
+
+
 class Recorded(NamedTuple):
     """What a run did and left behind.
 
     Attributes:
-        initial: weights by the names of transformers.
-        rates: of each update and each group of parameters.
-        beats: (step, phase).
-        checks: steps after which copies were compared.
-        patience_s: of the watch, (grace_s, timeout_s); of every process group.
-        sums: losses of the microbatches of each batch that was evaluated, added up.
-        places: what the watch says of the ranks when the first step begins.
+        codes: of its exits, one for each part.
+        lines: of metrics.jsonl.
+        output: lines on stdout.
         peaks_bytes: of resident memory, before and after it.
     """
 
@@ -177,15 +198,9 @@ class Recorded(NamedTuple):
     cfg: config.Config
     codes: list[int]
     lines: list[dict[str, Any]]
-    initial: dict[str, Tensor]
-    rates: list[list[float]]
-    beats: list[tuple[int, str]]
-    checks: list[int]
-    patience_s: tuple[set[tuple[float, float]], set[float]]
-    sums: list[float]
-    places: list[str]
     output: list[str]
     peaks_bytes: tuple[int, int]
+    noted: Noted
 
 
 class Plain(NamedTuple):
@@ -215,78 +230,79 @@ def ran(request, tmp_path_factory, text_keys) -> tuple[Switches, Recorded, Plain
     keys = SMALL | text_keys | switches.keys
     folder = tmp_path_factory.mktemp("run")
     recorded = record(keys, folder, switches)
-    return switches, recorded, plain_loop(keys, recorded.initial, open_text(recorded.cfg), switches)
+    return switches, recorded, plain_loop(keys, recorded.noted.weights, open_text(recorded.cfg), switches)
 
 
 def record(keys: dict[str, Any], folder: Path, switches: Switches) -> Recorded:
     """Run train.py in this process, once for each part, and note what it does."""
-    initial: dict[str, Tensor] = {}
-    rates: list[list[float]] = []
-    beats: list[tuple[int, str]] = []
-    checks: list[int] = []
-    of_watch: set[tuple[float, float]] = set()
-    of_groups: set[float] = set()
-    sums: list[float] = []
-    places: list[str] = []
+    noted = Noted()
+    before_bytes = peak_bytes()
+    with noting(noted, switches.lost), contextlib.redirect_stdout(io.StringIO()) as output:
+        codes = [alone(keys, folder / "run") for _ in range(switches.parts)]
+    peaks_bytes = before_bytes, peak_bytes()
+    cfg = config.load(["--config", str(folder / "run" / "config.toml")])
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return Recorded(folder / "run", cfg, codes, lines, output.getvalue().splitlines(), peaks_bytes, noted)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
+    """Note what is done, on a machine of PEAK_FLOPS, and let go wrong what is to go wrong."""
     draw, update = ShardedModel.draw, torch.optim.AdamW.step
     beat, check_copies = Watch.beat, ShardedModel.check_copies
     forward_backward, losses = ShardedModel.forward_backward, ShardedModel.losses
 
     def noting_weights(self: ShardedModel, seed: int) -> None:
         draw(self, seed)
-        if not initial:
-            initial.update({hf_name(name): p.detach().clone() for name, p in self.named_parameters()})
+        if not noted.weights:
+            noted.weights = {hf_name(name): p.detach().clone() for name, p in self.named_parameters()}
 
     def noting_rates(self: torch.optim.AdamW, *args: Any) -> Any:
-        rates.append([group["lr"] for group in self.param_groups])
+        noted.rates.append([group["lr"] for group in self.param_groups])
         return update(self, *args)
 
     def noting_beats(self: Watch, step: int, phase: str) -> None:
-        beats.append((step, phase))
-        of_watch.add((self.grace_s, self.timeout_s))
+        noted.beats.append((step, phase))
+        noted.patience_s.add((self.grace_s, self.timeout_s))
         beat(self, step, phase)
-        if phase == "data" and not places:
-            places.append(self.who_is_behind())
+        if phase == "data" and not noted.ranks:
+            noted.ranks = self.who_is_behind()
 
     def noting_checks(self: ShardedModel) -> None:
-        checks.append(beats[-1][0])
+        noted.checks.append(noted.beats[-1][0])
         check_copies(self)
 
-    def losing(self: ShardedModel, microbatches: Any, n_tokens: float) -> Tensor:
+    def noting_sums(self: ShardedModel, microbatches: Any) -> Tensor:
+        total = losses(self, microbatches)
+        noted.sums.append(total.item())
+        return total
+
+    def going_wrong(self: ShardedModel, microbatches: Any, n_tokens: float) -> Tensor:
         for group in dist.distributed_c10d._world.pg_map:
-            of_groups.add(group._get_backend(self.world.device).options._timeout.total_seconds())
+            noted.timeouts_s.add(group._get_backend(self.world.device).options._timeout.total_seconds())
         total = forward_backward(self, microbatches, n_tokens)
-        name, _, value = switches.lost.get(microbatches[0]["sample_ids"][0].item() // 4 + 1, "").partition(" is ")
+        step = microbatches[0]["sample_ids"][0].item() // 4 + 1
+        name, _, value = lost.get(step, "").partition(" is ")
         if name == "grad_norm":
             next(iter(self.owned().values())).grad[0, 0] = float(value)  # pyright: ignore[reportOptionalSubscript]
         return total * float(value) if name == "loss" else total
 
-    def noting_sums(self: ShardedModel, microbatches: Any) -> Tensor:
-        total = losses(self, microbatches)
-        sums.append(total.item())
-        return total
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
             (ShardedModel, "draw", noting_weights),
             (torch.optim.AdamW, "step", noting_rates),
             (Watch, "beat", noting_beats),
             (ShardedModel, "check_copies", noting_checks),
-            (ShardedModel, "forward_backward", losing),
             (ShardedModel, "losses", noting_sums),
+            (ShardedModel, "forward_backward", going_wrong),
             (metrics, "matmul_flops", lambda device, dtype: PEAK_FLOPS),
         ):
             stack.enter_context(replaced(owner, name, function))
-        output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        codes = [alone(keys, folder / "run") for _ in range(switches.parts)]
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    cfg = config.load(["--config", str(folder / "run" / "config.toml")])
-    text = (folder / "run" / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    printed, patience_s, peaks_bytes = output.getvalue().splitlines(), (of_watch, of_groups), (before, after)
-    done = (initial, rates, beats, checks, patience_s, sums, places, printed, peaks_bytes)
-    return Recorded(folder / "run", cfg, codes, lines, *done)
+        yield
 
 
 def plain_loop(keys: dict[str, Any], weights: dict[str, Tensor], text: Text, switches: Switches) -> Plain:
@@ -402,14 +418,14 @@ def test_every_number_of_every_line_is_that_of_the_plain_loop(ran):
 def test_the_losses_of_an_evaluation_are_added_up_in_fp64(ran):
     _, recorded, plain = ran
     n = recorded.cfg.eval.steps
-    totals = [sum(recorded.sums[i : i + n]) for i in range(0, len(recorded.sums), n)]
+    totals = [sum(recorded.noted.sums[i : i + n]) for i in range(0, len(recorded.noted.sums), n)]
     means = [line[name] for line in recorded.lines for name in ("val_loss", "test_loss") if name in line]
     assert means == [total / n_tokens for total, n_tokens in zip(totals, plain.evaluated_tokens, strict=True)]
 
 
 def test_every_group_of_parameters_has_the_rate_of_its_step_at_every_update(ran):
     _, recorded, plain = ran
-    assert recorded.rates == [pytest.approx([rate, rate], rel=1e-12) for rate in plain.rates]
+    assert recorded.noted.rates == [pytest.approx([rate, rate], rel=1e-12) for rate in plain.rates]
 
 
 def test_speed_is_that_of_the_steps_own_tokens_in_its_own_time(ran):
@@ -456,12 +472,13 @@ def test_the_watch_hears_of_each_part_of_each_step_and_copies_are_checked_when_i
     # An end of document ends the sample.
     n_drawn = min(len(plain.sample) + 1, cfg.eval.sample_tokens) if cfg.eval.prompt else 0
     expected += [(n_steps, phase) for phase in [*evaluation, *evaluation, *["sample"] * n_drawn]]
-    assert [beat for beat in recorded.beats if beat[1] != "load"] == expected
-    assert ((0, "load") in recorded.beats) == (switches.parts > 1)
-    assert recorded.places[0].startswith("rank 0 together: step 1 in data")  # it reads what ranks have shared
-    assert recorded.patience_s == ({(cfg.run.grace_s, cfg.run.timeout_s)}, {2 * cfg.run.timeout_s})
+    assert [beat for beat in recorded.noted.beats if beat[1] != "load"] == expected
+    assert ((0, "load") in recorded.noted.beats) == (switches.parts > 1)
+    assert recorded.noted.ranks.startswith("rank 0 together: step 1 in data")  # it reads what ranks have shared
+    assert recorded.noted.patience_s == {(cfg.run.grace_s, cfg.run.timeout_s)}
+    assert recorded.noted.timeouts_s == {2 * cfg.run.timeout_s}
     every = cfg.train.drift_interval
-    assert recorded.checks == [step for step in range(1, n_steps + 1) if every and step % every == 0]
+    assert recorded.noted.checks == [step for step in range(1, n_steps + 1) if every and step % every == 0]
 
 
 def test_tensorboard_has_every_number_of_every_line_or_is_not_there(ran):

@@ -202,6 +202,14 @@ def test_a_line_torn_by_a_kill_is_dropped(start: Start, tmp_path: Path):
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 2, 3, 4, 4, 5, 6]
 
 
+def test_a_line_whose_bytes_are_damaged_is_dropped(start: Start, tmp_path: Path):
+    whole = killed_run(start, tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "val_\xff' + b"\0" * 8 + b"\n" + path.read_bytes())
+    start(start_step=5)
+    assert path.read_text() == "".join(whole)
+
+
 def test_a_whole_line_without_its_newline_does_not_swallow_the_next(start: Start, tmp_path: Path):
     killed_run(start, tmp_path, tail='{"step": 6, "val_loss": 4.0}')
     run = start(start_step=6)
@@ -271,6 +279,13 @@ def test_without_a_terminal_every_interval_and_the_last_step_print_a_line(
         rf"step 4/6 \| {fixed} \| {number} tok/s \| eta \d\d:\d\d\nstep 6/6 \| {fixed} \| {number} tok/s \| eta 00:00\n"
     )
     assert re.fullmatch(expected, capfd.readouterr().out)
+
+
+def test_a_line_is_on_its_way_at_once_where_stdout_is_a_pipe(start: Start, monkeypatch: pytest.MonkeyPatch):
+    pipe = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe))
+    start().message("hello")
+    assert pipe.getvalue() == b"hello\n"
 
 
 def test_an_interval_of_zero_prints_no_step(start: Start, capfd: pytest.CaptureFixture[str]):
