@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtmega import arguments, config, job, output, sections
+from dtmega import arguments, config, job, output
 from dtmega.data import tokenize
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def _generate(args: argparse.Namespace) -> int:
     from dtmega.models.generate import generate
 
     checkpoint = open_checkpoint(args.run)
-    is_run = Path(args.run, "config.toml").is_file()
-    cfg = run_config(Path(args.run)) if is_run else recorded_config(checkpoint)
+    of_run = Path(args.run, "config.toml")
+    cfg = config.read(of_run) if of_run.is_file() else recorded_config(checkpoint)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     family = families.of(cfg.model)
     model = family.build(family.described(cfg.model)).to(mesh.pick_device(cfg.run.device))
@@ -146,16 +146,6 @@ def _verify(args: argparse.Namespace) -> int:
     return command.verify_directory(
         Path(args.directory), args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
     )
-
-
-def run_config(run_dir: Path) -> config.Config:
-    """The configuration a run was started with.
-
-    Raises:
-        ValueError: its config.toml is no configuration.
-    """
-    path = run_dir / "config.toml"
-    return config.validate(sections.read_toml(path), str(path))
 
 
 def recorded_config(checkpoint: Checkpoint) -> config.Config:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as plain_dcp
 from transformers import AutoTokenizer, BloomForCausalLM
 
-from dtmega import families, job
+from dtmega import config, families, job
 from dtmega.__main__ import main as command
-from dtmega.__main__ import run_config
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.config import Config
@@ -56,7 +55,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_transformers_loads_the_export_and_gives_the_same_logits(trained, exported):
-    cfg = run_config(trained)
+    cfg = config.read(trained / "config.toml")
     ours = families.build(cfg).eval()
     ours.init_buffers(cfg.run.seed)
     ours.load_state_dict(weights(trained), strict=False)
@@ -151,7 +150,7 @@ def test_generate_takes_a_run_with_checkpoints_elsewhere_a_folder_of_them_and_an
     apart, monkeypatch, capsys, named, of
 ):
     monkeypatch.chdir(apart)
-    cfg = run_config(Path("run"))
+    cfg = config.read(Path("run/config.toml"))
     expected = {path.name: most_probable(path, "ABCDEFGH", 4, cfg) for path in Path("kept").glob("step-000000[16]0")}
     assert len(set(expected.values())) == 2
     greedy = ["--prompt", "ABCDEFGH", "--tokens", "4", "--temperature", "0"]
