@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config
-from dtmega.checkpoint import weights
+from dtmega import config, families
+from dtmega.checkpoint import hf
 from dtmega.checkpoint.hf import HFFolder
-from dtmega.checkpoint.weights import Weights, open_weights
+from dtmega.checkpoint.weights import Weights, open_checkpoint_weights
 from tests.test_reader import store
 
 # Which weights there are does not say where they came from, how they were drawn, or what was added to the loss.
@@ -50,11 +50,11 @@ def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_t
     path = store(f"{tmp_path}/w", {}, config={"model": there.model_dump()})
     asked = model.model_copy(update={"init_from": path})
     if key in MAY_DIFFER:
-        assert open_weights(asked, {}).tensors == {}
+        assert open_checkpoint_weights(asked).tensors == {}
     else:
         was, now = there.model_dump()[key], model.model_dump()[key]
         with pytest.raises(ValueError) as refused:
-            open_weights(asked, {})
+            open_checkpoint_weights(asked)
         expected = f"{path} is of a model with {key}={was}, not {now} ([model] init_from, [model] {key})"
         assert str(refused.value) == expected
 
@@ -62,7 +62,7 @@ def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_t
 def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp_path):
     whole = torch.arange(6.0).view(3, 2)
     stored = {"model/a": whole, "optimizer/exp_avg/a": whole + 1}
-    source = open_weights(config.Model(init_from=store(f"{tmp_path}/w", stored)), {})
+    source = open_checkpoint_weights(config.Model(init_from=store(f"{tmp_path}/w", stored)))
     assert isinstance(source, Weights)
     assert source.tensors == {"a": (torch.float32, (3, 2))}
     assert torch.equal(source.read("a", (slice(1, 3), slice(0, 1))), whole[1:3, :1])
@@ -71,9 +71,9 @@ def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp
 @pytest.mark.parametrize("file", ["model.safetensors", "part.safetensors", "config.json"])
 def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_path, monkeypatch, file):
     checked: list[object] = []
-    monkeypatch.setattr(weights, "check_config", lambda *args: checked.append(args))
+    monkeypatch.setattr(hf, "check_config", lambda *args: checked.append(args))
     monkeypatch.setattr(HFFolder, "__init__", lambda self, *args: None)
     (tmp_path / file).touch()
     model = config.Model(init_from=str(tmp_path))
-    assert isinstance(open_weights(model, {}), HFFolder)
+    assert isinstance(families.of(model).weights(model), HFFolder)
     assert checked == [(tmp_path, model)]

@@ -225,8 +225,8 @@ def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
 
 
 def test_a_model_of_transformers_has_no_formula():
-    cfg = config.validate(settings({"mesh": {"tp": 2}, "model": {"name": "hf"}}, 2, 4), "test")
-    with pytest.raises(ValueError, match="no formula for name = 'hf'"):
+    cfg = config.validate(settings({"mesh": {"tp": 2}, "model": {"name": "hf", "elements": [1, 2]}}, 2, 4), "test")
+    with pytest.raises(ValueError, match="no formula for a model that was counted"):
         cost.wire(cfg, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
 
 
