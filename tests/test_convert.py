@@ -229,7 +229,7 @@ def test_inspect_shows_how_two_differ(tmp_path, trained, corpus, capsys):  # noq
     ("source", "arguments", "message"),
     [
         ("dtmega", ["--dtype", "nn"], "--dtype is one of torch's, such as bfloat16; got 'nn'"),
-        ("dtmega", ["--original", "x"], "--original is for a run with [model] name = 'hf'; RUN is of BLOOM"),
+        ("dtmega", ["--original", "x"], "--original is for a run with a [model] path; RUN is of name = 'bloom'"),
         ("dcp", [], "--from dcp needs --config NAME.toml"),
         ("hf", ["--config"], "n_heads=4, not 8"),
     ],
