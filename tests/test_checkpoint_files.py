@@ -63,6 +63,14 @@ def test_what_is_not_there_is_damage_that_names_it(files):
         pass
 
 
+def test_a_link_that_takes_the_place_of_a_file_after_the_folder_was_listed_is_not_followed(tmp_path):
+    disk = Disk(str(tmp_path / "checkpoints"))
+    put(disk, "step-00000001", NAME)
+    (disk.root / "step-00000001" / "link").symlink_to(disk.root / "step-00000001" / NAME)
+    with pytest.raises(Damaged, match="link: Too many levels of symbolic links"), disk.open("step-00000001", "link"):
+        pass
+
+
 def test_a_folder_is_made_empty_whatever_was_left_there(files):
     put(files, "step-00000001", NAME, "data-00001.bin")
     files.make("step-00000001")

@@ -28,6 +28,7 @@ from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed import IndexedDataset
+from dtmega.startup import Startup
 from tests import ranks
 from tests.test_hf import Memory
 from tests.test_job import free_port
@@ -459,6 +460,47 @@ def test_what_one_rank_of_a_conversion_refuses_ends_all_with_its_line_and_nothin
     assert not any(tmp_path.iterdir())
 
 
+def other_weights_on_rank_1(path: Path) -> None:
+    """It reads those of `path`, under the name that rank 0 has found."""
+    honest = convert.open_checkpoint
+
+    def open_checkpoint(found: str) -> Any:
+        checkpoint = honest(str(path))
+        checkpoint.path = found
+        return checkpoint
+
+    if dist.get_rank() == 1:
+        convert.open_checkpoint = open_checkpoint
+
+
+def changed(weights: Weights) -> Memory:
+    return Memory({name: weights.read(name) + 1 for name in weights.tensors})
+
+
+def test_ranks_that_see_other_weights_under_one_name_write_nothing(tmp_path, finished):
+    checkpoint = open_checkpoint(str(finished))
+    convert.write(
+        str(tmp_path / "other"), changed(Weights(checkpoint)), config.Model(**state_of(checkpoint).config["model"])
+    )
+    plant = partial(other_weights_on_rank_1, tmp_path / "other")
+    codes, said = convert_on_two(finished, tmp_path / "out", plant)
+    assert codes == [job.REFUSED, job.REFUSED]
+    assert [line.count(f"the ranks do not have the same source: {checkpoint.path} is") for line in said] == [1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_says_before_each_tensor_that_it_works(tmp_path, finished, monkeypatch):
+    said: list[Startup] = []
+
+    def work(self: Startup) -> None:
+        said.append(self)
+
+    monkeypatch.setattr(Startup, "work", work)
+    argv = ["convert", "--from", "dtmega", str(finished), "--to", "dtmega", str(tmp_path / "out")]
+    assert command(argv) == job.DONE
+    assert len(said) == len(Weights(open_checkpoint(str(finished))).tensors)
+
+
 def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goes_on(tmp_path, finished):
     checkpoint = open_checkpoint(str(finished))
     model = config.Model(**state_of(checkpoint).config["model"])
@@ -466,7 +508,7 @@ def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goe
     first, second = tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "saving"
     first.parent.mkdir(parents=True)
     convert.write(str(first), weights, model)
-    convert.write(str(second), Memory({name: weights.read(name) + 1 for name in weights.tensors}), model)
+    convert.write(str(second), changed(weights), model)
     live = Live(tmp_path / "run", second)
     assert convert_on_two(tmp_path / "run", tmp_path / "out", live) == ([job.DONE, job.DONE], [])
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()

@@ -203,6 +203,39 @@ def test_a_value_is_shown_up_to_100_characters(pair, capsys, length, shown):
     assert f'key is "{shown} on rank 0, 1 on rank 1\n' in capsys.readouterr().err
 
 
+def test_who_refuses_after_all_have_come_to_a_wait_ends_the_step_and_not_the_wait(pair, monkeypatch):
+    looked, refused = threading.Event(), threading.Event()
+    went_on: list[int] = []
+
+    class Slow(startup.PrefixStore):
+        """Rank 1 comes, and refuses, while rank 0 has just seen that not all have come."""
+
+        def check(self, keys: list[str]) -> bool:
+            found = super().check(keys)
+            if keys == ["complete"] and not found:
+                looked.set()
+                refused.wait(5)
+            return found
+
+        def set(self, key: str, value: str) -> None:
+            super().set(key, value)
+            if key == "refused":
+                refused.set()
+
+    def do(one: Startup) -> None:
+        with one.step("step"):
+            if one.rank == 1:
+                looked.wait(5)
+            one.wait_for_all()
+            if one.rank == 1:
+                raise ValueError("no such file")
+            went_on.append(one.rank)
+
+    monkeypatch.setattr(startup, "PrefixStore", Slow)
+    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
+    assert went_on == [0]
+
+
 def test_each_wait_in_a_step_waits_for_all(pair):
     came: list[tuple[int, int]] = []
 
