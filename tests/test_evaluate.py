@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -176,6 +177,13 @@ def test_a_rank_that_draws_another_token_takes_that_of_the_first(tmp_path, keys)
     short = keys | {"train.steps": 1, "eval.interval": 0, "eval.steps": 1, "mesh.dp_shard": 2}
     train_all([Training(2, short, tmp_path, another_draw_on_rank_1)])
     assert "a sample:" in (tmp_path / "stdout-0").read_text()
+
+
+def test_a_sample_is_of_tokens_that_the_tokenizer_has_though_the_model_has_more(tmp_path, keys, capsys):
+    more = {"model.vocab_size": 4096, "train.steps": 1, "eval.interval": 0, "eval.steps": 1}
+    assert alone(keys | more, tmp_path) == 0
+    shown = capsys.readouterr().out.partition("a sample:\n")[2].partition("\nwritten:")[0]
+    assert len(re.findall(r"w\d+", shown)) == keys["eval.sample_tokens"]  # what it has no word for is left out
 
 
 def test_a_sample_compiles_nothing(tmp_path, keys, monkeypatch):

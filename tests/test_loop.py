@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import resource
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import config, metrics
-from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.resume import State, open_checkpoint, state_of
+from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.text import Text, open_text
 from dtmega.parallelize import ShardedModel
 from dtmega.watch import Watch
@@ -151,7 +153,7 @@ RUNS = {
         lost={2: "loss is nan", 3: "grad_norm is inf", 5: "grad_norm is nan", 6: "loss is inf"},
     ),
     "in parts": Switches(
-        {"train.steps": 6, "train.exit_interval": 3, "log.tensorboard": True},
+        {"train.steps": 6, "train.exit_interval": 3, "log.tensorboard": True, "batch.micro_batch_size": 0},
         sizes=(4,) * 6,
         lost={2: "loss is inf"},
         parts=2,
@@ -168,6 +170,8 @@ class Noted:
         sums: losses of the microbatches of each batch that was evaluated, added up.
         beats: (step, phase).
         checks: steps after which copies were compared.
+        on_disk: the step of the newest line of metrics.jsonl that was there at its last fsync.
+        saves: (step, on_disk) of each checkpoint, when it begins.
         patience_s: of the watch, (grace_s, timeout_s).
         timeouts_s: of the process groups.
         ranks: what the watch says of them when the first step begins.
@@ -179,6 +183,8 @@ class Noted:
         self.sums: list[float] = []
         self.beats: list[tuple[int, str]] = []
         self.checks: list[int] = []
+        self.on_disk = 0
+        self.saves: list[tuple[int, int]] = []
         self.patience_s: set[tuple[float, float]] = set()
         self.timeouts_s: set[float] = set()
         self.ranks = ""
@@ -255,6 +261,7 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
     draw, update = ShardedModel.draw, torch.optim.AdamW.step
     beat, check_copies = Watch.beat, ShardedModel.check_copies
     forward_backward, losses = ShardedModel.forward_backward, ShardedModel.losses
+    save, fsync = Checkpoints.save, os.fsync
 
     def noting_weights(self: ShardedModel, seed: int) -> None:
         draw(self, seed)
@@ -275,6 +282,16 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
     def noting_checks(self: ShardedModel) -> None:
         noted.checks.append(noted.beats[-1][0])
         check_copies(self)
+
+    def noting_saves(self: Checkpoints, tensors: Mapping[str, Tensor], state: State) -> Any:
+        noted.saves.append((state.progress.step, noted.on_disk))
+        return save(self, tensors, state)
+
+    def noting_syncs(fd: int) -> None:
+        fsync(fd)
+        file = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if file.name == "metrics.jsonl":
+            noted.on_disk = json.loads(file.read_text().splitlines()[-1])["step"]
 
     def noting_sums(self: ShardedModel, microbatches: Any) -> Tensor:
         total = losses(self, microbatches)
@@ -297,6 +314,8 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
             (torch.optim.AdamW, "step", noting_rates),
             (Watch, "beat", noting_beats),
             (ShardedModel, "check_copies", noting_checks),
+            (Checkpoints, "save", noting_saves),
+            (os, "fsync", noting_syncs),
             (ShardedModel, "losses", noting_sums),
             (ShardedModel, "forward_backward", going_wrong),
             (metrics, "matmul_flops", lambda device, dtype: PEAK_FLOPS),
@@ -460,6 +479,11 @@ def test_checkpoints_are_of_the_steps_that_are_due_and_know_where_the_run_was(ra
         assert state.config == cfg.model_dump()
 
 
+def test_the_lines_of_a_checkpoints_steps_are_on_the_disk_before_it(ran):
+    switches, recorded, _ = ran
+    assert recorded.noted.saves == [(step, step) for step in saves(switches, recorded.cfg)]
+
+
 def test_the_watch_hears_of_each_part_of_each_step_and_copies_are_checked_when_it_is_time(ran):
     switches, recorded, plain = ran
     cfg, n_steps = recorded.cfg, len(switches.sizes)
@@ -517,6 +541,9 @@ def test_what_is_printed_is_what_is_recorded(ran):
     assert printed == expected
 
 
+OF_A_START = ("run: ", "changed ", "stopped ", "written: ", "nothing ")
+
+
 def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
     switches, recorded, _ = ran
     cfg, n_steps = recorded.cfg, len(switches.sizes)
@@ -530,8 +557,8 @@ def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
     ]
     assert set(open_text(cfg).notes) <= set(recorded.output)
     stops = [step for step in saves(switches, cfg) if cfg.train.exit_interval and step < n_steps]
-    said = [line for line in recorded.output if line.startswith(("run: ", "stopped ", "written: ", "nothing "))]
-    expected = []
+    said = [line for line in recorded.output if line.startswith(OF_A_START)]
+    expected = []  # of what has changed since the checkpoint, nothing
     for start, end in itertools.pairwise([0, *stops, n_steps]):
         expected.append(f"run: {recorded.folder}, {f'resumed at step {start}' if start else 'from the start'}")
         if end < n_steps:

@@ -393,6 +393,13 @@ def logits(mesh: DeviceMesh) -> dict[str, float]:
     return {"logits": error(ours, expected), "gradient": error(grad.full_tensor(), expected_grad)}
 
 
+def columns(mesh: DeviceMesh) -> list[list[int]]:
+    model = nn.Module()
+    model.register_buffer("table", torch.arange(12).view(3, 4))
+    plans.shard_buffers(model, mesh, {"table": ShardBuffer(4, dim=1)})
+    return model.get_buffer("table").tolist()
+
+
 def message(fn: Any, *args: Any, error: type[Exception] = ValueError) -> str:
     try:
         fn(*args)
@@ -437,7 +444,7 @@ def refusals() -> dict[str, str]:
 def odds_and_ends() -> dict[str, Any]:
     """What is shown on one layout for all."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return {fn.__name__: fn(mesh) for fn in (stages, compiled, on_meta, logits)} | {"refusals": refusals()}
+    return {fn.__name__: fn(mesh) for fn in (stages, compiled, on_meta, logits, columns)} | {"refusals": refusals()}
 
 
 @functools.cache
@@ -484,6 +491,11 @@ def test_logits_are_whole_and_trimmed_and_have_a_gradient():
     for found in shown():
         assert found["logits"]["logits"] < 1e-6
         assert found["logits"]["gradient"] < 1e-5
+
+
+def test_a_buffer_is_cut_along_the_dim_that_the_plan_names():
+    parts = [found["columns"] for found in shown()]
+    assert parts == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
 
 
 @pytest.mark.parametrize(
