@@ -77,9 +77,14 @@ class Metrics:
         if config.log.tensorboard:
             purge_step = start_step + 1 if start_step else 0
             # A queue without end: its writer dies of a full disk, and a full queue would then stop the run.
+            # A file's name has the second it was made in: two starts in one second would otherwise share it.
             try:
                 self._tensorboard = SummaryWriter(
-                    str(run_dir / "tensorboard"), purge_step=purge_step, max_queue=0, flush_secs=10
+                    str(run_dir / "tensorboard"),
+                    purge_step=purge_step,
+                    max_queue=0,
+                    flush_secs=10,
+                    filename_suffix=f".{start_step}",
                 )
             except OSError:
                 self._file.close()

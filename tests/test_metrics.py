@@ -404,6 +404,17 @@ def test_tensorboard_hides_what_the_killed_run_wrote_after_the_checkpoint(start:
     assert [e.step for e in events(tmp_path) if e.HasField("session_log")] == [5]
 
 
+def test_a_start_in_the_second_of_the_one_before_leaves_its_file_of_tensorboard_alone(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(metrics.time, "time", lambda: 1e9)
+    for step in (1, 2):
+        run = start(start_step=step - 1, tensorboard=True)
+        take(run, step)
+        run.close()
+    assert {e.step for e in events(tmp_path) if e.HasField("summary")} == {1, 2}
+
+
 def events(run_dir: Path) -> list[Event]:
     """TensorBoard's files are TFRecords: length (8 bytes), its checksum (4), the event, its checksum (4)."""
     found = []
