@@ -201,7 +201,7 @@ def test_a_step_is_what_the_formula_says_per_layer_and_per_microbatch(name: str)
 
 
 # Each combines what other cases have one by one.
-REPEATS = {"tp 2, no sequence parallel, recompute", "pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
+REPEATS = {"pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
 
 
 @pytest.mark.parametrize(
