@@ -65,7 +65,7 @@ BF16 = {"precision.params": "bfloat16"}
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
 TP2 = {"mesh.tp": 2} | FOURS
-# One layout runs with all that a run of a user has beside the numbers. A data worker is a process that imports torch.
+# One layout of each axis runs with all that a run of a user has beside the numbers.
 AS_USED = {"data.num_workers": 1, "log.tensorboard": True}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
@@ -73,14 +73,15 @@ TRUTH_KEYS = {"model.vocab_size", "precision.params"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
-    "tp 3": (3, {"mesh.tp": 3} | FOURS),
+    "tp 3": (3, {"mesh.tp": 3} | FOURS | AS_USED),
     "tp 4": (4, {"mesh.tp": 4} | FOURS),
     "dp_shard 2": (2, {"mesh.dp_shard": 2} | AS_USED),
     "dp_shard 4": (4, {"mesh.dp_shard": 4}),
-    "dp_replicate 2": (2, {"mesh.dp_replicate": 2}),
+    "dp_replicate 2": (2, {"mesh.dp_replicate": 2} | AS_USED),
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "dp_shard 2 x tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     **{f"pp 2, {name}": (2, {"mesh.pp": 2, "pipeline.schedule": name}) for name in SCHEDULES},
+    "pp 2, 1F1B": (2, {"mesh.pp": 2, "pipeline.schedule": "1F1B"} | AS_USED),
     "pp 4": (4, {"mesh.pp": 4}),
     "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     "V 131, tp 2": (2, V131 | TP2),
