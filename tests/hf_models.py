@@ -94,7 +94,8 @@ class Case:
 
 
 def plain(case: Case) -> Any:
-    """The model as transformers makes it, without dropout."""
+    """The model as transformers makes it, without dropout; the same values whatever was drawn before."""
+    torch.manual_seed(0)
     model_class, config_class, keys = (MODELS | VARIANTS | TRAINED)[case.name]
     keys = dict(keys)
     attention = keys.pop("attn_implementation", None)
@@ -109,8 +110,7 @@ def plain(case: Case) -> Any:
 
 
 def build(case: Case) -> Any:
-    """The same values in every process, biases and norms not left at 0 and 1."""
-    torch.manual_seed(0)
+    """The same, biases and norms not left at 0 and 1."""
     model = plain(case)
     # OPT's attention is nearly even with small weights, and gradients of its queries what is left of large numbers.
     noise = 0.1 if case.family == "opt" else 0.05
