@@ -104,10 +104,10 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         checkpoints = Checkpoints(cfg, device)
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, there.damage, startup)
-        if init is None and loaded is None:
-            model.draw(cfg.run.seed)
         if init is not None:
             load_weights(init, startup.at_work(model.named_parameters()), cfg.model.vocab_size)
+        elif loaded is None:
+            model.draw(cfg.run.seed)
 
     at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
     batches.load_state_dict({"samples": at.samples})

@@ -31,7 +31,7 @@ from dtmega.plans.styles import Plan
 
 
 class Family(Protocol):
-    """What the rest of the house asks of a family.
+    """The answers that the rest of the house asks of a family.
 
     Attributes:
         libraries: whose versions all ranks must share, beside torch.
@@ -61,7 +61,7 @@ class Family(Protocol):
         ...
 
     def notes(self, model: config.Model) -> list[str]:
-        """What a user of the model should know, a line each."""
+        """Lines that a user of the model should read."""
         ...
 
     def build(self, model: config.Model) -> Stage:
@@ -85,11 +85,11 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int]) -> Tensor:
-        """What one stage hands to the next, on meta: its local shape and dtype."""
+        """The tensor that one stage hands to the next, on meta: its local shape and dtype."""
         ...
 
     def weights(self, model: config.Model) -> Source | None:
-        """What a new run starts with, by the names of its parameters; None: values drawn from the seed.
+        """The weights that a new run starts with, by the names of its parameters; None: values drawn from the seed.
 
         Raises:
             ValueError: [model] init_from or path names nothing usable, or weights of another model.
@@ -149,12 +149,12 @@ class Own:
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
         tp = sizes["tp"]
-        divided = {"[model] n_heads": cfg.model.n_heads, "[model] ffn_hidden_size": cfg.model.ffn}
+        divided = [("model", "n_heads", cfg.model.n_heads), ("model", "ffn_hidden_size", cfg.model.ffn)]
         if cfg.mesh.sequence_parallel:
-            divided["[data] seq_len"] = cfg.data.seq_len
-        for key, size in divided.items():
+            divided.append(("data", "seq_len", cfg.data.seq_len))
+        for section, key, size in divided:
             if size % tp:
-                raise ValueError(f"tp={tp} does not divide {key.split()[1]}={size} ([mesh] tp, {key})")
+                raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [{section}] {key})")
 
     def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
         return apply_plan(stage, world.tp, self._table(cfg)) if world.tp.size() > 1 else []

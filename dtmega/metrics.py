@@ -203,8 +203,7 @@ class Metrics:
             return
         if self._bar:
             self._bar.close()
-        if not self._file.closed:
-            self.sync()
+        self.sync()
         with contextlib.suppress(OSError):  # a full disk, as above
             self._file.close()
         if self._tensorboard:

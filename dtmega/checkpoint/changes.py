@@ -116,7 +116,9 @@ def _consequences(printed: list[Change], now: Config, steps: int, samples: int) 
     except ValidationError:  # that recipe is refused today
         return []
     ends = before.end(steps, samples), now.end(steps, samples)
-    rates = [optim.rate_at(cfg, max(steps, 1), samples, end) for cfg, end in zip((before, now), ends, strict=True)]
+    # Before the first step there is no rate: that of the first one.
+    done = max(steps, 1)
+    rates = [optim.rate_at(cfg, done, samples, end) for cfg, end in zip((before, now), ends, strict=True)]
     left_before, left = (end.steps - steps for end in ends)
     texts = {
         f"{left} steps are left, not {left_before}": left != left_before,

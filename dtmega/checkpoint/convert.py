@@ -6,9 +6,9 @@
     --to dtmega DIR       a checkpoint of weights only, for [model] init_from
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
 
-A run of a model of transformers becomes a directory like the one it is of, which --original names
-where it has moved since. Tensors pass one by one, so no model has to fit in memory. Of several ranks, rank 0 looks for
-the newest checkpoint, which may be another a moment later, and the others open that one.
+A run of a model of transformers becomes a directory like the one it is of, which --original names where it has moved
+since. Tensors pass one by one, so no model has to fit in memory. Of several ranks, rank 0 looks for the newest
+checkpoint, which may be another a moment later, and the others open that one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def main(
         # Ranks that have nothing to write wait for those that do.
         source = Renamed(opened.source, {name: name for name in expected}, startup.work)
         if args.target[0] == "hf":
-            tokenizer, folder = args.tokenizer or opened.tokenizer, Path(args.target[1])
+            folder = Path(args.target[1])
+            tokenizer = args.tokenizer or opened.tokenizer
             json, eod_id = load_tokenizer(tokenizer) if tokenizer else (None, None)
             ranks = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
             options: dict[str, Any] = {**ranks, "eod_id": eod_id, "dtype": _dtype(args.dtype)}
@@ -208,7 +209,8 @@ def _fill(files: Disk | Remote, folder: str, source: Source, model: config.Model
 
 def _from_hf(name: str, args: argparse.Namespace, families: Families) -> Opened:
     path = Path(name)
-    source, model = families.open_folder(path, _model(args.config) if args.config else None)
+    asked = _model(args.config) if args.config else None
+    source, model = families.open_folder(path, asked)
     tokenizer = path / "tokenizer.json"
     return Opened(name, source, model, str(tokenizer) if tokenizer.exists() else "")
 
