@@ -1,7 +1,10 @@
 import signal
 
+import numpy as np
 import pytest
 import torch
+
+from dtmega.data.indexed import IndexedWriter
 
 # By CPU seconds. A file stays in one process, and none should come last.
 LONGEST = ("hf_plans", "parity", "resume", "hf_train", "pipelining", "torchrun", "job", "loader", "train", "faults")
@@ -18,3 +21,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; all others as they are."""
     names = [f"test_{name}.py" for name in LONGEST]
     items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Documents of a counting pattern, which any model learns in a few steps, by the tokenizer `bytes`."""
+    prefix = tmp_path_factory.mktemp("corpus") / "counting"
+    end_of_document = 256
+    rng = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(200):
+            start, length = rng.integers(0, 200), rng.integers(20, 80)
+            writer.add([*((start + np.arange(length)) % 256).tolist(), end_of_document])
+    return str(prefix)

@@ -88,6 +88,15 @@ def run(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) ->
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(n)]
 
 
+def message(fn: Callable[..., Any], *args: Any, error: type[Exception] = ValueError) -> str:
+    """The words that fn(*args) raises `error` with: a rank returns them, as raising would end the others with it."""
+    try:
+        fn(*args)
+    except error as raised:
+        return str(raised)
+    return "nothing was raised"
+
+
 class Forks:
     """A server, and the groups that are forked from it."""
 

@@ -32,7 +32,7 @@ from dtmega.startup import Startup
 from tests import ranks
 from tests.test_hf import Memory
 from tests.test_job import free_port
-from tests.test_train import corpus, run  # noqa: F401 - a fixture
+from tests.test_train import run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -197,7 +197,7 @@ def test_a_temperature_in_its_bounds_is_taken(text, capsys):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, corpus) -> Path:  # noqa: F811
+def finished(tmp_path_factory, corpus) -> Path:
     """A run directory of one step."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert run(folder, corpus, train__steps=1, eval__interval=0) == job.DONE

@@ -17,13 +17,13 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.config import Config
-from tests.test_train import corpus, metrics, run  # noqa: F401 - a fixture
+from tests.test_train import metrics, run
 
 PADDED = {"model__pad_vocab_to_multiple": 8, "model__layer_norm_eps": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, corpus) -> Path:  # noqa: F811
+def trained(tmp_path_factory, corpus) -> Path:
     """A run directory with a finished run of 10 steps."""
     folder = tmp_path_factory.mktemp("trained")
     assert run(folder / "run", corpus, **PADDED) == job.DONE
@@ -31,7 +31,7 @@ def trained(tmp_path_factory, corpus) -> Path:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory, corpus) -> Path:  # noqa: F811
+def apart(tmp_path_factory, corpus) -> Path:
     """A working directory in which `run` trained 60 steps, with its checkpoints, of every tenth, in `kept`."""
     folder = tmp_path_factory.mktemp("apart")
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def test_there_and_back_again_is_equal_to_the_bit_but_for_the_padding(trained, e
 
 
 @pytest.mark.parametrize("source", ["hf", "checkpoint", "run"])
-def test_a_run_that_starts_from_weights_starts_with_their_loss(tmp_path, trained, exported, corpus, source):  # noqa: F811
+def test_a_run_that_starts_from_weights_starts_with_their_loss(tmp_path, trained, exported, corpus, source):
     path = {"hf": exported, "checkpoint": trained / "checkpoints" / "step-00000010", "run": trained}[source]
     assert run(tmp_path, corpus, **PADDED, model__init_from=path, train__steps=1) == job.DONE
     (last,) = [line["val_loss"] for line in metrics(trained) if "val_loss" in line and line["step"] == 10]
@@ -90,13 +90,13 @@ def test_a_run_that_starts_from_weights_starts_with_their_loss(tmp_path, trained
     assert metrics(tmp_path)[1]["step"] == 1
 
 
-def test_weights_of_another_model_are_refused_with_both_values(tmp_path, exported, corpus, capsys):  # noqa: F811
+def test_weights_of_another_model_are_refused_with_both_values(tmp_path, exported, corpus, capsys):
     assert run(tmp_path, corpus, **PADDED | {"model__n_heads": 8}, model__init_from=exported) == job.REFUSED
     assert "n_heads" in capsys.readouterr().err
     assert run(tmp_path, corpus, model__init_from=tmp_path / "nothing") == job.REFUSED
 
 
-def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path, exported, corpus, capsys):  # noqa: F811
+def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path, exported, corpus, capsys):
     assert command(["convert", "--from", "hf", str(exported), "--to", "dtmega", str(tmp_path / "w")]) == job.DONE
     keys = {"model__layer_norm_eps": 1e-4, "checkpoint__resume": tmp_path / "w"}
     assert run(tmp_path / "run", corpus, **keys) == job.REFUSED
@@ -160,7 +160,7 @@ def test_generate_takes_a_run_with_checkpoints_elsewhere_a_folder_of_them_and_an
 
 def test_inspect_convert_and_init_from_find_the_checkpoints_of_a_run_that_keeps_them_elsewhere(
     apart,
-    corpus,  # noqa: F811
+    corpus,
     monkeypatch,
     capsys,
 ):
@@ -213,7 +213,7 @@ def test_inspect_names_what_is_damaged(tmp_path, trained, capsys):
     assert "data-00000.bin: the bytes of 'model/embed.weight'" in capsys.readouterr().err
 
 
-def test_inspect_shows_how_two_differ(tmp_path, trained, corpus, capsys):  # noqa: F811
+def test_inspect_shows_how_two_differ(tmp_path, trained, corpus, capsys):
     assert command(["inspect", str(trained), str(trained)]) == job.DONE
     assert "no differences" in capsys.readouterr().out
     run(tmp_path, corpus, **PADDED, train__steps=11)

@@ -12,14 +12,14 @@ import train
 from dtmega import families, parallelize
 from dtmega.startup import same_job
 from tests.test_house import REPO, arrows, modules
-from tests.test_train import corpus, losses, run  # noqa: F401 - a fixture
+from tests.test_train import losses, run
 
 # Files whose subject is one family, or a format of other people's files.
 OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.hf.", "dtmega.checkpoint.hf")
 
 
 def names_compared(module: str) -> list[str]:
-    """Names of families that a file compares with a `.name`, or looks up by."""
+    """Names of families that a file compares with a `.name`."""
     found = []
     for node in ast.walk(ast.parse(modules(REPO)[module].read_text())):
         if isinstance(node, ast.Compare):
@@ -46,7 +46,7 @@ def test_every_name_of_the_configuration_has_a_record():
     assert set(families.FAMILIES) == set(Model.model_fields["name"].annotation.__args__)  # pyright: ignore
 
 
-def test_the_ranks_of_a_run_compare_the_libraries_of_its_family(tmp_path, corpus, monkeypatch):  # noqa: F811
+def test_the_ranks_of_a_run_compare_the_libraries_of_its_family(tmp_path, corpus, monkeypatch):
     family: Any = families.FAMILIES["bloom"]
     monkeypatch.setitem(families.FAMILIES, "bloom", dataclasses.replace(family, libraries=("pytest",)))
     compared = []
@@ -55,7 +55,7 @@ def test_the_ranks_of_a_run_compare_the_libraries_of_its_family(tmp_path, corpus
     assert compared[0]["pytest"] == pytest.__version__
 
 
-def test_a_resumed_run_draws_no_value_that_its_checkpoint_overwrites(tmp_path, corpus, monkeypatch):  # noqa: F811
+def test_a_resumed_run_draws_no_value_that_its_checkpoint_overwrites(tmp_path, corpus, monkeypatch):
     assert run(tmp_path / "whole", corpus) == 0
     assert run(tmp_path / "cut", corpus, train__exit_interval=5) == 0
     drawn = []

@@ -21,7 +21,7 @@ from dtmega.data.tokenizer_json import to_json
 from tests import ranks
 from tests.faults import FileEvents
 from tests.test_hf import Memory
-from tests.test_train import ROOT, corpus, metrics  # noqa: F401 - a fixture
+from tests.test_train import ROOT, metrics
 
 FAMILIES = ["bloom", "gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt"]
 
@@ -95,7 +95,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, corpus) -> Path:  # noqa: F811
+def finished(tmp_path_factory, corpus) -> Path:
     """A run of GPT-2 that train.py did, from a directory with a tokenizer; it is beside it, as `original`."""
     root = tmp_path_factory.mktemp("run")
     write_tokenizer(original(root / "original", "gpt2", bos_token_id=256, eos_token_id=256))
@@ -342,7 +342,7 @@ def test_files_of_an_export_are_on_the_disk_before_its_folder_has_its_name(
 
 
 @pytest.mark.parametrize("source", ["run", "checkpoint", "weights", "export"])
-def test_a_run_that_starts_from_weights_starts_with_their_loss(tmp_path, finished, corpus, capsys, source):  # noqa: F811
+def test_a_run_that_starts_from_weights_starts_with_their_loss(tmp_path, finished, corpus, capsys, source):
     path = {"run": finished, "checkpoint": finished / "checkpoints" / "step-00000002"}.get(source, tmp_path / source)
     target = {"weights": "dtmega", "export": "hf"}.get(source)
     if target:

@@ -41,6 +41,7 @@ from dtmega.plans.hf.styles import Stack, Whole
 from dtmega.plans.hf.verify import Verification, verify
 from tests import hf_models, ranks
 from tests.hf_models import MODELS, VARIANTS, Case
+from tests.ranks import message
 from tests.test_job import free_port
 
 # Where one process and two sum in another order; rounding alone is below 1e-6 of the largest.
@@ -189,7 +190,7 @@ def logits(mesh: DeviceMesh) -> dict[str, Any]:
     found["gradient through them"] = error(grads[1], grads[0])
     with torch.no_grad():
         ours.lm_head.weight.mul_(2)
-    found["stale"] = message(lambda: out.logits + 1, RuntimeError)
+    found["stale"] = message(lambda: out.logits + 1, error=RuntimeError)
     return found
 
 
@@ -260,14 +261,6 @@ def changed_logits(mesh: DeviceMesh) -> dict[str, float]:
             results.append((value.detach(), model.get_output_embeddings().weight.grad))
         found[change.__name__] = max(error(a, b) for a, b in zip(results[1], results[0], strict=True))
     return found
-
-
-def message(fn: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
-    try:
-        fn()
-    except kind as raised:
-        return str(raised)
-    return "nothing was raised"
 
 
 def other_forwards(mesh: DeviceMesh) -> dict[str, Any]:

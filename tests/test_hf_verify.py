@@ -27,17 +27,10 @@ from dtmega.plans.hf.styles import Stack
 from dtmega.plans.hf.verify import Verification, deviation, verify
 from tests import hf_models, ranks
 from tests.hf_models import Case
+from tests.ranks import message
 
 LLAMA = Case("llama")
 EXACT = 2e-5
-
-
-def message(fn: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
-    try:
-        fn()
-    except kind as raised:
-        return str(raised)
-    return "nothing was raised"
 
 
 # ---------------------------------------------------------------------------------------------- what finds a plan wrong
@@ -166,7 +159,7 @@ def over_data() -> dict[str, Any]:
     first, _ = model(**inputs), model(**inputs)
     found: dict[str, Any] = {
         "wrapped": [name for name, module in model.named_modules() if isinstance(module, FSDPModule)],
-        "stale": message(lambda: first.logits + 1, RuntimeError),
+        "stale": message(lambda: first.logits + 1, error=RuntimeError),
     }
     different = hf_models.build(LLAMA)
     with torch.no_grad():
@@ -174,7 +167,7 @@ def over_data() -> dict[str, Any]:
     found["different"] = message(lambda: parallelize_hf(different, mesh))
     for names in (("dp",), ("tp", "dp_shard"), ("dp_replicate", "tp")):
         other = init_device_mesh("cpu", (2, 1)[: len(names)], mesh_dim_names=names)
-        found[str(names)] = message(lambda: parallelize_hf(hf_models.plain(LLAMA), other))  # noqa: B023
+        found[str(names)] = message(parallelize_hf, hf_models.plain(LLAMA), other)
     return found
 
 
@@ -603,16 +596,16 @@ STRINGS = {
 def test_a_string_of_transformers_own_plan_is_the_style_it_means(string: str):
     model = hf_models.plain(Case("olmo2"))
     model.config.base_model_tp_plan = {"layers.*.mlp.up_proj": string}
-    style = plan_for(model, 2).table["model.layers.*.mlp.up_proj"]
+    style: Any = plan_for(model, 2).table["model.layers.*.mlp.up_proj"]
     name, dim = STRINGS[string]
     assert type(style).__name__ == name
     placement = getattr(style, "placements", {}).get("weight")
     assert getattr(placement, "dim", None) == dim
     if name == "Whole":
-        assert getattr(style, "of_heads") is (string == "replicated_with_grad_allreduce")  # noqa: B009
+        assert style.of_heads is (string == "replicated_with_grad_allreduce")
     elif dim == 0:
         # Nothing else says where the input enters.
-        assert style.enter.__func__ is Stack.enter  # pyright: ignore[reportAttributeAccessIssue]
+        assert style.enter.__func__ is Stack.enter
 
 
 def test_a_plan_that_knows_nothing_of_a_parameter_or_of_its_heads_is_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -16,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, families, fsdp, keyed, mesh
 from dtmega.parallelize import ShardedModel, check, fitted, parallelize
 from dtmega.shards import dim_to_cut, local
 from tests import hf_models, ranks
+from tests.operations import Operations
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -269,18 +268,6 @@ def test_initial_values_and_masks_are_those_of_the_seed(alone):
         assert model.stages[0].get_buffer(f"{name}.key").item() == keyed.key(7, name)
 
 
-class Operations(TorchDispatchMode):
-    """Counts them by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("mode", "norms", "products"),
     [
@@ -297,7 +284,7 @@ def test_what_recompute_computes_again_is_whole_blocks_or_all_but_products(alone
     model = alone(recompute__mode=mode)
     with Operations() as operations:
         model.forward_backward(microbatches()[:1], 1.0)
-    assert (operations.seen["native_layer_norm"], operations.seen["addmm"]) == (norms, products)
+    assert (operations.counts["native_layer_norm"], operations.counts["addmm"]) == (norms, products)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from dtmega.models.layers import KeyedDropout
 from dtmega.plans import bloom
 from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, VocabEmbedding
 from tests import ranks
+from tests.ranks import message
 
 B, S, V, HEADS = 2, 24, 131, {2: 6, 3: 6, 4: 8}
 PLAIN: dict[str, Any] = {}
@@ -398,14 +399,6 @@ def columns(mesh: DeviceMesh) -> list[list[int]]:
     model.register_buffer("table", torch.arange(12).view(3, 4))
     plans.shard_buffers(model, mesh, {"table": ShardBuffer(4, dim=1)})
     return model.get_buffer("table").tolist()
-
-
-def message(fn: Any, *args: Any, error: type[Exception] = ValueError) -> str:
-    try:
-        fn(*args)
-    except error as raised:
-        return str(raised)
-    return "nothing was raised"
 
 
 def refusals() -> dict[str, str]:

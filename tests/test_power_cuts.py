@@ -170,7 +170,10 @@ def test_the_default_corpus_is_whole_or_made_again(monkeypatch, cache):
     monkeypatch.setattr(corpus, "documents", lambda: iter([("a", "first"), ("b", "second")]))
     monkeypatch.setattr(corpus, "MIN_CHARS", 1)
     tokenizer = load_tokenizer("bytes")
-    prepare = lambda: IndexedDataset(corpus.prepare_stdlib(tokenizer)).tokens.tobytes().decode("utf-16-le")  # noqa: E731
+
+    def prepare() -> str:
+        return IndexedDataset(corpus.prepare_stdlib(tokenizer)).tokens.tobytes().decode("utf-16-le")
+
     for _ in left_of(cache, prepare):
         assert prepare() == "first\u0100second\u0100"
 

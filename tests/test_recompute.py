@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega.recompute import recompute
+from tests.operations import Operations
 from tests.test_definition import EVERYTHING, batch, model_of
 
 L = EVERYTHING["n_layers"]
 # Of each block: the linears, attention (S = 77 is two chunks), and what is cheap.
 COUNTED = {"addmm": 4 * L, "_scaled_dot_product_flash_attention_for_cpu": 2 * L, "gelu": L, "native_layer_norm": 2 * L}
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def step(mode: str, keys: dict[str, Any], documents: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
@@ -37,9 +24,9 @@ def step(mode: str, keys: dict[str, Any], documents: bool) -> tuple[list[torch.T
     if mode != "none":
         recompute(model.blocks(), selective=mode == "selective")
     loss = model(**x)
-    with Counted() as counted:
+    with Operations() as operations:
         loss.backward()
-    again = {name: counted.counts[name] for name in COUNTED}
+    again = {name: operations.counts[name] for name in COUNTED}
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], again
 
 

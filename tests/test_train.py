@@ -22,18 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 257  # the bytes and end-of-document
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    """Documents of a counting pattern, which any model learns in a few steps."""
-    prefix = tmp_path_factory.mktemp("corpus") / "counting"
-    rng = np.random.default_rng(0)
-    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
-        for _ in range(200):
-            start, length = rng.integers(0, 200), rng.integers(20, 80)
-            writer.add([*((start + np.arange(length)) % 256).tolist(), VOCAB - 1])
-    return str(prefix)
-
-
 def arguments(run_dir: Path, corpus: str, **overrides: object) -> list[str]:
     """Keys are section__key."""
     keys = {
