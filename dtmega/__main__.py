@@ -1,4 +1,6 @@
-"""`python -m dtmega {tokenize, generate, convert, inspect, verify-plan}`: what is done before and after training.
+"""`dtmega {train, tokenize, generate, convert, inspect, verify-plan}`: a run, and what is done before and after it.
+
+Also `python -m dtmega COMMAND`, and on several processes `torchrun --nproc-per-node N -m dtmega train ...`.
 
 Whatever ends a command early is one line on stderr and an exit code: 2 for what its user can correct, 1 for what broke
 on the way (a full disk), 3 for a damaged checkpoint, 130 for Ctrl-C.
@@ -11,7 +13,7 @@ import errno
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dtmega import arguments, config, job, output
 from dtmega.data import tokenize
@@ -28,7 +30,19 @@ WRONG_PATH = {
 }
 
 
+def run() -> NoReturn:
+    """Do what the command line says, and end this process with the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a sample in letters that the terminal does not have
+    if sys.argv[1:2] == ["train"]:
+        from dtmega import train
+
+        train.command(sys.argv[2:])
+    job.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
+
+
 def main(argv: list[str]) -> int:
+    """The exit code of a command other than `train`."""
     args = arguments.parse(argv)
     commands = {
         "tokenize": _tokenize,
@@ -163,6 +177,4 @@ def recorded_config(checkpoint: Checkpoint) -> config.Config:
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a sample in letters that the terminal does not have
-    job.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
+    run()

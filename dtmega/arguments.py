@@ -1,4 +1,4 @@
-"""The arguments of `python -m dtmega COMMAND`: what each takes, and a refusal in one line that names it.
+"""The arguments of `dtmega COMMAND`: what each takes, and a refusal in one line that names it.
 
 The bounds of a value stand beside its option, so that no command has to look at them again.
 """
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """Argparse's, which would print ten lines of usage before the one that matters."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -68,17 +68,22 @@ def cut(text: str) -> str | int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """`command` and its arguments; ends the process with code 2 where one of them cannot be."""
     table = {
+        "train": ("a run: `train --help` lists its keys", _nothing),
         "tokenize": ("text files -> .bin/.idx", _tokenize),
         "generate": ("sample from a run's last checkpoint, or from any one", _generate),
         "convert": ("weights to and from Hugging Face's format", _convert),
         "inspect": ("what a checkpoint holds, whether it is intact, how two differ", _inspect),
         "verify-plan": ("is the sharding plan of a Hugging Face model right?", _verify_plan),
     }
-    parser = Parser(prog="python -m dtmega", description="What is done before and after training.")
+    parser = Parser(prog="dtmega", description="Train a model, and do what comes before and after it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(table)}}}")
     for name, (line, add_arguments) in table.items():
         add_arguments(commands.add_parser(name, help=line, description=line))
     return parser.parse_args(argv)
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    """`train` has its options from config.py, and never comes here."""
 
 
 def _tokenize(parser: argparse.ArgumentParser) -> None:

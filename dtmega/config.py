@@ -21,10 +21,14 @@ from pydantic import model_validator
 from dtmega import sections
 from dtmega.sections import ConfigError, Override, Section, key
 
-CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
-USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...]"
+PACKAGE = Path(__file__).resolve().parent
+# An installed wheel has them inside the package, a copy of the repository beside it.
+CONFIGS_DIR = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
+USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
 HELP = """usage: torchrun [--nproc-per-node N] train.py --config NAME.toml
        [--section.key value ...]
+Installed, from any folder: torchrun [--nproc-per-node N] -m dtmega train ...,
+or for one process: dtmega train --config NAME.toml [--section.key value ...]
 NAME is a path, or a name under configs/. Every key, its default, what it is:"""
 
 

@@ -22,8 +22,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import train
-from dtmega import config, families, mesh, optim
+from dtmega import config, families, mesh, optim, train
 from dtmega.checkpoint.hf import load
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of

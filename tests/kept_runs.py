@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-import train
+from dtmega import train
 from dtmega.checkpoint import resume
 from dtmega.data.indexed import IndexedWriter
 from dtmega.data.tokenizer import load_tokenizer

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-import train
-from dtmega import metrics
+from dtmega import metrics, train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of

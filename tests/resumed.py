@@ -22,8 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import train
-from dtmega import metrics
+from dtmega import metrics, train
 from dtmega.checkpoint import resume
 from tests import ranks
 from tests.layouts import DEBUG, FP32, PAIRS, ROOT, tensors

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import train
+from dtmega import train
 from dtmega.checkpoint import changes
 from dtmega.config import Batch, Config, Optim, Train
 from tests import keys

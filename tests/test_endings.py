@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-import train
-from dtmega import job, metrics
+from dtmega import job, metrics, train
 from dtmega.checkpoint import dcp
 from dtmega.data.indexed import IndexedWriter
 from tests.layouts import write_text

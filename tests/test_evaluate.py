@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-import train
-from dtmega import evaluate, job
+from dtmega import evaluate, job, train
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.loader import TrainBatches
 from dtmega.metrics import Metrics

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-import train
-from dtmega import families, parallelize
+from dtmega import families, parallelize, train
 from dtmega.startup import same_job
 from tests.test_house import REPO, arrows, modules
 from tests.test_train import losses, run

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from tensorboardX.event_file_writer import EventsWriter
 
-import train
-from dtmega import job
+from dtmega import job, train
 from dtmega.checkpoint.files import Disk
 from dtmega.models.bloom import Block
 from dtmega.parallelize import ShardedModel

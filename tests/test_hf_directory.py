@@ -17,8 +17,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-import train
-from dtmega import config, families, mesh
+from dtmega import config, families, mesh, train
 from dtmega.models.hf import HF
 from dtmega.models.hf_directory import read_config
 from dtmega.models.hf_draws import draws_of

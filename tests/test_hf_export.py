@@ -111,7 +111,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def train_on(path: Path, run_dir: Path, data: str, **overrides: object) -> int:
-    import train
+    from dtmega import train
 
     keys = {
         "run__dir": run_dir,

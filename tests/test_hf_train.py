@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import train
+from dtmega import train
 from dtmega.__main__ import main as command
 from tests import hf_models, hf_train, layouts
 from tests.hf_models import Case

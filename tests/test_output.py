@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import train
-from dtmega import output
+from dtmega import output, train
 from tests.layouts import DEBUG, write_text
 from tests.resumed import flags
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
-from dtmega import parallelize, step
+from dtmega import parallelize, step, train
 from dtmega.data.loader import IGNORED
 from dtmega.pipelining.tied import TiedWeight
 from dtmega.plans import styles

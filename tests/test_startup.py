@@ -25,8 +25,7 @@ import torch.distributed as dist
 import transformers
 
 import dtmega
-import train
-from dtmega import config, families, job, mesh, startup
+from dtmega import config, families, job, mesh, startup, train
 from dtmega.checkpoint import found, manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import Damaged

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
-from dtmega import mesh
+from dtmega import mesh, train
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.parallelize import ShardedModel
 from dtmega.step import count_tokens

@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
-from dtmega import job
+from dtmega import job, train
 from dtmega.checkpoint import found
 from dtmega.data.loader import TrainBatches
 from tests.layouts import ROOT, write_text

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
-from dtmega import config, job
+from dtmega import config, job, train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed import IndexedWriter
 

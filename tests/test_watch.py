@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.optim import AdamW
 
-import train
-from dtmega import job, optim
+from dtmega import job, optim, train
 from dtmega.models.bloom import Block
 from dtmega.watch import Place, Watch, place_of
 from tests.layouts import DEBUG, write_text

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train
-from dtmega import config, cost, loss, mesh
+from dtmega import config, cost, loss, mesh, train
 from dtmega.data.loader import StepBatch
 from dtmega.mesh import World
 from dtmega.optim import Spikes, build_optimizer

@@ -1,0 +1,237 @@
+"""Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
+
+The story, top to bottom: configuration and data (what is wrong with them ends here, with exit code 2), process group,
+model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM, Ctrl-C or
+a closed terminal: the step is finished, saved, exit 75; the same command goes on from there, with the numbers it would
+have had anyway. All exit codes are in `dtmega/job.py`.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from dtmega import config, durable, families, job, mesh, optim, output
+from dtmega.checkpoint import changes, found, resume
+from dtmega.checkpoint.hf import load as load_weights
+from dtmega.checkpoint.resume import Progress, State
+from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.data.loader import TrainBatches
+from dtmega.data.text import open_text, read_again
+from dtmega.evaluate import evaluate, show_sample
+from dtmega.metrics import Metrics, describe
+from dtmega.optim import Spikes
+from dtmega.parallelize import check, fitted, parallelize
+from dtmega.pipelining.draw import draw_schedule
+from dtmega.startup import Refused, Startup, same_job
+from dtmega.step import Run, check_same_batch, train_step
+from dtmega.watch import SAVING, Watch
+
+SIGNALLED = "a signal asked for it"
+
+
+@output.guarded()
+def main(argv: list[str]) -> int:
+    """Returns the exit code; the process group is left to the caller, and to the end of the process."""
+    job.die_with_parent()
+    with ExitStack() as closing:
+        try:
+            run, at = begin(argv, Startup(), closing)
+        except Refused as refused:
+            return refused.exit_code
+        return train(run, at)
+
+
+def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, Progress]:
+    """The start, in steps that all ranks take together. What is opened is closed by `closing`."""
+    with startup.step("configuration") as step:
+        asked = families.resolve(config.load(argv))
+        device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
+        cfg = fitted(asked, sizes)
+        check(cfg, sizes, device)
+        startup.timeout_s = cfg.run.collective_timeout_s()
+        step.same = same_job(cfg, device, families.of(cfg.model).libraries)
+
+    with startup.step("data") as step:
+        text = open_text(cfg)
+        resume.named(cfg)  # before anything is made
+        data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
+        batches = TrainBatches(
+            text.samples("train"),
+            cfg.data,
+            cfg.batch,
+            text.tokenizer.eod_id,
+            data_rank,
+            data_size,
+            pin_memory=device.type == "cuda",
+        )
+        step.same = text.identity
+
+    with startup.step("run directory") as step:
+        if startup.rank == 0:
+            for claim in found.claims(cfg):
+                closing.callback(claim.close)
+            there = found.find(cfg, text.identity)
+            closing.callback(found.remove_probe, cfg, there)
+            step.tell = there._asdict()
+            if cfg.pipeline.draw:
+                draw_schedule(cfg, sizes["pp"], data_size)
+
+    there = found.Found(**step.told)
+    with startup.step("checkpoints") as step:
+        candidates = found.see(cfg, there)
+        init = None if candidates else families.of(cfg.model).weights(cfg.model)
+        step.same = found.digests([*candidates, init])
+
+    with startup.step("process groups"):
+        world = mesh.start(device, sizes, startup.timeout_s, startup.store)
+    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
+    closing.callback(watch.close)  # the last of those that take time: until then it hears a second signal
+    closing.callback(batches.close)
+    watch.share(mesh.store(), world.size)
+    startup.beat = partial(watch.beat, 0, "load")
+    with startup.step("model"):
+        model = parallelize(cfg, world)
+        optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+    with startup.step("checkpoint"):
+        checkpoints = Checkpoints(cfg, device)
+        closing.callback(checkpoints.close)
+        loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, there.damage, startup)
+        if init is not None:
+            load_weights(init, startup.at_work(model.named_parameters()), cfg.model.vocab_size)
+        elif loaded is None:
+            model.draw(cfg.run.seed)
+
+    at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
+    batches.load_state_dict({"samples": at.samples})
+    end = cfg.end(at.step, at.samples)
+    with startup.step("files of the run"):
+        if world.rank == 0:
+            resume.set_aside_newer(cfg, at.step)
+            with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
+                file.write(asked.to_toml())
+        metrics = Metrics(cfg, device, world.size, end, start_step=at.step, write=world.rank == 0)
+        closing.callback(metrics.close)
+    n_tokens = text.samples("train").n_tokens
+    lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *families.of(cfg.model).notes(cfg.model)]
+    if loaded:
+        lines += changes.lines(loaded.config, asked, at.step, at.samples)
+    lines += read_again(cfg, text)
+    metrics.message("\n".join([*lines, *text.notes, *there.damage]))
+    spikes = Spikes(cfg.train.skip_spikes, recent)
+    return Run(asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at
+
+
+def train(run: Run, at: Progress) -> int:
+    """The loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
+    cfg, world, model, metrics, watch = run.cfg, run.world, run.model, run.metrics, run.watch
+    first_step, started = at.step, time.monotonic()
+    end = cfg.end(at.step, at.samples)
+    total_steps = end.steps
+    skipped_in_a_row, stopping, unsaved, newest = 0, "", "", at.step
+    if at.step >= total_steps:
+        metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
+    if cfg.eval.interval and at.step == 0 and not evaluate(run, 0, "valid"):
+        stopping = SIGNALLED
+
+    while at.step < total_steps and not stopping:
+        step_started = time.perf_counter()
+        watch.beat(at.step + 1, "data")
+        batch = next(run.batches)
+        if at.step == first_step:
+            check_same_batch(batch, world)
+        samples = range(batch.first_sample, batch.first_sample + batch.samples)
+        rate = optim.rate_at(cfg, at.step + 1, samples.stop, end)
+        optim.set_learning_rate(run.optimizer, rate)
+        loss, grad_norm, skipped = train_step(run, batch)
+        step_time_s = time.perf_counter() - step_started
+
+        at = Progress(at.step + 1, samples.stop, at.skipped + skipped)
+        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            metrics.skipped(at.step, loss, grad_norm, samples=samples)
+        else:
+            more = model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
+            metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
+        if skipped_in_a_row > cfg.train.max_skipped:
+            raise RuntimeError(
+                f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
+                f"on samples {samples.start} to {samples.stop - 1} ([train] max_skipped={cfg.train.max_skipped}); "
+                f"the newest checkpoint is from before"
+            )
+
+        if due(at.step, cfg.train.drift_interval):
+            model.check_copies()
+        if due(at.step, cfg.eval.interval) and at.step < total_steps:
+            evaluate(run, at.step, "valid")
+        stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
+        last = at.step == total_steps or stopping != ""
+        if due(at.step, cfg.checkpoint.interval) or stopping or (last and cfg.checkpoint.final):
+            watch.beat(at.step, SAVING)
+            metrics.sync()
+            state = State.of(
+                run.asked.model_dump(),
+                progress=at,
+                updates=at.step - at.skipped,
+                recent=run.spikes.recent,
+                identity=run.text.identity,
+                layout={"processes": world.size, **world.sizes},
+            )
+            ended = run.checkpoints.save(tensors_of(model.owned(), run.optimizer), state)
+        else:
+            ended = run.checkpoints.poll()
+        ended += run.checkpoints.wait() if last else []
+        for outcome in ended:
+            metrics.saved(at.step, *outcome)
+            unsaved = outcome.error
+            newest = outcome.step
+
+    if at.step >= total_steps:
+        whole = evaluate(run, at.step, "valid") and evaluate(run, at.step, "test") and show_sample(run, at.step)
+        stopping = "" if whole else SIGNALLED
+    if stopping:
+        metrics.message(
+            f"stopped after step {at.step} of {total_steps}: {stopping}; {resume.command_that_goes_on(cfg)}"
+        )
+    if unsaved:
+        metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
+        return job.STUCK
+    checkpoint = f", {resume.root_of(cfg)}/{resume.name(newest)}" if newest else ""
+    metrics.message(f"written: config.toml and metrics.jsonl in {cfg.run.dir}{checkpoint}")
+    return job.PREEMPTED if stopping == SIGNALLED else job.DONE
+
+
+def reason_to_stop(run: Run, step: int, minutes: float) -> str:
+    """Why to save and exit before the last step, or ''; the same on every rank, whichever saw it."""
+    cfg = run.cfg.train
+    reasons = {
+        "": True,
+        "[train] exit_interval": due(step, cfg.exit_interval),
+        "[train] exit_duration_min": 0 < cfg.exit_duration_min <= minutes,
+        SIGNALLED: bool(run.watch.signals),
+    }
+    seen = torch.tensor(list(reasons.values()), dtype=torch.int32, device=run.world.device)
+    dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return list(reasons)[int(seen.nonzero().max())]
+
+
+def due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def command(argv: list[str]) -> NoReturn:
+    """Train, print the traceback of what nobody expected, and end this process with the exit code."""
+    with output.guarded():
+        try:
+            code = main(argv)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        job.leave(code)

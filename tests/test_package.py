@@ -1,0 +1,62 @@
+"""What `pip install` of a wheel gives: the package, its configurations, and the command `dtmega`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.test_train import arguments
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUPTOOLS = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def trained(site: Path, program: list[str], corpus: str, folder: Path) -> str:
+    """What `dtmega train` says of one step, from a folder without the repository and with the package of `site`."""
+    _, _, *overrides = arguments(folder / "run", corpus, train__steps=1, checkpoint__final="false")
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*program, "train", "--config", "bloom.toml", *overrides],
+        cwd=folder,
+        env=clean | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_folder_with_modules_is_a_package_of_the_wheel_and_configs_are_beside_it():
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "dtmega").rglob("*.py")}
+    assert set(SETUPTOOLS["packages"]) == folders | {"dtmega.configs"}
+    assert SETUPTOOLS["package-dir"] == {"dtmega.configs": "configs"}
+    assert not (ROOT / "dtmega" / "configs").exists()
+
+
+def test_installed_without_the_repository_it_trains_a_configuration_by_name(corpus, tmp_path):
+    site = tmp_path / "site"
+    shutil.copytree(ROOT / "dtmega", site / "dtmega", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", site / "dtmega" / "configs")
+    said = trained(site, [sys.executable, "-m", "dtmega"], corpus, tmp_path)
+    assert "step 1/1 | loss " in said
+
+
+@pytest.mark.full
+def test_a_wheel_holds_what_the_command_needs(corpus, tmp_path):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    copy = tmp_path / "copy"  # setuptools leaves its own files in what it builds from
+    copied = ("dtmega", "configs", "pyproject.toml", "README.md", "LICENSE")
+    shutil.copytree(ROOT, copy, ignore=lambda folder, names: set(names) - set(copied) if folder == str(ROOT) else set())
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(copy)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    said = trained(site, [sys.executable, str(site / "bin" / "dtmega")], corpus, tmp_path)
+    assert "step 1/1 | loss " in said
