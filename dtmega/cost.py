@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dtmega.config import Config, Model
+from dtmega.config import Config
 
 # Dense bf16 FLOP/s by a part of torch.cuda.get_device_name(); the first match counts. From the datasheets of NVIDIA
 # A100, L40S, H100, H200, HGX B200 and GB200 NVL72 (Hopper's and Blackwell's state twice this, "with sparsity") and of
@@ -31,56 +31,47 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
 
 
-def block_parameters(model: Model) -> int:
-    """Elements of one layer: two LayerNorms 4D, QKV 3D^2 + 3D, output D^2 + D, MLP 2DF + F + D; hf: as counted."""
-    if model.elements:
-        return model.elements[0]
-    d, f = model.hidden_size, model.ffn
-    return 4 * d + (3 * d * d + 3 * d) + (d * d + d) + (2 * d * f + f + d)
+class Piece(NamedTuple):
+    """A unit that a pipeline cuts between, and what it costs. The pieces of a model, in order, are the whole of it.
 
-
-def parameters(model: Model) -> int:
-    """Elements of all weights of a BLOOM; the tied head counts once.
-
-    Embedding VD and its LayerNorm 2D; the layers; last LayerNorm 2D. hf: as counted.
+    Attributes:
+        name: "embed", "layers.0", ..., "head"; a layer's name ends in its number.
+        elements: of its weights; of a weight that several pieces have, only at the first one.
+        matmul_flops: of its matrix products, forward and backward, per token. A weight costs 2 FLOPs forward and 4
+            backward (Kaplan et al. 2020, section 2.1); looking up a row of an embedding costs none.
+        attention_flops: of QK^T and PV, forward and backward, per token and place of the sequence. Each costs 2 H K
+            forward and twice that backward for a key that is seen (Narayanan et al. 2021, appendix). A causal query
+            sees half of the sequence on average, so half of it counts there: 6 H K.
+        shared: elements of weights that an earlier piece has too, as of a tied head.
     """
-    if model.elements:
-        return model.elements[1]
-    d = model.hidden_size
-    return model.vocab_size * d + 2 * d + model.n_layers * block_parameters(model) + 2 * d
+
+    name: str
+    elements: int
+    matmul_flops: int
+    attention_flops: int
+    shared: int = 0
+
+    @property
+    def is_layer(self) -> bool:
+        """Is it one of a stack of blocks? The others are the ends of a stack."""
+        return self.name.rpartition(".")[2].isdigit()
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Model FLOPs of forward and backward for one of `seq_len` tokens."""
+        return self.matmul_flops + seq_len * self.attention_flops
 
 
-def block_flops_per_token(model: Model, seq_len: int) -> int:
-    """Model FLOPs of forward and backward of one layer for one of `seq_len` tokens.
+def parameters(pieces: Sequence[Piece]) -> int:
+    """Elements of all weights, each once."""
+    return sum(piece.elements for piece in pieces)
 
-    A weight of a matrix product costs 2 FLOPs forward and 4 backward per token (Kaplan et al. 2020, section 2.1): the
-    layer's 4 D^2 + 2 DF. QK^T and PV cost 4 S D forward over S keys, three times that with backward (Narayanan et
-    al. 2021, appendix), and half of it counts, because a causal query sees half of the keys on average: 6 S D.
-    Biases, norms, activations and softmax are left out, as everywhere; of hf, biases and norms are among the weights.
+
+def flops_per_token(pieces: Sequence[Piece], seq_len: int) -> int:
+    """Model FLOPs of forward and backward for one of `seq_len` tokens: what training needs, not what recompute adds.
+
+    Biases, norms, activations and softmax are left out, as everywhere.
     """
-    d = model.hidden_size
-    weights = model.elements[0] if model.elements else 4 * d * d + 2 * d * model.ffn
-    return 6 * weights + 6 * seq_len * d
-
-
-def head_flops_per_token(model: Model) -> int:
-    """The same of the head: 6 VD. It counts, though its weight is the embedding's, whose look-up multiplies nothing."""
-    return 6 * model.vocab_size * model.hidden_size
-
-
-def flops_per_token(model: Model, seq_len: int) -> int:
-    """Model FLOPs of forward and backward for one of `seq_len` tokens: what training needs, not what recompute adds."""
-    return model.n_layers * block_flops_per_token(model, seq_len) + head_flops_per_token(model)
-
-
-def megatron_flops_per_token(model: Model, seq_len: int) -> float:
-    """What Megatron's and BLOOM's logs call FLOPs, to compare with their "TFLOPs": hardware FLOPs with full recompute.
-
-    96 L D^2 (1 + S / 6D + V / 16LD), Narayanan et al. 2021, equation 3: the layers' forward runs twice, attention is
-    counted over all S keys, and F = 4D.
-    """
-    layers, d = model.n_layers, model.hidden_size
-    return 96 * layers * d * d * (1 + seq_len / (6 * d) + model.vocab_size / (16 * layers * d))
+    return sum(piece.flops_per_token(seq_len) for piece in pieces)
 
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -103,9 +94,10 @@ class Traffic(NamedTuple):
 
 def wire(
     cfg: Config,
+    pieces: Sequence[Piece],
     sizes: Mapping[str, int],
     loss_chunk_tokens: int,
-    stages: Sequence[Sequence[int]] = (),
+    stages: Sequence[Sequence[str]] = (),
     held: Sequence[int] = (0,),
 ) -> list[Traffic]:
     """What one rank puts on the wire in one step of the training loop, of `global_batch_size` sequences.
@@ -114,18 +106,26 @@ def wire(
     Groups are those of `mesh.py`. Where a size does not divide evenly, this is a rank with the larger part.
 
     Args:
+        pieces: of the whole model.
         sizes: of the axes, resolved.
         loss_chunk_tokens: tokens whose logits live at once (`loss.py`).
-        stages: the layers of each stage of the pipeline; none without one.
+        stages: the names of the pieces of each stage of the pipeline; none without one.
         held: numbers of the stages on this rank.
 
     Raises:
-        ValueError: a model of transformers; a pipeline that gathers a weight several times a step, since how often
-            depends on the schedule.
+        ValueError: layers that are not Megatron's, whose weights have other shapes; a pipeline that gathers a weight
+            several times a step, since how often depends on the schedule.
     """
-    if cfg.model.elements:
-        raise ValueError("no formula for a model that was counted: what its blocks hold is not known ([model] path)")
-    stages = stages or [range(cfg.model.n_layers)]
+    d, f = cfg.model.hidden_size, cfg.model.ffn
+    # Two LayerNorms 4D, QKV 3D^2 + 3D, output D^2 + D, MLP 2DF + F + D.
+    megatrons = 4 * d + (3 * d * d + 3 * d) + (d * d + d) + (2 * d * f + f + d)
+    layers_there = {piece.name: piece.elements for piece in pieces if piece.is_layer}
+    if odd := [name for name, elements in layers_there.items() if elements != megatrons]:
+        raise ValueError(
+            f"no formula for the layers of this model: {odd[0]} has {layers_there[odd[0]]} elements, expected "
+            f"Megatron's {megatrons} ([model] name)"
+        )
+    stages = stages or [[piece.name for piece in pieces]]
     pp, data, shard, tp = sizes["pp"], sizes["dp_replicate"] * sizes["dp_shard"], sizes["dp_shard"], sizes["tp"]
     if pp > 1 and shard > 1 and (cfg.fsdp.reshard_after_forward is True or len(held) > 3):
         raise ValueError(
@@ -146,7 +146,8 @@ def wire(
         Traffic("reason to stop", "world", "all-reduce", 1, 16),
     ]
     for number in held:
-        layers, ends = len(stages[number]), (number == 0) + (number == len(stages) - 1)
+        layers = sum(name in layers_there for name in stages[number])
+        ends = len(stages[number]) - layers
         found += _tp_traffic(cfg, n, layers, ends, hidden_bytes, tp, shard)
         found += _fsdp_traffic(cfg, n, layers, ends, pp, tp, shard)
         # Each way one message per boundary and microbatch, the hidden state (arXiv:2104.04473, section 3.2), of which

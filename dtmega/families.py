@@ -17,9 +17,10 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint import Source, hf, hf_copy, hf_export
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
+from dtmega.cost import Piece
 from dtmega.hf.files import has_weights
 from dtmega.mesh import World
-from dtmega.models import bloom, hf_resolve
+from dtmega.models import bloom, count, hf_resolve
 from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
 from dtmega.models.stage import Stage
@@ -66,6 +67,10 @@ class Family(Protocol):
 
     def build(self, model: config.Model) -> Stage:
         """The whole model on the default device, meta included, with values not yet initialised."""
+        ...
+
+    def pieces(self, whole: Stage) -> list[Piece]:
+        """The units of a pipeline in order, and what each costs, counted on a whole model."""
         ...
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
@@ -147,6 +152,9 @@ class Own:
     def build(self, model: config.Model) -> Stage:
         return self.model(model)
 
+    def pieces(self, whole: Stage) -> list[Piece]:
+        return count.pieces(whole)
+
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
         tp = sizes["tp"]
         divided = [("model", "n_heads", cfg.model.n_heads), ("model", "ffn_hidden_size", cfg.model.ffn)]
@@ -205,6 +213,9 @@ class Transformers:
 
     def build(self, model: config.Model) -> Stage:
         return HF(model)
+
+    def pieces(self, whole: Stage) -> list[Piece]:
+        return count.pieces(whole)
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
         model = cfg.model
@@ -277,6 +288,14 @@ def resolve(cfg: config.Config) -> config.Config:
 def build(cfg: config.Config) -> Stage:
     """The whole model on the default device, meta included, with values not yet initialised."""
     return of(cfg.model).build(cfg.model)
+
+
+def pieces(model: config.Model) -> list[Piece]:
+    """The units of a pipeline in order, and what each costs; together the whole model."""
+    family = of(model)
+    with torch.device("meta"):
+        whole = family.build(model)
+    return family.pieces(whole)
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,6 @@
 """What a step reports, and where it goes: a progress line, `metrics.jsonl`, TensorBoard.
 
-    metrics = Metrics(config, device, world_size, end, start_step=step, write=rank == 0)
+    metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
     metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has it
     metrics.close()
@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from dtmega import cost, durable
 from dtmega.config import Config, End
+from dtmega.cost import Piece
 from dtmega.output import counted
 
 Batch = TypeVar("Batch")
@@ -39,6 +40,7 @@ class Metrics:
     """The sinks of one run. On a process without `write` every method does nothing.
 
     Args:
+        pieces: of the whole model.
         device: what this process computes on; the `world_size` processes are taken to have one like it each.
         end: of the run, `config.end`.
         start_step: the step the run resumes after, 0 for a new run. Lines of later steps, left by a run that was killed
@@ -48,6 +50,7 @@ class Metrics:
     def __init__(
         self,
         config: Config,
+        pieces: Sequence[Piece],
         device: torch.device,
         world_size: int,
         end: End,
@@ -62,7 +65,7 @@ class Metrics:
         self._seq_len = config.data.seq_len
         self._interval = config.log.interval
         self._total_steps = end.steps
-        self._flops_per_token = cost.flops_per_token(config.model, config.data.seq_len)
+        self._flops_per_token = cost.flops_per_token(pieces, config.data.seq_len)
         self._peak_flops = world_size * peak_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
@@ -239,10 +242,19 @@ class Metrics:
         return per_step * (self._total_steps - step)
 
 
-def describe(config: Config, device: torch.device, world_size: int, n_tokens: int, step: int, end: End) -> str:
+def describe(
+    config: Config,
+    pieces: Sequence[Piece],
+    device: torch.device,
+    world_size: int,
+    n_tokens: int,
+    step: int,
+    end: End,
+) -> str:
     """The numbers that follow from the configuration, each once.
 
     Args:
+        pieces: of the whole model.
         n_tokens: there are to train on.
         step: the run starts after.
         end: where it ends.
@@ -251,8 +263,8 @@ def describe(config: Config, device: torch.device, world_size: int, n_tokens: in
     tokens = end.samples * seq_len
     return "\n".join(
         [
-            f"{config.model.name}: {cost.parameters(config.model):,} parameters, "
-            f"{cost.flops_per_token(config.model, seq_len) / 1e6:,.1f} MFLOP/token, "
+            f"{config.model.name}: {cost.parameters(pieces):,} parameters, "
+            f"{cost.flops_per_token(pieces, seq_len) / 1e6:,.1f} MFLOP/token, "
             f"{config.precision.params} on {world_size} x {device.type}",
             f"data: {counted(n_tokens, 'training token')}; {counted(end.steps, 'step')} of "
             f"{config.batch.global_batch_size} x {seq_len} tokens = {counted(tokens, 'token')}, "

@@ -151,8 +151,8 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
         whole = families.build(cfg)
     stages, n_stages = {0: whole}, 1
     if world.sizes["pp"] > 1:
-        cut = plan_stages(cfg, world.sizes["pp"])
-        stages, n_stages = _split(cut, whole, cut.ranks[world.coordinate("pp")]), len(cut.layers)
+        cut = plan_stages(cfg, families.of(cfg.model).pieces(whole), world.sizes["pp"])
+        stages, n_stages = _split(cut, whole, cut.ranks[world.coordinate("pp")]), len(cut.pieces)
     reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard)
@@ -168,7 +168,7 @@ def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage
     """Copies of the meta model, each without what its stage does not hold."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
-        stage.keep(cut.layers[number], is_first=number == 0, is_last=number == len(cut.layers) - 1)
+        stage.keep(cut.pieces[number])
     return stages
 
 
@@ -249,4 +249,5 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
             "([recompute] mode, [compile] enable, [mesh] pp)"
         )
     if pp > 1:
-        schedule.check(cfg, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
+        pieces, data_size = families.pieces(cfg.model), sizes["dp_replicate"] * sizes["dp_shard"]
+        schedule.check(cfg, pieces, pp, data_size, compiling(cfg, device))

@@ -56,6 +56,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
         cfg = fitted(asked, sizes)
         check(cfg, sizes, device)
+        pieces = families.pieces(cfg.model)
         startup.timeout_s = cfg.run.collective_timeout_s()
         step.same = same_job(cfg, device, families.of(cfg.model).libraries)
 
@@ -117,10 +118,11 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
             resume.set_aside_newer(cfg, at.step)
             with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
                 file.write(asked.to_toml())
-        metrics = Metrics(cfg, device, world.size, end, start_step=at.step, write=world.rank == 0)
+        metrics = Metrics(cfg, pieces, device, world.size, end, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
     n_tokens = text.samples("train").n_tokens
-    lines = [describe(cfg, device, world.size, n_tokens, at.step, end), *families.of(cfg.model).notes(cfg.model)]
+    about = describe(cfg, pieces, device, world.size, n_tokens, at.step, end)
+    lines = [about, *families.of(cfg.model).notes(cfg.model)]
     if loaded:
         lines += changes.lines(loaded.config, asked, at.step, at.samples)
     lines += read_again(cfg, text)

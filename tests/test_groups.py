@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtmega.parallelize as parallelize_room
-from dtmega import config, cost, evaluate, loss, mesh, step
+from dtmega import config, cost, evaluate, families, loss, mesh, step
 from dtmega.mesh import World
 from dtmega.parallelize import ShardedModel, parallelize
 from dtmega.shards import local
@@ -123,7 +123,7 @@ def test_every_other_collective_of_the_loop_is_handed_to_its_group(pretend, monk
 def test_over_the_shards_each_element_of_the_model_comes_once_but_all_here_are_clipped(pretend):
     # As many shards as there are tp ranks would hide who counts what: half of it twice is all of it.
     cfg = cfg_of(model={"vocab_size": 32}, mesh={"pp": 2, "dp_shard": 3})
-    everything = cost.parameters(cfg.model)
+    everything = cost.parameters(families.pieces(cfg.model))
     n_weights = n_gradients = 0
     for rank in [rank for rank in range(N) if rank // 6 % 2 == 0]:  # of one replica
         pretend(rank)

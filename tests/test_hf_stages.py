@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtmega import config
+from dtmega import config, families
 from dtmega.models.hf import ENDS, HF, blocks_of
 from tests import hf_models
 from tests.hf_models import Case
@@ -41,8 +41,13 @@ def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(c
     whole, truth = built(case, tmp_path)
     assert whole.longest == getattr(whole.hf.config, "max_position_embeddings", None)
     stages = [copy.deepcopy(whole) for _ in range(3)]
-    for i, stage in enumerate(stages):
-        stage.keep([i], is_first=i == 0, is_last=i == 2)
+    pieces = families.of(whole.cfg).pieces(whole)
+    embed, *layers, head = [piece.name for piece in pieces]
+    held = [[embed, layers[0]], [layers[1]], [layers[2], head]]
+    for stage, names in zip(stages, held, strict=True):
+        stage.keep(names)
+        there = sum(piece.elements + piece.shared for piece in pieces if piece.name in names)
+        assert sum(p.numel() for p in stage.parameters()) == there
     tokens = torch.arange(26).view(2, 13)
     labels = torch.where(tokens % 5 == 0, -100, tokens + 1)
     x = tokens

@@ -20,6 +20,7 @@ from dtmega import config, cost, metrics
 from dtmega.metrics import Metrics
 
 SEQ_LEN, STEPS, BATCH = 16, 6, 4
+PIECES = [cost.Piece("embed", 7, 0, 0), cost.Piece("layers.0", 1000, 6000, 60)]
 
 
 class Start(Protocol):
@@ -40,7 +41,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
                 log=config.Log(**{"interval": 2, "tensorboard": False} | log),
             )
             end = settings.end(0, 0)
-            run = Metrics(settings, torch.device("cpu"), world_size, end, start_step=start_step, write=write)
+            run = Metrics(settings, PIECES, torch.device("cpu"), world_size, end, start_step=start_step, write=write)
             return stack.enter_context(contextlib.closing(run))
 
         yield start
@@ -86,7 +87,7 @@ def test_tokens_per_second_are_those_of_this_step(start: Start, tmp_path: Path):
 
 def test_mfu_is_the_share_of_the_peak_of_all_devices(start: Start, tmp_path: Path):
     take(start(world_size=3), 1, step_time_s=0.25)
-    flops_per_s = BATCH * SEQ_LEN * cost.flops_per_token(config.Model(), SEQ_LEN) / 0.25
+    flops_per_s = BATCH * SEQ_LEN * (6000 + SEQ_LEN * 60) / 0.25
     assert lines(tmp_path)[0]["mfu"] == pytest.approx(flops_per_s / 3e12)
 
 

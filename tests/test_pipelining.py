@@ -23,11 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, families, keyed
+from dtmega.cost import Piece
 from dtmega.models.bloom import Bloom
 from dtmega.pipelining import schedule as schedule_room
 from dtmega.pipelining.draw import draw, draw_schedule
 from dtmega.pipelining.schedule import Pipeline, check
-from dtmega.pipelining.split import Cost, balanced, layers_of_stages, plan_stages, stages_of_ranks
+from dtmega.pipelining.split import Cost, balanced, pieces_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
 from dtmega.pipelining.tied import TiedWeight
 from tests import ranks
@@ -35,6 +36,7 @@ from tests import ranks
 MODEL = config.Model(
     vocab_size=67, hidden_size=16, n_layers=8, n_heads=4, hidden_dropout=0.1, attention_dropout=0.1, init_std=0.2
 )
+PIECES = families.pieces(MODEL)
 SEQ_LEN = 6
 RAMP = [8, 4, 4]  # microbatches of each step
 
@@ -42,6 +44,12 @@ RAMP = [8, 4, 4]  # microbatches of each step
 def settings(**sections: dict[str, Any]) -> config.Config:
     data = {"seq_len": SEQ_LEN}
     return config.Config(train=config.Train(steps=1), model=MODEL, data=config.Data(**data), **sections)
+
+
+def layers_of_stages(model: config.Model, seq_len: int, n_stages: int) -> list[list[int]]:
+    """The numbers of the layers of each stage, balanced."""
+    stages = pieces_of_stages(families.pieces(model), seq_len, config.Pipeline(), n_stages)
+    return [[int(name.removeprefix("layers.")) for name in stage if name not in ("embed", "head")] for stage in stages]
 
 
 def pipeline(schedule: str, virtual_stages: int = 0, csv: str = "") -> config.Pipeline:
@@ -87,14 +95,12 @@ def test_the_first_and_the_last_stage_of_a_v_are_on_rank_0():
 
 def test_the_head_of_bloom_176b_weighs_what_it_costs():
     model = config.Model(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
-    layers = layers_of_stages(model, 2048, config.Pipeline(), 12)
-    assert [len(stage) for stage in layers] == [6] * 11 + [4]
+    assert [len(stage) for stage in layers_of_stages(model, 2048, 12)] == [6] * 11 + [4]
 
 
 def test_a_head_that_costs_many_layers_gets_a_stage_alone():
     model = config.Model(vocab_size=250880, hidden_size=1024, n_layers=24, n_heads=16)
-    layers = layers_of_stages(model, 2048, config.Pipeline(), 8)
-    assert [len(stage) for stage in layers] == [0, 4, 4, 4, 4, 4, 4, 0]
+    assert [len(stage) for stage in layers_of_stages(model, 2048, 8)] == [0, 4, 4, 4, 4, 4, 4, 0]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,8 @@ def test_no_cut_of_a_model_is_faster_and_of_those_as_fast_none_has_less_squared_
     model = config.Model(vocab_size=vocabulary, hidden_size=d, n_layers=n_layers, n_heads=4)
     layer_flops = 6 * 12 * d * d + 6 * seq_len * d
     flops = [0, *[layer_flops] * n_layers, 6 * vocabulary * d]
-    parameters = [vocabulary * d, *[12 * d * d + 13 * d] * n_layers, vocabulary * d]
+    end = vocabulary * d + 2 * d  # with a LayerNorm; the tied weight is on both
+    parameters = [end, *[12 * d * d + 13 * d] * n_layers, end]
 
     def cost(stages: list[range]) -> tuple[int, int, list[int]]:
         slowest = max(sum(flops[i] for i in stage) for stage in stages)
@@ -122,12 +129,20 @@ def test_no_cut_of_a_model_is_faster_and_of_those_as_fast_none_has_less_squared_
 
     best = min(cuts(n_layers + 2, n_stages), key=cost)
     expected = [[i - 1 for i in stage if 1 <= i <= n_layers] for stage in best]
-    assert layers_of_stages(model, seq_len, config.Pipeline(), n_stages) == expected
+    assert layers_of_stages(model, seq_len, n_stages) == expected
 
 
 def test_given_stages_are_taken():
     stages = [[], [0, 1, 2], [3, 4, 5, 6, 7], []]
-    assert plan_stages(settings(pipeline={"schedule": "DualPipeV", "stages": stages}), pp=2).layers == stages
+    found = plan_stages(settings(pipeline={"schedule": "DualPipeV", "stages": stages}), PIECES, pp=2).pieces
+    assert found == [["embed"], *([f"layers.{i}" for i in stage] for stage in stages[1:3]), ["head"]]
+
+
+def test_given_stages_of_two_stacks_leave_the_ends_of_each_beside_its_layers():
+    names = ["embed", "encoder.0", "encoder.1", "encoder.norm", "decoder.embed", "decoder.0", "decoder.1", "head"]
+    pieces = [Piece(name, 1, 1, 1) for name in names]
+    stages = pieces_of_stages(pieces, SEQ_LEN, config.Pipeline(stages=[[0], [1, 2], [3]]), 3)
+    assert stages == [names[:2], names[2:6], names[6:]]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +160,7 @@ def test_given_stages_are_taken():
 def test_stages_that_are_no_cut_are_refused(stages: list[list[int]], message: str):
     wanted = {"schedule": "Interleaved1F1B", "stages": stages, "virtual_stages": 2 if stages else 5}
     with pytest.raises(ValueError, match=message):
-        plan_stages(settings(pipeline=wanted), pp=2)
+        plan_stages(settings(pipeline=wanted), PIECES, pp=2)
 
 
 def whole() -> Bloom:
@@ -154,11 +169,10 @@ def whole() -> Bloom:
 
 
 def test_stages_hold_each_parameter_once_under_its_own_name_but_the_tied_one_twice():
-    layers = layers_of_stages(MODEL, SEQ_LEN, config.Pipeline(), 4)
     names: Counter[str] = Counter()
-    for number, held in enumerate(layers):
+    for held in pieces_of_stages(PIECES, SEQ_LEN, config.Pipeline(), 4):
         stage = copy.deepcopy(whole())
-        stage.keep(held, is_first=number == 0, is_last=number == 3)
+        stage.keep(held)
         names.update(stage.full_name(name) for name, _ in stage.named_parameters())
     assert names == Counter(name for name, _ in whole().named_parameters()) + Counter(["embed.weight"])
 
@@ -184,7 +198,7 @@ def test_more_stages_per_rank_shrink_the_bubble_of_interleaving():
 
 def refused(cfg: config.Config, pp: int) -> str:
     try:
-        check(cfg, pp, data_size=1, compiled=False)
+        check(cfg, PIECES, pp, data_size=1, compiled=False)
     except ValueError as error:
         return str(error)
     return ""
@@ -216,7 +230,7 @@ def test_every_named_table_is_complete_and_runs_at_all_sizes_that_torch_allows(s
         if not isinstance(theirs, PipelineScheduleSingle):
             places = theirs.stage_index_to_group_rank
             held = [[stage for stage in sorted(places) if places[stage] == rank] for rank in range(pp)]
-            assert plan_stages(cfg, pp).ranks == stages_in(table) == held
+            assert plan_stages(cfg, PIECES, pp).ranks == stages_in(table) == held
 
 
 @pytest.mark.parametrize(
@@ -232,14 +246,15 @@ def test_every_named_table_is_complete_and_runs_at_all_sizes_that_torch_allows(s
     ],
 )
 def test_a_schedule_runs_its_numbers_of_stages_per_rank_and_no_others(schedule: str, default: int, others: set[int]):
-    assert [len(held) for held in plan_stages(settings(pipeline={"schedule": schedule}), pp=2).ranks] == [default] * 2
+    plain = plan_stages(settings(pipeline={"schedule": schedule}), PIECES, pp=2)
+    assert [len(held) for held in plain.ranks] == [default] * 2
     for wanted in range(1, 5):
         cfg = settings(pipeline={"schedule": schedule, "virtual_stages": wanted})
         if wanted in {default, *others}:
-            assert [len(held) for held in plan_stages(cfg, pp=2).ranks] == [wanted] * 2
+            assert [len(held) for held in plan_stages(cfg, PIECES, pp=2).ranks] == [wanted] * 2
         else:
             with pytest.raises(ValueError, match=rf"virtual_stages={wanted}, but schedule '{schedule}' runs "):
-                plan_stages(cfg, pp=2)
+                plan_stages(cfg, PIECES, pp=2)
 
 
 def test_each_action_is_as_early_as_its_rank_and_its_inputs_allow():
@@ -362,7 +377,7 @@ def test_a_file_that_is_not_there_is_refused():
 def test_what_a_schedule_cannot_run_is_refused(sections: dict[str, Any], message: str):
     cfg = settings(**({"batch": {"micro_batch_size": 1, "global_batch_size": 16}} | sections))
     with pytest.raises(ValueError, match=message):
-        check(cfg, pp=4, data_size=2, compiled=cfg.compile.enable is True)
+        check(cfg, PIECES, pp=4, data_size=2, compiled=cfg.compile.enable is True)
 
 
 def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
@@ -373,12 +388,12 @@ def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
     with pytest.raises(
         ValueError, match=r"= 3 microbatches, but schedule '.*schedule.csv' needs the 2 that are written"
     ):
-        check(cfg, pp=2, data_size=1, compiled=False)
+        check(cfg, PIECES, pp=2, data_size=1, compiled=False)
     with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0\], \[1\]\]"):
-        check(settings(pipeline=wanted | {"virtual_stages": 2}), pp=2, data_size=1, compiled=False)
+        check(settings(pipeline=wanted | {"virtual_stages": 2}), PIECES, pp=2, data_size=1, compiled=False)
     path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
     with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0, 2\], \[1\]\]"):
-        check(settings(pipeline=wanted | {"virtual_stages": 2}), pp=2, data_size=1, compiled=False)
+        check(settings(pipeline=wanted | {"virtual_stages": 2}), PIECES, pp=2, data_size=1, compiled=False)
 
 
 @pytest.mark.parametrize("cell", ["1B1", "1I1,1W1"])
@@ -388,17 +403,17 @@ def test_a_file_with_backwards_in_two_parts_is_refused_with_what_they_would_run_
     batch = {"micro_batch_size": 1, "global_batch_size": 2}
     split = contextlib.nullcontext() if "B" in cell else pytest.raises(ValueError, match="runs backward in two parts")
     with split:
-        check(settings(pipeline={"csv": str(path)}, batch=batch), pp=2, data_size=1, compiled=True)
+        check(settings(pipeline={"csv": str(path)}, batch=batch), PIECES, pp=2, data_size=1, compiled=True)
     with split:
         recomputed = settings(pipeline={"csv": str(path)}, batch=batch, recompute={"mode": "selective"})
-        check(recomputed, pp=2, data_size=1, compiled=False)
-    check(settings(pipeline={"csv": str(path)}, batch=batch), pp=2, data_size=1, compiled=False)
+        check(recomputed, PIECES, pp=2, data_size=1, compiled=False)
+    check(settings(pipeline={"csv": str(path)}, batch=batch), PIECES, pp=2, data_size=1, compiled=False)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_every_schedule_can_run_passes(schedule: str):
     cfg = settings(pipeline={"schedule": schedule}, batch={"micro_batch_size": 1, "global_batch_size": 32})
-    check(cfg, pp=4, data_size=2, compiled=False)
+    check(cfg, PIECES, pp=4, data_size=2, compiled=False)
 
 
 # ---- the picture
@@ -591,11 +606,11 @@ def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -
     ends = first_and_last if pp_rank in (0, pp - 1) else None
     results = []
     for wanted in schedules:
-        layers, held = plan_stages(settings(pipeline=wanted), pp)
+        pieces, held = plan_stages(settings(pipeline=wanted), PIECES, pp)
         stages: dict[int, Bloom] = {}
         for number in held[pp_rank]:
             stage = copy.deepcopy(whole())
-            stage.keep(layers[number], number == 0, number == len(layers) - 1)
+            stage.keep(pieces[number])
             if dp > 1:
                 for module in (*stage.layers.values(), stage):
                     fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
@@ -603,9 +618,9 @@ def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -
                     module.set_force_sum_reduction_for_comms(True)
             fill(stage)
             stages[number] = stage
-        tied = TiedWeight(stages, len(layers), Bloom.tied, ends)
+        tied = TiedWeight(stages, len(pieces), Bloom.tied, ends)
         hidden = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta")
-        runner = Pipeline(wanted, stages, len(layers), mesh.get_group("pp"), hidden, torch.device("cpu"))
+        runner = Pipeline(wanted, stages, len(pieces), mesh.get_group("pp"), hidden, torch.device("cpu"))
         named = [(stage.full_name(name), p) for stage in stages.values() for name, p in stage.named_parameters()]
         optimizer = adamw([p for _, p in named])
 
@@ -810,7 +825,7 @@ def test_torch_is_given_all_microbatches_in_order_and_a_new_schedule_for_another
 
 def first_messages(wanted: config.Pipeline) -> list[tuple[str, int]]:
     """(send or receive, peer) of the messages with which torch 2.11 starts this rank's stages."""
-    group, held = dist.group.WORLD, plan_stages(settings(pipeline=wanted), dist.get_world_size()).ranks
+    group, held = dist.group.WORLD, plan_stages(settings(pipeline=wanted), PIECES, dist.get_world_size()).ranks
     assert group is not None
     modules = {number: torch.nn.Identity() for number in held[dist.get_rank()]}
     hidden, n_stages = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta"), sum(map(len, held))
@@ -828,8 +843,8 @@ def test_no_stage_of_a_v_sends_to_the_stage_beside_it_on_its_own_rank():
 
 def test_a_v_needs_no_group_for_its_tied_weight():
     stages = {0: copy.deepcopy(whole()), 3: copy.deepcopy(whole())}
-    stages[0].keep([0], is_first=True, is_last=False)
-    stages[3].keep([7], is_first=False, is_last=True)
+    stages[0].keep(["embed", "layers.0"])
+    stages[3].keep(["layers.7", "head"])
     for stage in stages.values():
         fill(stage)
     tied = TiedWeight(stages, 4, Bloom.tied, group=None)

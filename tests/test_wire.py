@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtmega import config, cost, loss, mesh, train
+from dtmega import config, cost, families, loss, mesh, train
 from dtmega.data.loader import StepBatch
 from dtmega.mesh import World
 from dtmega.optim import Spikes, build_optimizer
@@ -129,12 +129,12 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
             nobody["checkpoints"].poll.return_value = []
             run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
             train.train(run, train.Progress())
-        pipeline = {}
+        pieces, pipeline = families.pieces(cfg.model), {}
         if world.sizes["pp"] > 1:
-            stages = plan_stages(cfg, world.sizes["pp"])
-            pipeline = {"stages": stages.layers, "held": stages.ranks[world.coordinate("pp")]}
+            stages = plan_stages(cfg, pieces, world.sizes["pp"])
+            pipeline = {"stages": stages.pieces, "held": stages.ranks[world.coordinate("pp")]}
         expected: Counter[tuple[str, str, int]] = Counter()
-        for _, axis, kind, ops, payload_bytes in cost.wire(cfg, world.sizes, CHUNK_TOKENS, **pipeline):
+        for _, axis, kind, ops, payload_bytes in cost.wire(cfg, pieces, world.sizes, CHUNK_TOKENS, **pipeline):
             expected[wire.names[groups[axis].group_name], kind, payload_bytes] += ops
         found.append((wire.seen, expected))
     return found
@@ -215,18 +215,20 @@ def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
     cfg = config.validate(settings(keys, 2, 4), "test")
     sizes = mesh.resolve(cfg.mesh, 4)
     with pytest.raises(ValueError, match="reshard_after_forward=True"):
-        cost.wire(cfg, sizes, CHUNK_TOKENS, [[0], [1]])
+        cost.wire(cfg, families.pieces(cfg.model), sizes, CHUNK_TOKENS, [["layers.0"], ["layers.1"]])
     many = config.validate(settings({"mesh": {"pp": 2, "dp_shard": 2}}, 8, 4), "test")
-    stages = [[layer] for layer in range(8)]
-    assert cost.wire(many, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4))
+    pieces, stages = families.pieces(many.model), [[f"layers.{i}"] for i in range(8)]
+    assert cost.wire(many, pieces, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4))
     with pytest.raises(ValueError, match="and 4 stages per rank"):
-        cost.wire(many, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4, 6))
+        cost.wire(many, pieces, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4, 6))
 
 
-def test_a_model_of_transformers_has_no_formula():
-    cfg = config.validate(settings({"mesh": {"tp": 2}, "model": {"name": "hf", "elements": [1, 2]}}, 2, 4), "test")
-    with pytest.raises(ValueError, match="no formula for a model that was counted"):
-        cost.wire(cfg, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
+def test_layers_that_are_not_megatrons_have_no_formula():
+    cfg = config.validate(settings({"mesh": {"tp": 2}}, 2, 4), "test")
+    pieces = families.pieces(cfg.model)
+    pieces[2] = pieces[2]._replace(elements=pieces[2].elements - 1)
+    with pytest.raises(ValueError, match=r"layers.1 has 3279 elements, expected Megatron's 3280 \(\[model\] name\)"):
+        cost.wire(cfg, pieces, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
 
 
 def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():

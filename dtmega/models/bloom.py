@@ -7,7 +7,7 @@ pipeline; head counts come from tensors, so that a sharded weight just works.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
@@ -99,12 +99,12 @@ class Bloom(Stage):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers.values())
 
-    def keep(self, layers: Sequence[int], is_first: bool, is_last: bool) -> None:
-        if not is_first:
+    def keep(self, pieces: Collection[str]) -> None:
+        if "embed" not in pieces:
             self.embed = self.embed_norm = self.embed_dropout = None
-        if not is_last:
+        if "head" not in pieces:
             self.norm = self.head = None
-        for name in [name for name in self.layers if int(name) not in layers]:
+        for name in [name for name in self.layers if f"layers.{name}" not in pieces]:
             del self.layers[name]
 
     def tie(self) -> None:

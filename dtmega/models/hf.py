@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ class HF(Stage):
         self.hf: Any = build(read_config(cfg.path))
         self.is_first = self.is_last = True
         self.longest = getattr(self.hf.config, "max_position_embeddings", None)
+        self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
         names = {id(module): name for name, module in self.named_modules()}
         if head is not None and embedding.weight is head.weight:
@@ -97,21 +98,42 @@ class HF(Stage):
     def blocks(self) -> list[nn.Module]:
         return list(blocks_of(self.hf).children())
 
-    def keep(self, layers: Sequence[int], is_first: bool, is_last: bool) -> None:
-        self.is_first, self.is_last = is_first, is_last
+    def parts(self) -> dict[str, list[nn.Module]]:
+        found = super().parts()
+        ends = ENDS.get(self.hf.config.model_type)
+        owner = self.hf.base_model.get_submodule(ends.owner) if ends else None
+        for name in ends.last if ends else ():
+            module = getattr(owner, name, None)
+            if module in found["embed"]:  # registered before the blocks, though it comes after them
+                found["embed"].remove(module)
+                found["head"].append(module)
+        return found
+
+    def attention_flops(self, piece: str) -> int:
+        theirs = self.hf.config
+        heads = theirs.num_attention_heads
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+        # Latent attention (DeepSeek's) has values of another length than its queries and keys.
+        query_dim = getattr(theirs, "qk_head_dim", None) or head_dim
+        value_dim = getattr(theirs, "v_head_dim", None) or head_dim
+        return 3 * heads * (query_dim + value_dim) if piece.startswith("layers.") else 0
+
+    def keep(self, pieces: Collection[str]) -> None:
+        self.is_first = "embed" in pieces
+        self.is_last = "head" in pieces
         base, ends = self.hf.base_model, ENDS[self.hf.config.model_type]
         owner = base.get_submodule(ends.owner)
         held = blocks_of(self.hf)
-        for name in [name for name in held._modules if int(name) not in layers]:
+        for name in [name for name in held._modules if f"layers.{name}" not in pieces]:
             del held._modules[name]  # not `del held[i]`, which gives the others new names
         if kinds := getattr(base.config, "layer_types", None):
             # Some families look up the kind of their i-th layer here: of those they hold.
             base.config = copy.copy(base.config)
-            base.config.layer_types = [kinds[i] for i in sorted(layers)]
-        for there, replacements in ((is_first, ends.first), (is_last, ends.last)):
+            base.config.layer_types = [kinds[int(name)] for name in held._modules]
+        for there, replacements in ((self.is_first, ends.first), (self.is_last, ends.last)):
             for name, other in () if there else replacements.items():
                 setattr(owner, name, other and other())
-        if not is_last:
+        if not self.is_last:
             for name, module in list(self.hf.named_children()):
                 if module is not base:
                     setattr(self.hf, name, None)

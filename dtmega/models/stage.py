@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,11 +21,13 @@ class Stage(nn.Module):
         cfg: its [model] section.
         tied: names of the embedding's and of the head's weight where these are one parameter.
         longest: sequence it has positions for; None: any.
+        experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
     """
 
     cfg: config.Model
     tied: tuple[str, str] | None = None
     longest: int | None = None
+    experts_per_token: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().__call__(*args, **kwargs)
@@ -34,7 +36,28 @@ class Stage(nn.Module):
         """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""
         raise NotImplementedError
 
-    def keep(self, layers: Sequence[int], is_first: bool, is_last: bool) -> None:
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """The pieces of a whole model, in the pipeline's order -> all modules in each, single ones and nested.
+
+        By default what is registered before the blocks is the embedding, and what comes after them the head.
+        """
+        blocks = self.blocks()
+        number = {module: i for i, block in enumerate(blocks) for module in block.modules()}
+        found: dict[str, list[nn.Module]] = {"embed": [], **{f"layers.{i}": [] for i in range(len(blocks))}, "head": []}
+        end = "embed"
+        for module in self.modules():
+            if module in number:
+                end = "head"
+                found[f"layers.{number[module]}"].append(module)
+            else:
+                found[end].append(module)
+        return found
+
+    def attention_flops(self, piece: str) -> int:
+        """`Piece.attention_flops` of the piece of that name: of a causal decoder, whose heads make up D."""
+        return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
+
+    def keep(self, pieces: Collection[str]) -> None:
         """Delete from a (copied, meta) whole model what a stage does not hold. The names of what stays stay."""
         raise NotImplementedError
 

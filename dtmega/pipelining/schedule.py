@@ -19,14 +19,16 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from dtmega import config
+from dtmega.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 
 
-def check(cfg: config.Config, pp: int, data_size: int, compiled: bool) -> None:
+def check(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
     """Can the configured schedule run on pp > 1 ranks? Before anything is built.
 
     Args:
+        pieces: of the whole model.
         data_size: how many data ranks share the global batch.
         compiled: will blocks be compiled?
 
@@ -34,7 +36,7 @@ def check(cfg: config.Config, pp: int, data_size: int, compiled: bool) -> None:
         ValueError: a number of stages or microbatches (at any size of the ramp-up) that the schedule cannot run, a cut
             that is none, or a backward in two parts with compiled or recomputed blocks.
     """
-    plan_stages(cfg, pp)
+    plan_stages(cfg, pieces, pp)
     name = f"schedule '{cfg.pipeline.csv or cfg.pipeline.schedule}'"
     batch = cfg.batch
     for size in batch.sizes:

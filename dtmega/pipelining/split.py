@@ -1,12 +1,13 @@
-"""Which layers each stage holds, and which stages each rank holds."""
+"""The pieces of the model that each stage holds, and the stages that each rank holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
-from dtmega import config, cost
+from dtmega import config
+from dtmega.cost import Piece
 from dtmega.pipelining.table import SCHEDULES, csv_table, stages_in, stages_per_rank
 
 Value = TypeVar("Value", int, float)
@@ -16,19 +17,19 @@ class Stages(NamedTuple):
     """The whole pipeline.
 
     Attributes:
-        layers: the layer numbers of each stage.
+        pieces: the names of the pieces that each stage holds.
         ranks: the stage numbers of each pp rank, ascending.
     """
 
-    layers: list[list[int]]
+    pieces: list[list[str]]
     ranks: list[list[int]]
 
 
-def plan_stages(cfg: config.Config, pp: int) -> Stages:
-    """Which layers each stage holds and which stages each rank holds, under the configured schedule.
+def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
+    """Cut the pieces into stages and deal these to the ranks, as the configured schedule needs it.
 
     Raises:
-        ValueError: as `stages_per_rank`, `csv_table` and `layers_of_stages` say.
+        ValueError: as `stages_per_rank`, `csv_table` and `pieces_of_stages` say.
     """
     per_rank = stages_per_rank(cfg.pipeline)
     if cfg.pipeline.csv:
@@ -41,7 +42,7 @@ def plan_stages(cfg: config.Config, pp: int) -> Stages:
     else:
         ranks = stages_of_ranks(SCHEDULES[cfg.pipeline.schedule].shape, pp, per_rank)
     n_stages = sum(len(stages) for stages in ranks)
-    return Stages(layers_of_stages(cfg.model, cfg.data.seq_len, cfg.pipeline, n_stages), ranks)
+    return Stages(pieces_of_stages(pieces, cfg.data.seq_len, cfg.pipeline, n_stages), ranks)
 
 
 class Cost(NamedTuple):
@@ -84,12 +85,16 @@ def _best_cut(
     return best[n_pieces]
 
 
-def layers_of_stages(model: config.Model, seq_len: int, pipeline: config.Pipeline, n_stages: int) -> list[list[int]]:
-    """The layers of each stage: `[pipeline] stages`, or balanced by cost.
+def pieces_of_stages(
+    pieces: Sequence[Piece], seq_len: int, pipeline: config.Pipeline, n_stages: int
+) -> list[list[str]]:
+    """The names of the pieces of each stage: by `[pipeline] stages`, or balanced by cost.
 
-    A layer and the head cost their matrix products and attention, the embedding no time (a look-up) but V D parameters,
-    as many as the head. BLOOM-176B on 12 stages (head = 1.44 layers) becomes eleven times 6 layers and [4 + head],
-    whose slowest stage takes 6 layers' time. The published [embedding + 5], ten times [6], [5 + head] counts both ends
+    A piece costs its matrix products and attention, and the memory of all weights that it needs: the embedding no time
+    (a look-up) but V D parameters, as many as the head, tied or not.
+
+    BLOOM-176B on 12 stages (head = 1.44 layers) becomes eleven times 6 layers and [4 + head], whose slowest stage takes
+    6 layers' time. The published [embedding + 5], ten times [6], [5 + head] counts both ends
     as one layer each; its last stage takes 6.44, so every step 7 % longer, but its first stage holds one layer less.
     Where memory is short, say so in `stages`. Where the head costs many layers (250k words, D small), the first and the
     last stage may hold no layer at all.
@@ -97,19 +102,23 @@ def layers_of_stages(model: config.Model, seq_len: int, pipeline: config.Pipelin
     Raises:
         ValueError: more stages than layers, or `stages` that are not a cut of layers 0 to L - 1 into n_stages.
     """
+    names = [piece.name for piece in pieces]
+    places = [i for i, piece in enumerate(pieces) if piece.is_layer]
+    n_layers = len(places)
     if pipeline.stages:
-        _check_stages(pipeline.stages, model.n_layers, n_stages)
-        return [list(stage) for stage in pipeline.stages]
-    if n_stages > model.n_layers:
+        _check_stages(pipeline.stages, n_layers, n_stages)
+        # What is no layer stays with the layer before it, and at the beginning with the first stage.
+        cuts = [*places, places[-1] + 1]
+        counts = list(accumulate(len(stage) for stage in pipeline.stages[:-1]))
+        bounds = [0, *(cuts[count] for count in counts), len(pieces)]
+        return [names[i:j] for i, j in pairwise(bounds)]
+    if n_stages > n_layers:
         raise ValueError(
-            f"{n_stages} stages cannot be cut from n_layers={model.n_layers} layers: {n_stages} > {model.n_layers} "
+            f"{n_stages} stages cannot be cut from n_layers={n_layers} layers: {n_stages} > {n_layers} "
             f"([mesh] pp x [pipeline] virtual_stages, [model] n_layers)"
         )
-    words = model.vocab_size * model.hidden_size
-    layer = Cost(cost.block_flops_per_token(model, seq_len), cost.block_parameters(model))
-    pieces = [Cost(0, words), *[layer] * model.n_layers, Cost(cost.head_flops_per_token(model), words)]
-    # Piece 0 is the embedding, piece L + 1 the head.
-    return [[i - 1 for i in stage if 1 <= i <= model.n_layers] for stage in balanced(pieces, n_stages)]
+    costs = [Cost(piece.flops_per_token(seq_len), piece.elements + piece.shared) for piece in pieces]
+    return [[names[i] for i in stage] for stage in balanced(costs, n_stages)]
 
 
 def _check_stages(stages: list[list[int]], n_layers: int, n_stages: int) -> None:

@@ -1,0 +1,38 @@
+"""The pieces of a model on meta, counted: how many weights there are, and what multiplies."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dtmega.cost import Piece
+from dtmega.models.layers import LMHead
+from dtmega.models.stage import Stage
+
+
+def pieces(whole: Stage) -> list[Piece]:
+    """The pieces of a whole model, in the pipeline's order."""
+    seen = set[int]()
+    found = []
+    for name, modules in whole.parts().items():
+        elements = shared = multiplied = 0
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) in seen:
+                    shared += parameter.numel()
+                else:
+                    elements += parameter.numel()
+                seen.add(id(parameter))
+                multiplied += _multiplied(module, parameter, whole.experts_per_token)
+        found.append(Piece(name, elements, 6 * multiplied, whole.attention_flops(name), shared))
+    return found
+
+
+def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int | None) -> int:
+    """Elements of a weight that a token is multiplied with."""
+    if isinstance(module, nn.Embedding) or weight.ndim < 2:
+        return 0
+    if isinstance(module, LMHead):
+        return module.vocab_size * weight.shape[1]  # rows beyond V are padding
+    if weight.ndim == 3 and experts_per_token is not None:
+        return weight.numel() // weight.shape[0] * experts_per_token  # [experts, rows, columns]
+    return weight.numel()
