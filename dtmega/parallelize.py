@@ -249,5 +249,5 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
             "([recompute] mode, [compile] enable, [mesh] pp)"
         )
     if pp > 1:
-        pieces, data_size = families.pieces(cfg.model), sizes["dp_replicate"] * sizes["dp_shard"]
-        schedule.check(cfg, pieces, pp, data_size, compiling(cfg, device))
+        pieces = families.pieces(cfg.model)
+        schedule.check(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
