@@ -70,7 +70,7 @@ def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, 
     def do(one: Startup) -> None:
         one.beat, one.timeout_s = partial(beat, one.rank), 0.8
         with one.step("step"):
-            late(one.at_work(range(10 if one.rank == 1 else 1)))
+            late(one.at_work(range(18 if one.rank == 1 else 1)))  # 1.8 s: more than a poll longer than timeout_s
             if how == "in the middle of one":
                 one.wait_for_all()
 
@@ -324,6 +324,7 @@ def test_who_refuses_waits_ten_seconds_for_the_others_and_who_does_not_ten_minut
 
     def sleep(nap_s: float) -> None:
         naps_s.append(nap_s)
+        assert sum(naps_s) < 1000  # by this clock: else one that waits for ever would do so in this test
         assert one._meeting is not None
         one._meeting.add("work", int(others_work))
 
