@@ -133,8 +133,9 @@ def wire(
             f"stages per rank; expected 'auto' or false, and at most 3 ([fsdp] reshard_after_forward, [pipeline] "
             f"virtual_stages)"
         )
-    derived = {"data": data, "loss": pp * data, "shards": pp * shard * tp, "embedding": min(pp, 2)}
-    ranks = {**sizes, **derived, "world": pp * data * tp}
+    derived = {"data": data, "loss": pp * data, "shards": pp * shard * tp}
+    first_and_last = f"pp 0+{pp - 1}"
+    ranks = {**sizes, **derived, first_and_last: min(pp, 2), "world": pp * data * tp}
     tokens = cfg.batch.micro_batch_size * cfg.data.seq_len
     hidden_bytes = tokens * cfg.model.hidden_size * BYTES[cfg.precision.params]
     n = cfg.batch.global_batch_size // (data * cfg.batch.micro_batch_size)  # microbatches
@@ -162,7 +163,7 @@ def wire(
         found.append(Traffic("loss of the last chunk", "tp", "all-gather", n * (rest > 0), rest * token_bytes))
     one_copy = (0 in held) != (len(stages) - 1 in held)
     tied_bytes = 4 * _cut(-(-cfg.model.padded_vocab_size // tp), cfg.model.hidden_size, shard)
-    found.append(Traffic("tied weight's gradient", "embedding", "all-reduce", int(one_copy), tied_bytes))
+    found.append(Traffic("tied weight's gradient", first_and_last, "all-reduce", int(one_copy), tied_bytes))
     return [traffic for traffic in found if traffic.ops and ranks[traffic.axis] > 1]
 
 

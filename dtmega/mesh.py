@@ -8,7 +8,7 @@ that something is summed over or copied across has one name, here:
     loss       pp x data x cp: token losses add up over it
     shards     pp x dp_shard x cp x tp: together they hold every parameter once
     model      pp x tp: they compute one microbatch together and must see the same one
-    embedding  the first and the last stage: they hold the tied weight
+    pp 0+2     places of a pipeline whose stages hold one parameter (`World.between`); made for a model that has such
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import gc
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -52,6 +52,7 @@ class World:
         mesh: the 5-axis mesh; `tp` and `fsdp` are slices of it, made once because meshes are compared by identity.
         data_rank, data_size: this process's slice of the global batch, and how many there are.
         groups: the derived groups named above, and one per axis, that this process is in.
+        timeout: of every group's collectives.
     """
 
     rank: int
@@ -64,9 +65,27 @@ class World:
     data_rank: int
     data_size: int
     groups: dict[str, dist.ProcessGroup]
+    timeout: timedelta
+    _between: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def coordinate(self, axis: str) -> int:
         return self.mesh.get_local_rank(axis)
+
+    def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The ranks at these places of this process's pipeline; None if it is at none of them.
+
+        It is in `groups` from then on, as "pp 0+2". Every process calls this with the same places, in the same order.
+        """
+        key, name = tuple(places), f"pp {'+'.join(map(str, places))}"
+        if key not in self._between:
+            lists = [[pipeline[place] for place in places] for pipeline in rank_groups(self.sizes, ("pp",))]
+            everywhere = len(key) == self.sizes["pp"]
+            group = self.groups["pp"] if everywhere else _make_group(lists, name, self.timeout)
+            self._between[key] = group if self.coordinate("pp") in key else None
+        group = self._between[key]
+        if group is not None:
+            self.groups[name] = group
+        return group
 
 
 def world_size() -> int:
@@ -116,15 +135,10 @@ def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
     return grid.transpose(order).reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
 
 
-def embedding_groups(sizes: dict[str, int]) -> list[list[int]]:
-    """The first and the last stage of each pipeline; one rank where there is one stage."""
-    return [sorted({column[0], column[-1]}) for column in rank_groups(sizes, ("pp",))]
-
-
 def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
-    """The ranks of every group, by name: each axis, what is derived from them, and the embedding."""
+    """The ranks of every group, by name: each axis, and what is derived from them."""
     named = {axis: (axis,) for axis in AXES} | DERIVED
-    return {name: rank_groups(sizes, axes) for name, axes in named.items()} | {"embedding": embedding_groups(sizes)}
+    return {name: rank_groups(sizes, axes) for name, axes in named.items()}
 
 
 def describe(sizes: dict[str, int]) -> str:
@@ -198,6 +212,7 @@ def start(
         data_rank=data_rank,
         data_size=data_size,
         groups=groups,
+        timeout=timeout,
     )
 
 
@@ -208,7 +223,6 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
     make the same kinds in the same order: groups that overlap cannot wait for each other in a circle, and the names of
     groups, into which torch puts how many a process has made, are equal on all members.
     """
-    me = dist.get_rank()
     made = len(distributed_c10d._world.pg_names)
     most_least = torch.tensor([made, -made], device=device)
     dist.all_reduce(most_least, dist.ReduceOp.MAX)
@@ -222,19 +236,17 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
         kinds.setdefault(tuple(map(tuple, lists)), []).append(name)
     groups: dict[str, dist.ProcessGroup] = {}
     for lists, names in kinds.items():
-        members = {rank for ranks in lists for rank in ranks}
-        # Stages between the first and the last have no part in the embedding, but must make a group as all do.
-        alone = [(rank,) for rank in range(dist.get_world_size()) if rank not in members]
-        group = _make_group([*lists, *alone], " ".join(names), timeout)
-        if me in members:
-            groups |= dict.fromkeys(names, group)
+        groups |= dict.fromkeys(names, _make_group(lists, " ".join(names), timeout))
     return groups
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """This process's group of those that `lists` makes of all processes. Every process calls it."""
+    """This process's group of those that `lists` makes; alone if it is in none. Every process calls it."""
     everyone = dist.group.WORLD
     assert everyone is not None
+    members = {rank for ranks in lists for rank in ranks}
+    # A process that is in none of them must make a group as all do.
+    lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:
         return everyone
     if everyone.bound_device_id is not None:

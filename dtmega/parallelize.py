@@ -21,7 +21,7 @@ from dtmega.models.stage import Stage
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
-from dtmega.pipelining.tied import TiedWeight
+from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import sum_partial_gradients
 from dtmega.recompute import recompute
 from dtmega.shards import local
@@ -43,7 +43,7 @@ class ShardedModel:
     ) -> None:
         self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
         self.pipeline: Pipeline | None = None
-        self.tied: TiedWeight | None = None
+        self.tied: list[Tied] = []
 
     def draw(self, seed: int) -> None:
         """Give every parameter its initial values, a function of seed, name and place in the whole tensor."""
@@ -69,8 +69,8 @@ class ShardedModel:
         self._count_missing_gradients_as_zero()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
-        if self.tied is not None:
-            self.tied.sum_gradients()
+        for tied in self.tied:
+            tied.sum_gradients()
         return total
 
     def _count_missing_gradients_as_zero(self) -> None:
@@ -99,7 +99,7 @@ class ShardedModel:
         return total
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By name in the whole model; a tied weight on two stages comes twice where one rank holds both."""
+        """By name in the whole model; a parameter of several stages comes as often as this rank holds it."""
         for model in self.stages.values():
             for name, parameter in model.named_parameters():
                 yield model.full_name(name), parameter
@@ -127,9 +127,9 @@ class ShardedModel:
         return [p for p in self.owned().values() if first_tp_rank or not _replicated_over_tp(p)]
 
     def owned(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's stages, without the second copy of a tied weight."""
-        duplicate = None if self.tied is None else self.tied.duplicate
-        return {name: parameter for name, parameter in self.named_parameters() if parameter is not duplicate}
+        """The parameters of this rank's stages, of those that several stages hold only the first one's."""
+        duplicates = {id(copy) for tied in self.tied for copy in tied.duplicates}
+        return {name: parameter for name, parameter in self.named_parameters() if id(parameter) not in duplicates}
 
     def check_copies(self) -> None:
         """Are parameters that should be equal on several ranks equal to the bit?
@@ -141,26 +141,27 @@ class ShardedModel:
         drift.check_equal(parameters, self.world.groups["dp_replicate"], "copies over dp_replicate")
         replicated = {n: p for n, p in parameters.items() if _replicated_over_tp(p)}
         drift.check_equal(replicated, self.world.groups["tp"], "copies over tp")
-        if self.tied is not None and not self.tied.equal():
-            raise RuntimeError("the embedding on the first stage and the head on the last one are not equal any more")
+        for tied in self.tied:
+            if not tied.equal():
+                raise RuntimeError(f"the copies of '{tied.name}' on stages {tied.stages} are not equal any more")
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     """The model of the configuration on this rank, ready to be loaded, or to `draw` its initial values."""
     with torch.device("meta"):
         whole = families.build(cfg)
-    stages, n_stages = {0: whole}, 1
+    cut = None
+    stages = {0: whole}
     if world.sizes["pp"] > 1:
         cut = plan_stages(cfg, families.of(cfg.model).pieces(whole), world.sizes["pp"])
-        stages, n_stages = _split(cut, whole, cut.ranks[world.coordinate("pp")]), len(cut.pieces)
+        stages = _split(cut, whole, cut.ranks[world.coordinate("pp")])
     reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard)
-    if n_stages > 1:
-        if whole.tied is not None:
-            model.tied = TiedWeight(stages, n_stages, whole.tied, world.groups.get("embedding"))
+    if cut is not None:
+        model.tied = _tied(world, cut, whole, stages)
         hidden = families.of(cfg.model).boundary(cfg, world.sizes)
-        model.pipeline = Pipeline(cfg.pipeline, stages, n_stages, world.groups["pp"], hidden, world.device)
+        model.pipeline = Pipeline(cfg.pipeline, stages, len(cut.pieces), world.groups["pp"], hidden, world.device)
     return model
 
 
@@ -170,6 +171,24 @@ def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage
     for number, stage in stages.items():
         stage.keep(cut.pieces[number])
     return stages
+
+
+def _tied(world: World, cut: Stages, whole: Stage, stages: Mapping[int, Stage]) -> list[Tied]:
+    """The parameters that stages of this rank share with other stages. Every rank calls it: it makes groups."""
+    rank_of = {number: rank for rank, numbers in enumerate(cut.ranks) for number in numbers}
+    parameters = {}
+    for number, stage in stages.items():
+        parameters |= {(number, stage.full_name(name)): parameter for name, parameter in stage.named_parameters()}
+    found = []
+    for first_name, numbers in shared(whole, whole.parts(), cut.pieces).items():
+        ranks = sorted({rank_of[number] for number in numbers})
+        group = world.between(ranks) if len(ranks) > 1 else None
+        name = whole.full_name(first_name)
+        places = [[number for number in numbers if rank_of[number] == rank] for rank in ranks]
+        copies = {number: parameters[number, name] for number in numbers if number in stages}
+        if copies:
+            found.append(Tied(name, copies, places, group))
+    return found
 
 
 def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> list[str]:

@@ -63,7 +63,7 @@ def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(c
         torch.testing.assert_close(stages[2](x, labels), loss, rtol=1e-4, atol=1e-5)
     names = Counter(stage.full_name(name) for stage in stages for name, _ in stage.named_parameters())
     # A tied weight is on both ends, under one name.
-    twice = [truth.tied[0].removeprefix("hf.")] if truth.tied else []
+    twice = [truth.full_name(first) for first, _ in truth.ties]
     assert names == Counter([*dict(truth.hf.named_parameters()), *twice])
     assert bool(twice) is case.tied
     for i, stage in enumerate(stages):

@@ -32,11 +32,6 @@ def test_ranks_are_grouped_as_megatron_groups_them(axes, lists):
     assert mesh.rank_groups(MEGATRON, axes) == lists
 
 
-def test_the_embedding_is_shared_by_the_first_and_the_last_stage():
-    assert mesh.embedding_groups(MEGATRON) == [[0, 12], [1, 13], [2, 14], [3, 15]]
-    assert mesh.embedding_groups(mesh.resolve(config.Mesh(tp=2), 4)) == [[0], [1], [2], [3]]
-
-
 def test_the_description_prints_every_group():
     text = mesh.describe(MEGATRON)
     assert "tp           [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]" in text
@@ -44,7 +39,6 @@ def test_the_description_prints_every_group():
     assert [line.split()[0] for line in text.splitlines()] == [
         *mesh.AXES,
         *mesh.DERIVED,
-        "embedding",
     ]
 
 
@@ -59,7 +53,6 @@ VARYING = {
     "loss": {"pp", "dp_replicate", "dp_shard", "cp"},
     "shards": {"pp", "dp_shard", "cp", "tp"},
     "model": {"pp", "tp"},
-    "embedding": {"pp"},  # its first and its last rank only
 }
 FIVE = {"pp": 3, "dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 2}
 # Ranks count through the axes, the last one fastest.
@@ -72,8 +65,7 @@ def test_a_group_is_the_ranks_that_differ_in_its_axes_only():
     for name, varying in VARYING.items():
         together: dict[tuple[int, ...], list[int]] = {}
         for rank, place in enumerate(PLACES):
-            if name != "embedding" or place["pp"] in (0, FIVE["pp"] - 1):
-                together.setdefault(tuple(place[axis] for axis in FIVE if axis not in varying), []).append(rank)
+            together.setdefault(tuple(place[axis] for axis in FIVE if axis not in varying), []).append(rank)
         assert sorted(lists[name]) == sorted(together.values()), name
 
 
@@ -232,13 +224,10 @@ def test_each_of_16384_ranks_makes_one_group_of_a_kind_and_none_that_it_is_not_i
     pretended(16384, rank)
     calls = Calls(monkeypatch)
     world = mesh.start(CPU, MANY)
-    mine = {name: next((g for g in lists if rank in g), None) for name, lists in mesh.group_lists(MANY).items()}
-    # The middle stages of a pipeline have no part in the embedding; a group of their own keeps the count.
-    assert calls.new == [members or [rank] for members in mine.values()]
+    mine = {name: next(g for g in lists if rank in g) for name, lists in mesh.group_lists(MANY).items()}
+    assert calls.new == [*mine.values()]
     assert calls.split == []
-    assert {name: dist.get_process_group_ranks(group) for name, group in world.groups.items()} == {
-        name: members for name, members in mine.items() if members
-    }
+    assert {name: dist.get_process_group_ranks(group) for name, group in world.groups.items()} == mine
     assert [world.mesh.get_group(axis) for axis in mesh.AXES] == [world.groups[axis] for axis in mesh.AXES]
 
 
@@ -267,14 +256,15 @@ def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_
         everyone = pretended(16384, rank)
         calls = Calls(monkeypatch)
         everyone.bound_device_id = torch.device("cuda", 0)
-        mesh.make_groups(MANY, CPU, timedelta(seconds=9))
+        mesh.start(CPU, MANY, timeout_s=9).between([0, 3, 7])
         splits.append(calls.split)
         assert calls.new == []
         assert calls.timeouts == {timedelta(seconds=9)}
         dist.destroy_process_group()
     pretended(1, 0)
     assert splits[0] == splits[1]
-    for split, lists in zip(splits[0], mesh.group_lists(MANY).values(), strict=True):
+    places = [[pipeline[place] for place in (0, 3, 7)] for pipeline in mesh.rank_groups(MANY, ("pp",))]
+    for split, lists in zip(splits[0], [*mesh.group_lists(MANY).values(), places], strict=True):
         assert split[: len(lists)] == lists
         assert sorted(rank for members in split for rank in members) == list(range(16384))
 
@@ -283,7 +273,7 @@ def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_
     ("sizes", "shared"),
     [
         ({}, [{"pp", "dp_replicate", "cp", "tp"}, {"dp_shard", "data", "loss", "shards"}]),
-        ({"pp": 2, "dp_shard": 4}, [{"pp", "model", "embedding"}, {"loss", "shards"}, {"dp_shard", "data"}]),
+        ({"pp": 2, "dp_shard": 4}, [{"pp", "model"}, {"loss", "shards"}, {"dp_shard", "data"}]),
     ],
 )
 def test_names_with_the_same_ranks_share_one_group(pretended, sizes, shared):
@@ -291,6 +281,9 @@ def test_names_with_the_same_ranks_share_one_group(pretended, sizes, shared):
     world = mesh.start(CPU, mesh.resolve(config.Mesh(**sizes), 8))
     for names in shared:
         assert len({id(world.groups[name]) for name in names}) == 1, names
+
+
+BETWEEN = [[0, 3], [0, 1, 3], [0, 1, 2, 3]]  # the last is pp itself
 
 
 def meet(sizes: dict[str, int], folder: str) -> dict[str, Any]:
@@ -306,6 +299,9 @@ def meet(sizes: dict[str, int], folder: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", init_process_group)
         world = mesh.start(CPU, mesh.resolve(config.Mesh(**sizes), n), cfg.run.collective_timeout_s())
+    for _ in range(2):
+        for places in BETWEEN:
+            assert world.between(places) is world.groups.get(f"pp {'+'.join(map(str, places))}")
     Checkpoints(cfg, CPU).close()
     sums = {}
     for name, group in world.groups.items():
@@ -318,14 +314,18 @@ def meet(sizes: dict[str, int], folder: str) -> dict[str, Any]:
 
 
 def test_every_group_joins_its_ranks_and_lets_the_watch_come_first(tmp_path):
-    """Of 8 processes: with 4 stages, the middle ones have no part in the embedding."""
+    """Of 8 processes: of 4 places of a pipeline, some share a parameter."""
     sizes = mesh.resolve(config.Mesh(pp=4, tp=2), 8)
     found = ranks.run(8, meet, {"pp": 4, "tp": 2}, str(tmp_path))
     for rank, here in enumerate(found):
-        lists = {name: next((g for g in lists if rank in g), []) for name, lists in mesh.group_lists(sizes).items()}
-        assert here["sums"] == {name: sum(2**other for other in g) for name, g in lists.items() if g}
+        lists = {name: next(g for g in lists if rank in g) for name, lists in mesh.group_lists(sizes).items()}
+        for places in BETWEEN:
+            if rank // 2 in places:
+                lists[f"pp {'+'.join(map(str, places))}"] = [2 * place + rank % 2 for place in places]
+        assert here["sums"] == {name: sum(2**other for other in g) for name, g in lists.items()}
         assert here["timeouts"] == {66.0}
-        assert here["groups"] == 6  # all, pp, tp, each one alone, embedding, and one for checkpoints
+        # All, pp, tp, each one alone, one for checkpoints, and two between some places, for others each one alone.
+        assert here["groups"] == 7
 
 
 def meet_unprepared() -> str:

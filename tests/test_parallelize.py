@@ -389,7 +389,7 @@ def test_a_copy_of_any_parameter_that_drifts_is_named():
         assert f"'{name}'" in message
     for layout in ("pp, first", "pp, last", "pp, V"):
         for name, message in found[layout]:
-            assert ("the embedding on the first stage and the head" in message) == (name == "embed.weight")
+            assert ("the copies of 'embed.weight' on stages [0, " in message) == (name == "embed.weight")
             assert (message == "") != (name == "embed.weight")
     # Every kind was there.
     assert len(found["dp_replicate"]) == len(found["tp"]) == 12 + 5

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dtmega import parallelize, step, train
 from dtmega.data.loader import IGNORED
-from dtmega.pipelining.tied import TiedWeight
+from dtmega.pipelining.tied import Tied
 from dtmega.plans import styles
 from tests.layouts import (
     DEBUG,
@@ -109,7 +109,7 @@ def row_bias_on_every_rank() -> None:
 
 
 def tied_gradient_of_one_stage_only() -> None:
-    TiedWeight.sum_gradients = lambda self: None
+    Tied.sum_gradients = lambda self: None
 
 
 def slopes_of_the_first_heads_everywhere() -> None:

@@ -26,11 +26,12 @@ from dtmega import config, families, keyed
 from dtmega.cost import Piece
 from dtmega.models.bloom import Bloom
 from dtmega.pipelining import schedule as schedule_room
+from dtmega.pipelining import tied as tied_room
 from dtmega.pipelining.draw import draw, draw_schedule
 from dtmega.pipelining.schedule import Pipeline, check
 from dtmega.pipelining.split import Cost, balanced, pieces_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
-from dtmega.pipelining.tied import TiedWeight
+from dtmega.pipelining.tied import Tied, shared
 from tests import ranks
 
 MODEL = config.Model(
@@ -618,7 +619,12 @@ def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -
                     module.set_force_sum_reduction_for_comms(True)
             fill(stage)
             stages[number] = stage
-        tied = TiedWeight(stages, len(pieces), Bloom.tied, ends)
+        last = len(pieces) - 1
+        rank_of = {number: rank for rank, numbers in enumerate(held) for number in numbers}
+        there = [[n for n in (0, last) if rank_of[n] == rank] for rank in sorted({rank_of[0], rank_of[last]})]
+        names = {0: "embed.weight", last: "head.weight"}
+        copies = {n: stages[n].get_parameter(name) for n, name in names.items() if n in stages}
+        tied = [Tied("embed.weight", copies, there, ends if len(there) > 1 else None)] if copies else []
         hidden = torch.empty(2, SEQ_LEN, MODEL.hidden_size, device="meta")
         runner = Pipeline(wanted, stages, len(pieces), mesh.get_group("pp"), hidden, torch.device("cpu"))
         named = [(stage.full_name(name), p) for stage in stages.values() for name, p in stage.named_parameters()]
@@ -637,18 +643,19 @@ def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -
             with CountCollectives() as collectives:
                 total = runner.step(mine(count, step), 1 / n_tokens(microbatches(count * dp, step)))
             result["losses"].append(total.item())
-            tied.sum_gradients()
+            for one in tied:
+                one.sum_gradients()
             if step == 0:
                 result["gradients"] = [(name, whole_gradient(p)) for name, p in named]
                 groups = sum(len(stage.layers) + holds_more_than_layers(stage) for stage in stages.values())
                 result["collectives"] = (dict(collectives.seen), groups)
             optimizer.step()
-            assert tied.equal()
-        result["tied"] = [local(p).detach().clone() for p in tied.copies]
-        if tied.copies:
+            assert all(one.equal() for one in tied)
+        result["tied"] = [local(p).detach().clone() for one in tied for p in one.copies.values()]
+        for one in tied:
             with torch.no_grad():
-                local(tied.copies[0])[0, 0] += pp_rank + 1.0
-            result["equal when one has moved"] = tied.equal()
+                local(next(iter(one.copies.values())))[0, 0] += pp_rank + 1.0
+            result["equal when one has moved"] = one.equal()
         results.append(result)
     return results
 
@@ -841,17 +848,65 @@ def test_no_stage_of_a_v_sends_to_the_stage_beside_it_on_its_own_rank():
     assert sorted(there) == sorted([("isend", 0), ("irecv", 0)] * 2)
 
 
+def test_what_several_stages_hold_is_found_under_its_first_name():
+    model = whole()
+    stages = [["embed", "layers.0"], ["layers.1"], ["layers.2"], ["head"]]
+    assert shared(model, model.parts(), stages) == {"embed.weight": [0, 3]}
+    # A parameter under one name in the module of another one, which several pieces need.
+    norms = [model.layers[name].get_submodule("mlp_norm") for name in "01"]
+    parts = {"a": norms[:1], "b": norms[:1], "c": [], "d": norms[1:]}
+    found = shared(model, parts, [["a"], ["c"], ["b", "d"]])
+    assert found == {f"layers.0.mlp_norm.{name}": [0, 2] for name in ("weight", "bias")}
+    assert shared(model, parts, [["a", "b"], ["c", "d"]]) == {}
+
+
+def copies_of(gradients: Tensor, places: list[list[int]]) -> tuple[list[Tensor], list[bool], list[bool]]:
+    """Of a parameter that stands on as many stages: the sums this rank finds, and which copies count and agree."""
+    tied_room.GATHERED = 4
+    mine = places[dist.get_rank()]
+    copies = {number: torch.nn.Parameter(torch.zeros(3, 5)) for number in mine}
+    tied = Tied("bias", copies, places, dist.group.WORLD)
+    for number, parameter in copies.items():
+        parameter.grad = gradients[number].clone()
+    tied.sum_gradients()
+    equal = [tied.equal()]
+    with torch.no_grad():
+        for number in range(len(gradients)):
+            if number in copies:
+                copies[number][1, 2] += 1
+            equal.append(tied.equal())
+    counted = [not any(p is duplicate for duplicate in tied.duplicates) for p in copies.values()]
+    return [p.grad for p in copies.values() if p.grad is not None], counted, equal
+
+
+@pytest.mark.parametrize("places", [[[0], [1], [2]], [[0, 2], [1]], [[1], [0, 2]]], ids=str)
+def test_of_several_copies_all_get_the_sum_in_the_order_of_the_stages_wherever_these_are(places):
+    generator = torch.Generator().manual_seed(1)
+    gradients = torch.randn(3, 3, 5, generator=generator) * 10.0 ** torch.randint(-4, 4, (3, 3, 5), generator=generator)
+    a, b, c = gradients
+    truth = (a + b) + c
+    assert not torch.equal(truth, a + (b + c))
+    found = ranks.run(len(places), copies_of, gradients, places)
+    assert all(torch.equal(total, truth) for totals, _, _ in found for total in totals)
+    assert [counted for _, counted, _ in found] == [[number == 0 for number in numbers] for numbers in places]
+    # Equal at first, not after one or two have moved, and again when all three have.
+    assert [equal for _, _, equal in found] == [[True, False, False, True]] * len(places)
+
+
 def test_a_v_needs_no_group_for_its_tied_weight():
     stages = {0: copy.deepcopy(whole()), 3: copy.deepcopy(whole())}
     stages[0].keep(["embed", "layers.0"])
     stages[3].keep(["layers.7", "head"])
     for stage in stages.values():
         fill(stage)
-    tied = TiedWeight(stages, 4, Bloom.tied, group=None)
-    embed, head = tied.copies
+    embed, head = stages[0].get_parameter("embed.weight"), stages[3].get_parameter("head.weight")
+    tied = Tied("embed.weight", {0: embed, 3: head}, [[0, 3]], group=None)
     embed.grad, head.grad = torch.ones_like(embed), 2 * torch.ones_like(head)
     tied.sum_gradients()
-    assert tied.duplicate is head
+    assert [copy is head for copy in tied.duplicates] == [True]
     assert torch.equal(embed.grad, head.grad)
     assert embed.grad.unique().tolist() == [3.0]
     assert tied.equal()
+    with torch.no_grad():
+        head[0, 0] += 1
+    assert not tied.equal()

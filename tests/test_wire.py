@@ -110,7 +110,8 @@ def group_name(func: Any, args: Any, kwargs: Any) -> str:
 def start(cfg: config.Config) -> tuple[World, dict[str, dist.ProcessGroup]]:
     world = mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, dist.get_world_size()))
     assert dist.group.WORLD is not None
-    return world, {**world.groups, "world": dist.group.WORLD}
+    world.groups["world"] = dist.group.WORLD
+    return world, world.groups
 
 
 def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Counter]]:

@@ -78,7 +78,7 @@ class Bloom(Stage):
         sequence_shards: how many parts the hidden state's sequence is cut into; a plan that cuts it sets this.
     """
 
-    tied = "embed.weight", "head.weight"
+    ties = (("embed.weight", "head.weight"),)
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32
 
@@ -106,11 +106,6 @@ class Bloom(Stage):
             self.norm = self.head = None
         for name in [name for name in self.layers if f"layers.{name}" not in pieces]:
             del self.layers[name]
-
-    def tie(self) -> None:
-        if self.embed is not None and self.head is not None:
-            assert isinstance(self.embed.weight, nn.Parameter)
-            self.head.weight = self.embed.weight
 
     def forward(
         self,

@@ -72,10 +72,10 @@ class HF(Stage):
         self.is_first = self.is_last = True
         self.longest = getattr(self.hf.config, "max_position_embeddings", None)
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
-        embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
-        names = {id(module): name for name, module in self.named_modules()}
-        if head is not None and embedding.weight is head.weight:
-            self.tied = f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        self.ties = tuple(tuple(found) for found in names.values() if len(found) > 1)
 
     def forward(
         self,

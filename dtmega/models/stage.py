@@ -19,13 +19,13 @@ class Stage(nn.Module):
 
     Attributes:
         cfg: its [model] section.
-        tied: names of the embedding's and of the head's weight where these are one parameter.
+        ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
         longest: sequence it has positions for; None: any.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
     """
 
     cfg: config.Model
-    tied: tuple[str, str] | None = None
+    ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
     experts_per_token: int | None = None
 
@@ -62,7 +62,13 @@ class Stage(nn.Module):
         raise NotImplementedError
 
     def tie(self) -> None:
-        """One parameter, two owners. Called again after anything that replaces parameters."""
+        """Give the names of a tie that are here one parameter; again after anything that replaces parameters."""
+        here = dict(self.named_parameters(remove_duplicate=False))
+        for names in self.ties:
+            found = [name for name in names if name in here]
+            for name in found[1:]:
+                owner, _, attribute = name.rpartition(".")
+                self.get_submodule(owner).register_parameter(attribute, self.get_parameter(found[0]))
 
     def init_std(self, name: str) -> float | None:
         """std of N(0, std) for the parameter of that full name; None for those that start with `init_constant`."""
@@ -77,4 +83,4 @@ class Stage(nn.Module):
 
     def full_name(self, name: str) -> str:
         """The name in checkpoints, that of the whole model, of a parameter here; tied ones have one name."""
-        return self.tied[0] if self.tied is not None and name == self.tied[1] else name
+        return next((names[0] for names in self.ties if name in names), name)

@@ -1,13 +1,14 @@
-"""One weight on two stages: the embedding on the first, the head on the last. One name, the same bits, one gradient.
+"""One parameter that several stages hold: an embedding and the head, a bias that each stage of a stack reads.
 
-Both copies start with the same bits, because initial values are keyed by one name. After backward their gradients
-are summed and both get the sum; the optimizer, elementwise and in the same state on both, then does the same to both.
-Megatron does this for its `shared` weights; here it holds under V shapes too, where one rank has both copies.
+It has one name, the same bits and one gradient on all of them. The copies start with the same bits, because initial
+values are keyed by the name. After backward their gradients are summed, in the order of the stages, and all get the
+sum; the optimizer, elementwise and in the same state on each, then does the same to each. Megatron does this for its
+`shared` weights; here it holds for any number of places, also where one rank has several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,61 +18,107 @@ from torch.distributed.tensor import DTensor
 from dtmega import drift
 from dtmega.shards import local
 
+GATHERED = 2**22  # elements of each copy that are gathered at a time
 
-class TiedWeight:
-    """The copies of the tied weight that this rank holds: none, one or two.
+
+def shared(
+    whole: nn.Module, parts: Mapping[str, Sequence[nn.Module]], stages: Sequence[Sequence[str]]
+) -> dict[str, list[int]]:
+    """The parameters that several stages hold, by their first names: the numbers of these stages, ascending.
 
     Args:
-        stages: this rank's modules by stage number.
-        n_stages: of the whole pipeline.
-        names: of the embedding's weight and of the head's, in their modules.
-        group: the ranks of this pipeline with the first and with the last stage; None on all others.
+        whole: a model whose tied parameters are one.
+        parts: the modules of it that each piece needs.
+        stages: the pieces of each stage.
+    """
+    held = []
+    for pieces in stages:
+        modules = [module for piece in pieces for module in parts[piece]]
+        held.append({id(parameter) for module in modules for parameter in module.parameters(recurse=False)})
+    found: dict[str, list[int]] = {}
+    for name, parameter in whole.named_parameters():
+        numbers = [number for number, here in enumerate(held) if id(parameter) in here]
+        if len(numbers) > 1:
+            found[name] = numbers
+    return found
 
-    Attributes:
-        copies: the parameters here, the embedding before the head.
-        duplicate: the head's copy, which norms, counts of zeros and checkpoints leave out; None if it is not here.
+
+class Tied:
+    """The copies of one parameter on this rank, of which there are others.
+
+    Args:
+        name: of the parameter in checkpoints.
+        copies: stage number -> the parameter there, ascending; at least one.
+        places: the stages with a copy of each rank of the group, in its order.
+        group: the ranks with a copy; None if all copies are here.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
-        n_stages: int,
-        names: tuple[str, str],
+        name: str,
+        copies: Mapping[int, nn.Parameter],
+        places: Sequence[Sequence[int]],
         group: dist.ProcessGroup | None,
     ) -> None:
-        embed = stages[0].get_parameter(names[0]) if 0 in stages else None
-        self.duplicate = stages[n_stages - 1].get_parameter(names[1]) if n_stages - 1 in stages else None
-        self.copies = [copy for copy in (embed, self.duplicate) if copy is not None]
-        assert len(self.copies) != 1 or group is not None
-        self._group = group
+        self.name, self.copies = name, dict(copies)
+        self.stages = sorted(number for numbers in places for number in numbers)
+        self._places, self._group = places, group
+
+    @property
+    def duplicates(self) -> list[nn.Parameter]:
+        """Copies here that norms, counts of zeros and checkpoints leave out: all but that of the first stage."""
+        return [copy for number, copy in self.copies.items() if number != self.stages[0]]
 
     def sum_gradients(self) -> None:
-        """Give both copies the sum of their gradients. After backward, before the norm; every rank calls it once.
+        """Give all copies the sum of their gradients. After backward, before the norm; every rank calls it once.
 
         Frozen copies have none.
         """
-        gradients = [local(copy.grad) for copy in self.copies if copy.grad is not None]
-        assert len(gradients) == sum(copy.requires_grad for copy in self.copies)
-        if len(gradients) == 2:
-            gradients[0] += gradients[1]
-            gradients[1].copy_(gradients[0])
-        elif gradients:
-            total = gradients[0].to(_device(self.copies[0]))
+        gradients = [local(copy.grad) for copy in self.copies.values() if copy.grad is not None]
+        assert len(gradients) == sum(copy.requires_grad for copy in self.copies.values())
+        if gradients:
+            total = self._sum(gradients)
+            for gradient in gradients:
+                gradient.copy_(total)
+
+    def _sum(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of all copies, in the order of the stages whichever ranks have them; on the device of the collectives."""
+        device = _device(next(iter(self.copies.values())))
+        if self._group is None:
+            return _add_up(gradients)
+        if len(self.stages) == 2:
+            total = gradients[0].to(device)
             # Of two numbers, a sum in either order has the same bits.
             dist.all_reduce(total, group=self._group)
-            gradients[0].copy_(total)
+            return total
+        flat = torch.stack([gradient.flatten() for gradient in gradients]).to(device)
+        # A rank with fewer copies than another one sends something in their places, which nobody reads.
+        most = max(map(len, self._places))
+        mine = torch.cat([flat, flat[:1].expand(most - len(flat), -1)])
+        order = sorted((number, rank, i) for rank, held in enumerate(self._places) for i, number in enumerate(held))
+        total = torch.empty_like(mine[0])
+        for part, out in zip(mine.split(GATHERED, dim=1), total.split(GATHERED), strict=True):
+            ranks = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in self._places]
+            dist.all_gather(ranks, part.contiguous(), group=self._group)
+            out.copy_(_add_up([ranks[rank][i] for _, rank, i in order]))
+        return total.view_as(gradients[0])
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """Are both copies equal to the bit? Every rank calls it; True where there is none."""
-        if not self.copies:
-            return True
-        if len(self.copies) == 2:
-            first, last = drift.checksums({"embedding": self.copies[0], "head": self.copies[1]})
-        else:
-            assert self._group is not None
-            first, last = drift.gather_checksums({"tied": self.copies[0]}, self._group)
-        return torch.equal(first, last)
+        """Are all copies equal to the bit? Every rank with a copy calls it, and gets the same answer."""
+        sums = drift.checksums({str(number): copy for number, copy in self.copies.items()})
+        least_and_most = torch.stack([sums.min(), sums.max()])
+        if self._group is not None:
+            least_and_most = drift.gather(least_and_most, self._group)
+        return bool((least_and_most == least_and_most.flatten()[0]).all())
+
+
+def _add_up(tensors: Sequence[Tensor]) -> Tensor:
+    """Their sum, one after the other."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
 
 
 def _device(parameter: Tensor) -> torch.device:
