@@ -101,9 +101,8 @@ def _tokenize(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     # Imported here so that `tokenize` starts without torch.
     from dtmega import families, mesh
-    from dtmega.checkpoint.hf import load
     from dtmega.checkpoint.resume import open_checkpoint
-    from dtmega.checkpoint.weights import Weights
+    from dtmega.checkpoint.weights import Weights, load
     from dtmega.data.tokenizer import load_tokenizer
     from dtmega.models.generate import generate
 

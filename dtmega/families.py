@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source, hf, hf_copy, hf_export
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.cost import Piece
+from dtmega.formats.format import Format
+from dtmega.formats.sources import Renamed, Source
+from dtmega.hf import config_json, ours
+from dtmega.hf import export as hf_export
 from dtmega.hf.files import has_weights
 from dtmega.mesh import World
 from dtmega.models import bloom, count, hf_resolve
@@ -26,7 +29,8 @@ from dtmega.models.hf_directory import initial_values
 from dtmega.models.stage import Stage
 from dtmega.plans import apply_plan, shard_buffers
 from dtmega.plans.bloom import plan as bloom_plan
-from dtmega.plans.hf.load import Folder, materialize
+from dtmega.plans.hf.load import materialize
+from dtmega.plans.hf.load import open_folder as open_theirs
 from dtmega.plans.hf.parallel import cut_stage, plan_for
 from dtmega.plans.styles import Plan
 
@@ -37,6 +41,7 @@ class Family(Protocol):
     Attributes:
         libraries: whose versions all ranks must share, beside torch.
         directory: [model] path names a directory that the model is read from.
+        formats: how other programs store it, by the names that `convert` has for them.
     """
 
     @property
@@ -44,6 +49,9 @@ class Family(Protocol):
 
     @property
     def directory(self) -> bool: ...
+
+    @property
+    def formats(self) -> Mapping[str, Format]: ...
 
     def resolve(self, cfg: config.Config) -> config.Config:
         """The configuration with what only the family knows of it.
@@ -115,7 +123,11 @@ class Family(Protocol):
 
         Args:
             tokenizer: the text of a tokenizer.json; None: that of the model's own directory, if it has one.
-            options: of `hf_export.export` and `hf_copy.export`.
+            options: of `hf.export.export`.
+
+        Raises:
+            ValueError: before anything is written; a model that the format cannot express, other weights than its.
+            OSError: writing failed.
         """
         ...
 
@@ -127,12 +139,11 @@ class Own:
     Attributes:
         model: its class.
         plan: its table, of the [model] section with sequence parallelism or without.
-        hf_keys: prefix of our names -> prefix in transformers' directories.
     """
 
     model: Callable[[config.Model], Stage]
     plan: Callable[[config.Model, bool], Plan]
-    hf_keys: Mapping[str, str]
+    formats: Mapping[str, Format]
     libraries: tuple[str, ...] = ()
     directory: bool = False
 
@@ -186,11 +197,13 @@ class Own:
         return open_checkpoint_weights(model)
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        hf.check_config(path, model)
-        return hf.HFFolder(path, self.hf_keys)
+        return ours.opened(path, self.formats["hf"], model, self.model)
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        hf_export.export(source, folder, model, self.hf_keys, tokenizer, **options)
+        form = self.formats["hf"]
+        described = form.described(model)
+        theirs = ours.translated(source, form, model, self.model)
+        hf_export.export(theirs, folder, described, None, tokenizer, **options)
 
     def _table(self, cfg: config.Config) -> Plan:
         return self.plan(cfg.model, cfg.mesh.sequence_parallel)
@@ -201,6 +214,7 @@ class Transformers:
 
     libraries = ("transformers",)
     directory = True
+    formats: Mapping[str, Format] = {}
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return hf_resolve.resolve(cfg)
@@ -252,7 +266,7 @@ class Transformers:
         key = "init_from" if model.init_from else "path"
         try:
             with torch.device("meta"):
-                return Folder(getattr(model, key), HF(model).hf)
+                return open_theirs(getattr(model, key), HF(model).hf)
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} ([model] {key})") from None
 
@@ -262,12 +276,13 @@ class Transformers:
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         with torch.device("meta"):
             built = HF(model)
-        names = hf_resolve.stored_names(built)
-        hf_copy.export(source, folder, Path(model.path), type(built.hf).__name__, names, tokenizer, **options)
+        theirs = {stored: name for name, stored in hf_resolve.stored_names(built).items()}
+        described = {"architectures": [type(built.hf).__name__]}
+        hf_export.export(Renamed(source, theirs), folder, described, Path(model.path), tokenizer, **options)
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": Own(bloom.Bloom, bloom_plan, bloom.HF_KEYS),
+    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": bloom.HF}),
     "hf": Transformers(),
 }
 
@@ -314,7 +329,17 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
     Raises:
         ValueError: it is of no such family, or does not agree.
     """
-    model = model or config.Model(**hf.model_section(path))
+    if model is None:
+        theirs = config_json.read_plain(path)
+        formats = {name: family.formats["hf"] for name, family in FAMILIES.items() if "hf" in family.formats}
+        names = [name for name, form in formats.items() if form.kind == theirs["model_type"]]
+        if not names:
+            raise ValueError(
+                f"{path}/{config_json.NAME} has model_type={theirs['model_type']!r:.80}, expected one of "
+                f"{', '.join(sorted(form.kind for form in formats.values()))} ([model] name)"
+            )
+        section = formats[names[0]].section(theirs, f"{path}/{config_json.NAME}")
+        model = config.Model(name=names[0], **section)  # pyright: ignore[reportArgumentType]
     return of(model).folder(path, model), model
 
 

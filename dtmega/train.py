@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from dtmega import config, durable, families, job, mesh, optim, output
 from dtmega.checkpoint import changes, found, resume
-from dtmega.checkpoint.hf import load as load_weights
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.weights import load as load_weights
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import open_text, read_again
 from dtmega.evaluate import evaluate, show_sample

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from dtmega import config, families, mesh, optim
-from dtmega.checkpoint.hf import load
+from dtmega.checkpoint.weights import load
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import open_text
 from dtmega.fsdp import release

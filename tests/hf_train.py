@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtmega import config, families, mesh, optim, train
-from dtmega.checkpoint.hf import load
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.weights import load
 from dtmega.data.loader import IGNORED, StepBatch
 from dtmega.mesh import World
 from dtmega.optim import Spikes

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import attention, config, families
-from dtmega.models.bloom import HF_KEYS, Bloom
+from dtmega.models.bloom import HF, Bloom
 from dtmega.models.generate import generate
 from dtmega.models.initial import init_weights
 
@@ -16,10 +16,12 @@ V, S = 131, 77
 
 
 def hf_name(name: str) -> str:
-    for ours, theirs in HF_KEYS.items():
-        if match := re.match("^" + re.escape(ours).replace(r"\{\}", r"(\d+)"), name):
-            return theirs.format(*match.groups()) + name[match.end() :]
-    raise AssertionError(f"{name} is in no row of HF_KEYS")
+    for rule in HF.rules:
+        assert isinstance(rule.ours, str)
+        assert isinstance(rule.theirs, str)
+        if match := re.match("^" + re.escape(rule.ours).replace(r"\{\}", r"(\d+)"), name):
+            return rule.theirs.format(*match.groups()) + name[match.end() :]
+    raise AssertionError(f"{name} is in no rule")
 
 
 def small(n_heads: int, **keys) -> Bloom:

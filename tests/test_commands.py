@@ -23,11 +23,12 @@ from safetensors.torch import load_file
 
 from dtmega import __main__, arguments, config, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint import convert, hf_export
+from dtmega.checkpoint import convert
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed import IndexedDataset
+from dtmega.hf import export as hf_export
 from dtmega.startup import Startup
 from tests import ranks
 from tests.test_hf import Memory

@@ -14,7 +14,7 @@ from tests.test_house import REPO, arrows, modules
 from tests.test_train import losses, run
 
 # Files whose subject is one family, or a format of other people's files.
-OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.hf.", "dtmega.checkpoint.hf")
+OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.hf.")
 
 
 def names_compared(module: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rooms checkpoint/hf.py, hf_export.py and hf_write.py: transformers writes what we read, and reads what we write."""
+"""Room hf/ for a model of the house: transformers writes what we read, and reads what we write."""
 
 # transformers is imported where it is used: ranks import this file, and it would cost each of them seconds.
 import json
@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtmega import config, families, mesh
-from dtmega.checkpoint.hf import HFFolder, check_config, load, model_section
-from dtmega.checkpoint.hf_export import export
-from dtmega.checkpoint.hf_write import split
+from dtmega.checkpoint.weights import load
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
-from dtmega.hf.files import INDEX
-from dtmega.models.bloom import HF_KEYS, Bloom
+from dtmega.hf import config_json
+from dtmega.hf.files import INDEX, TensorFiles
+from dtmega.hf.folder import Folder
+from dtmega.hf.write import split
+from dtmega.models.bloom import HF, Bloom
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import parallelize
 from tests import ranks
@@ -48,10 +49,26 @@ class Broken(Memory):
         raise OSError(f"{name} is on a bad sector")
 
 
-def write_all(source, folder, model, **keys):
+def write_all(source, folder, model, tokenizer_json=None, **keys):
     """`export` from one process."""
-    keys = {"rank": 0, "size": 1, "barrier": lambda: None, "tokenizer_json": None} | keys
-    export(source, folder, model, HF_KEYS, **keys)
+    keys = {"rank": 0, "size": 1, "barrier": lambda: None} | keys
+    families.of(model).export(source, folder, model, tokenizer_json, **keys)
+
+
+def opened(folder: Path | str, model: config.Model = MODEL) -> Folder:
+    """The weights in a directory."""
+    source = families.of(model).folder(Path(folder), model)
+    assert isinstance(source, Folder)
+    return source
+
+
+def model_section(folder: Path) -> dict:
+    """What its config.json says of [model]."""
+    return HF.section(config_json.read_plain(folder), str(folder))
+
+
+def check_config(folder: Path, model: config.Model) -> None:
+    HF.check(config_json.read_plain(folder), str(folder), model)
 
 
 def parameters(model: Bloom) -> dict[str, torch.Tensor]:
@@ -94,6 +111,7 @@ def folders(tmp_path_factory, pair) -> dict[str, Path]:
     head = {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
     named["with head"].mkdir()
     save_file(tensors | head | buffers, named["with head"] / "model.safetensors")
+    theirs.config.save_pretrained(named["with head"])
     named["cache"].mkdir()
     for file in named["many"].iterdir():
         (named["cache"] / file.name).symlink_to(file)
@@ -122,7 +140,7 @@ def test_a_folder_of_any_form_gives_the_weights_and_logits_of_hugging_face(folde
     ours, theirs = pair
     assert (len(list(folders[kind].glob("*.safetensors"))) > 2) == (kind in ("many", "cache"))
     loaded = empty_model()
-    source = HFFolder(folders[kind], HF_KEYS)
+    source = opened(folders[kind])
     load(source, loaded.named_parameters(), vocab=131)
     truth = parameters(ours)
     assert all(torch.equal(p, truth[name]) for name, p in parameters(loaded).items())
@@ -148,7 +166,7 @@ def load_on_two_layouts(folder: str) -> list[tuple]:
         sections = {"model": SHAPE | {"pad_vocab_to_multiple": multiple}, "mesh": axes, "train": {"steps": 1}}
         cfg = config.validate(sections | {"batch": {"micro_batch_size": 1, "global_batch_size": 8}}, "test")
         model = parallelize(cfg, mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, 4)))
-        source = HFFolder(folder, HF_KEYS)
+        source = opened(folder, cfg.model)
         load(source, model.named_parameters(), vocab=131)
         named = list(model.named_parameters())
         held = sum(p.to_local().numel() * 4 for _, p in named if isinstance(p, DTensor))
@@ -278,8 +296,8 @@ def only_pickles(folder):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
 
 
-def nothing(folder):
-    for file in folder.iterdir():
+def only_a_configuration(folder):
+    for file in folder.glob("*.safetensors*"):
         file.unlink()
 
 
@@ -296,31 +314,37 @@ def cut_off(folder):
         (index_leaves_the_folder, "names 'outside/x.safetensors'; expected names of files beside it"),
         (index_is_a_list, "expected a JSON object"),
         (index_without_a_map, "expected a 'weight_map'"),
-        (leftover, "it has transformer.h.0.self_attention.rotary.weight, unknown to BLOOM"),
-        (other_name, "'transformer.ln_f.weight' and 'ln_f.weight' are there; expected one for norm.weight"),
+        (leftover, "bloom has no place for transformer.h.0.self_attention.rotary.weight"),
+        (
+            other_name,
+            "and 'ln_f.weight' are there; expected one tensor for transformer.ln_f.weight",
+        ),
         (tensor_twice, r"'transformer.ln_f.weight' is there twice, in model-0000\d-of-0000\d.safetensors and in more"),
         (integers, "' is of dtype I8, expected one of F64, F32, F16, BF16"),
-        (other_head, "lm_head.weight is stored and not the embedding"),
-        (head_of_another_shape, r"lm_head.weight is \[130, 64\], and not the embedding"),
+        (other_head, "'embed.weight' and 'head.weight' are stored with different values, but they are one parameter"),
+        (
+            head_of_another_shape,
+            r"'lm_head.weight' of .*more.* is \[130, 64\], but by config.json \[131, 64\]",
+        ),
         (only_pickles, "pytorch_model.bin: a pickle, which can run code; re-save it as safetensors"),
-        (nothing, "holds neither model.safetensors nor"),
+        (only_a_configuration, "holds neither model.safetensors nor"),
         (cut_off, rf"{SECOND}\d+.safetensors is no safetensors file"),
     ],
 )
 def test_a_folder_that_is_not_whole_or_not_bloom_is_refused(folder, damage, message):
     damage(folder)
     with pytest.raises(ValueError, match=message):
-        HFFolder(folder, HF_KEYS).read("embed.weight", (slice(0, 3), slice(0, 64)))
+        opened(folder).read("embed.weight", (slice(0, 3), slice(0, 64)))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match="missing is not a folder"):
-        HFFolder(tmp_path / "missing", HF_KEYS)
+        TensorFiles(tmp_path / "missing")
 
 
 def test_a_file_that_the_index_does_not_name_is_ignored(folder, pair):
     save_file({"ln_f.weight": torch.ones(3)}, folder / "model-extra.safetensors")
-    assert torch.equal(HFFolder(folder, HF_KEYS).read("norm.weight"), parameters(pair[0])["norm.weight"])
+    assert torch.equal(opened(folder).read("norm.weight"), parameters(pair[0])["norm.weight"])
 
 
 # ------------------------------------------------------------------------------------------------------ configuration
@@ -401,7 +425,7 @@ def test_a_size_that_is_missing_or_no_count_is_refused(tmp_path, key, value):
 
 
 def test_another_feed_forward_size_is_refused(folder):
-    with pytest.raises(ValueError, match=r"ffn_hidden_size=256, not 100 \(\[model\] ffn_hidden_size\)"):
+    with pytest.raises(ValueError, match=r"4 x hidden_size = 256, this model has 100 \(\[model\] ffn_hidden_size\)"):
         check_config(folder, MODEL.model_copy(update={"ffn_hidden_size": 100}))
 
 
@@ -488,7 +512,7 @@ def test_the_tokenizer_that_is_written_gives_our_ids_in_transformers(written):
 
 
 def test_the_folder_reads_back_to_the_bit_without_the_padding(written):
-    source, truth = HFFolder(written[0] / "whole", HF_KEYS), parameters(model_to_write())
+    source, truth = opened(written[0] / "whole", WITH_TOKENIZER), parameters(model_to_write())
     check_config(written[0] / "whole", WITH_TOKENIZER)
     assert source.tensors.keys() == truth.keys()
     assert source.tensors["embed.weight"][1] == (8192, 16)
@@ -535,7 +559,7 @@ def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path, pair):
     write_all(Memory(weights), tmp_path / "out", MODEL, dtype=torch.bfloat16)
     theirs = BloomForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16
-    source = HFFolder(tmp_path / "out", HF_KEYS)
+    source = opened(tmp_path / "out")
     assert all(torch.equal(source.read(name), t.bfloat16()) for name, t in weights.items())
 
 
@@ -544,7 +568,7 @@ def test_weights_of_several_dtypes_keep_them_and_lie_at_multiples_of_their_width
     random = {name: torch.randn(p.shape) for name, p in parameters(families.of(model).build(model)).items()}
     weights = {name: t if "norm" in name else t.bfloat16() for name, t in random.items()}
     write_all(Memory(weights), tmp_path / "out", model)
-    source = HFFolder(tmp_path / "out", HF_KEYS)
+    source = opened(tmp_path / "out", model)
     assert {name: dtype for name, (dtype, _) in source.tensors.items()} == {n: t.dtype for n, t in weights.items()}
     assert all(torch.equal(source.read(name), t) for name, t in weights.items())
     assert all(source.read(name).data_ptr() % t.itemsize == 0 for name, t in weights.items())
@@ -636,7 +660,11 @@ def test_files_are_cut_in_order_and_one_tensor_may_be_larger_than_a_file():
         ({"layers.1.mlp.up.bias": None}, {}, "'layers.1.mlp.up.bias' is missing"),
         ({"embed.weight": None}, {}, "'embed.weight' is missing"),
         ({"head.weight": torch.ones(1)}, {}, "'head.weight' is unknown"),
-        ({"norm.weight": torch.ones(64, dtype=torch.int32)}, {}, "'norm.weight' is of torch.int32, expected one of"),
+        (
+            {"norm.weight": torch.ones(64, dtype=torch.int32)},
+            {},
+            "'transformer.ln_f.weight' is of torch.int32",
+        ),
         ({}, {"vocab_size": 132}, r"'embed.weight' is \[131, 64\], expected \[132, 64\] \(\[model\] vocab_size"),
         ({}, {"ffn_hidden_size": 128}, r"4 x hidden_size = 256, this model has 128 \(\[model\] ffn_hidden_size\)"),
     ],

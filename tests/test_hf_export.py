@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 
 from dtmega import config, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint import convert, hf_copy
-from dtmega.checkpoint.hf_write import INDEX
+from dtmega.checkpoint import convert
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.tokenizer_json import to_json
+from dtmega.hf.export import export
+from dtmega.hf.files import INDEX
 from tests import ranks
 from tests.faults import FileEvents
 from tests.test_hf import Memory
@@ -163,10 +164,13 @@ def test_what_the_trainer_saves_is_what_transformers_loads(tmp_path, finished):
     assert chat == "hello!"
 
 
-def write_on_two_ranks(root: str, names: dict[str, str]) -> list[str]:
+LLAMA = {"architectures": ["LlamaForCausalLM"]}
+
+
+def write_on_two_ranks(root: str) -> list[str]:
     place = {"rank": dist.get_rank(), "size": 2, "barrier": dist.barrier, "max_file_bytes": 70_000}
     source = Memory(torch.load(Path(root, "tensors.pt")))
-    hf_copy.export(source, Path(root, "two"), Path(root, "original"), "LlamaForCausalLM", names, None, **place)
+    export(source, Path(root, "two"), LLAMA, Path(root, "original"), None, **place)
     return source.asked
 
 
@@ -176,9 +180,8 @@ def test_two_ranks_write_what_one_writes_and_each_reads_its_part(tmp_path, llama
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
     torch.save(tensors, tmp_path / "tensors.pt")
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None, "max_file_bytes": 70_000}
-    names = {name: name for name in tensors}
-    hf_copy.export(Memory(tensors), tmp_path / "one", llama / "original", "LlamaForCausalLM", names, None, **alone)
-    first, second = ranks.run(2, write_on_two_ranks, str(tmp_path), names)
+    export(Memory(tensors), tmp_path / "one", LLAMA, llama / "original", None, **alone)
+    first, second = ranks.run(2, write_on_two_ranks, str(tmp_path))
     assert sorted(first + second) == sorted(tensors)
     assert first
     assert second
@@ -315,8 +318,7 @@ def exported(here: str, original: str, tensors: dict[str, torch.Tensor], max_fil
     """What an export does to files, in order; writes to one file count once."""
     events = FileEvents(Path(here), rank=0, die_at=-1)
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None, "max_file_bytes": max_file_bytes}
-    names = {name: name for name in tensors}
-    hf_copy.export(Memory(tensors), Path(here, "out"), Path(original), "LlamaForCausalLM", names, None, **alone)
+    export(Memory(tensors), Path(here, "out"), LLAMA, Path(original), None, **alone)
     return list(dict.fromkeys(name for name in events.names if not name.startswith(("half", "close"))))
 
 

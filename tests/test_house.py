@@ -18,7 +18,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega
-    "hf": (1, set()),  # directories of transformers: the one reader of safetensors, config.json
+    "formats": (1, set()),  # names and forms of other people's files, as data
+    "hf": (1, {"formats"}),  # directories of transformers: by the rules of a format
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
     "job": (1, set()),  # what a process owes its launcher
     "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega

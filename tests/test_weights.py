@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dtmega import config, families
-from dtmega.checkpoint import hf
-from dtmega.checkpoint.hf import HFFolder
 from dtmega.checkpoint.weights import Weights, open_checkpoint_weights
+from dtmega.hf import ours
 from tests.test_reader import store
 
 # Which weights there are does not say where they came from, how they were drawn, or what was added to the loss.
@@ -70,10 +69,9 @@ def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp
 
 @pytest.mark.parametrize("file", ["model.safetensors", "part.safetensors", "config.json"])
 def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_path, monkeypatch, file):
-    checked: list[object] = []
-    monkeypatch.setattr(hf, "check_config", lambda *args: checked.append(args))
-    monkeypatch.setattr(HFFolder, "__init__", lambda self, *args: None)
+    opened: list[object] = []
+    monkeypatch.setattr(ours, "opened", lambda path, form, model, whole: opened.append((path, model)))
     (tmp_path / file).touch()
     model = config.Model(init_from=str(tmp_path))
-    assert isinstance(families.of(model).weights(model), HFFolder)
-    assert checked == [(tmp_path, model)]
+    families.of(model).weights(model)
+    assert opened == [(tmp_path, model)]

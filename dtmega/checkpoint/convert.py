@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source, found, manifest
+from dtmega.checkpoint import found, manifest
 from dtmega.checkpoint.dcp import DataFile
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.foreign import DCPFolder
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import State, open_checkpoint, split, state_of
 from dtmega.checkpoint.weights import Weights
+from dtmega.formats.sources import Renamed, Source
 from dtmega.startup import Startup
 
 
@@ -241,22 +241,3 @@ def _dtype(name: str) -> torch.dtype | None:
     if name and not isinstance(dtype, torch.dtype):
         raise ValueError(f"--dtype is one of torch's, such as bfloat16; got '{name}'")
     return dtype if name else None
-
-
-class Renamed:
-    """Some tensors of a source under other names: {new: old}.
-
-    Args:
-        on_read: called before each tensor is read.
-    """
-
-    def __init__(self, source: Source, names: Mapping[str, str], on_read: Callable[[], object] = int) -> None:
-        self._source, self._names, self._on_read = source, names, on_read
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {new: self._source.tensors[old] for new, old in self._names.items()}
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        self._on_read()
-        return self._source.read(self._names[name], index)

@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,11 @@ class Disk:
 
     def make(self, folder: str) -> None:
         """An empty folder, whatever a killed save left there."""
-        self.remove(folder)
-        durable.make_folder(self.root)
-        os.mkdir(self.root / folder)  # its name need not be on the disk before `rename`
+        durable.empty_folder(self.root / folder)
 
-    @contextlib.contextmanager
-    def create(self, folder: str, name: str) -> Iterator[Any]:
+    def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
         """A new file to write to; on the disk, and not in a cache only, when the block ends."""
-        fd = os.open(self.root / folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        with os.fdopen(fd, "wb", buffering=0) as file:
-            yield _Whole(file, self.root / folder / name)
-            os.fsync(fd)
+        return durable.created(self.root / folder / name)
 
     @contextlib.contextmanager
     def open(self, folder: str, name: str) -> Iterator[Any]:
@@ -92,29 +87,12 @@ class Disk:
         durable.sync_folder(self.root)
 
     def remove(self, folder: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.root / folder)
+        durable.remove_folder(self.root / folder)
 
     def free_bytes(self) -> int | None:
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
         return None
-
-
-class _Whole:
-    """A raw file whose `write` takes all of it, as the kernel may not, and names the file when it cannot."""
-
-    def __init__(self, file: Any, path: Path) -> None:
-        self._file, self._path = file, path
-
-    def write(self, data: Any) -> None:
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
 
 
 class Remote:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from dtmega import config, output
-from dtmega.checkpoint import Source, manifest, resume
+from dtmega.checkpoint import manifest, resume
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.weights import Weights
+from dtmega.formats.sources import Source
 from dtmega.job import Claim
 
 

@@ -1,17 +1,19 @@
-"""The weights of a model, whoever saved them: our checkpoint or a Hugging Face folder, as a `Source` of our names."""
+"""The weights of a model, whoever saved them: from a `Source` of our names, each rank what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dtmega import config
-from dtmega.checkpoint import Source, changes
+from dtmega.checkpoint import changes
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.formats.sources import BY_TOKEN, Source
+from dtmega.shards import Box, boxes
 
 # Keys of [model] that another run with the same weights may have otherwise.
 OF_THE_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")
@@ -53,3 +55,30 @@ def open_checkpoint_weights(model: config.Model) -> Source:
                 f"([model] init_from, [model] {change.key})"
             )
     return Weights(checkpoint)
+
+
+@torch.no_grad()
+def load(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
+    """Fill parameters in place, each rank with the part it holds; of two of one name, both. Casts to their dtype.
+
+    Args:
+        parameters: name in the whole model -> DTensor, or a whole tensor.
+        vocab: `[model] vocab_size`. Rows of BY_TOKEN beyond it are padding, of which there may be more or fewer here
+            than in the source; those that the source does not have are filled with zeros.
+
+    Raises:
+        ValueError: a parameter that the source does not have, or has in another shape.
+    """
+    for name, parameter in parameters:
+        if name not in source.tensors:
+            raise ValueError(f"the weights to start with have no '{name}' ([model] n_layers, [model] init_from)")
+        there = source.tensors[name][1]
+        here = tuple(parameter.shape)
+        padded_otherwise = name in BY_TOKEN and there[1:] == here[1:] and there[0] >= vocab
+        if there != here and not padded_otherwise:
+            raise ValueError(f"'{name}' is {list(there)} there, {list(here)} here ([model], [model] init_from)")
+        for offsets, part in boxes(parameter):
+            rows = max(0, min(part.shape[0], there[0] - offsets[0]))
+            part[rows:] = 0
+            if rows:
+                part[:rows].copy_(source.read(name, Box(offsets, part[:rows]).where))

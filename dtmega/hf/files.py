@@ -70,16 +70,26 @@ class TensorFiles:
         self.file_of[name] = file
         self.tensors[name] = dtype, tuple(part.get_shape())
 
-    def check_weight(self, name: str) -> None:
+    def check_weight(self, name: str, expected: tuple[int, ...]) -> None:
         """Raises:
-        ValueError: the tensor is of a dtype that weights do not have, unless they are quantised.
+        ValueError: the tensor is of another shape, or of a dtype that weights do not have, unless they are quantised.
         """
         dtype, _ = self.tensors[name]
+        self.check_shape(name, expected)
         if dtype not in DTYPES.values():
             stored = next(key for key, value in OTHERS.items() if value is dtype)
             raise ValueError(
                 f"{self.path / self.file_of[name]}: '{name}' is of dtype {stored}, expected one of {', '.join(DTYPES)}"
             )
+
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raises:
+        ValueError: the tensor is of another shape.
+        """
+        _, shape = self.tensors[name]
+        if shape != expected:
+            file = self.path / self.file_of[name]
+            raise ValueError(f"'{name}' of {file} is {list(shape)}, but by config.json {list(expected)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         """That part (None: all) of a tensor, in the file's dtype."""

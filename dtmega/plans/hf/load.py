@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtmega.formats.sources import Renamed
 from dtmega.hf.files import TensorFiles
+from dtmega.hf.folder import Folder, aliases, keys_of
 from dtmega.shards import boxes
 
 
@@ -29,70 +31,37 @@ class Read(NamedTuple):
     of: int
 
 
-class Folder:
-    """The weights of a directory as a `checkpoint.Source`, by the names a model has for them.
+TIED = 'config.json ties them; transformers un-ties such a model: set "tie_word_embeddings": false there'
 
-    Attributes:
-        tensors: name -> dtype in the file and shape, of parameters and stored buffers; of tied parameters the first
-            name.
-        bytes_read: of tensors, by this object.
+
+def open_folder(directory: Path | str, model: Any) -> Folder:
+    """The weights of a directory, by the names a model of `transformers` has for them: parameters and stored buffers.
+
+    Parameters that are tied have to be stored with equal values. transformers un-ties them where they are not; here
+    config.json has to say so, as it decides what is trained.
+
+    Args:
+        model: may be on meta, or cut.
+
+    Raises:
+        ValueError: what `TensorFiles` refuses; a parameter that is in none of the files, one of another shape or dtype;
+            a tensor that the model has no place for.
     """
-
-    def __init__(self, directory: Path | str, model: Any) -> None:
-        """Args:
-            model: of `transformers`; may be on meta, or cut.
-
-        Raises:
-            ValueError: what `TensorFiles` refuses; a parameter that is in none of the files, one of another shape or
-                dtype; a tensor that the model has no place for.
-        """
-        self._files = TensorFiles(directory)
-        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._keys: dict[str, list[str]] = {}  # name -> keys in the files, several where tied ones are all stored
-        keys = places(self._files, model)
-        for parameter, known_as in aliases(model):
-            found = [keys[name] for name in known_as if name in keys]
-            if not found:
-                raise ValueError(f"{directory} has no '{known_as[0]}' in its safetensors files")
-            for key in found:
-                self._files.check_weight(key)
-            self._add(known_as[0], parameter, found)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, buffer in model.state_dict().items():
-            if name in keys and name not in parameters:
-                self._add(name, buffer, [keys[name]])
-
-    def _add(self, name: str, tensor: Tensor, keys: list[str]) -> None:
-        for key in keys:
-            _, shape = self._files.tensors[key]
-            if shape != tuple(tensor.shape):
-                file = self._files.path / self._files.file_of[key]
-                raise ValueError(f"'{key}' of {file} is {list(shape)}, but by config.json {list(tensor.shape)}")
-        self._keys[name] = keys
-        self.tensors[name] = self._files.tensors[keys[0]]
-
-    @property
-    def bytes_read(self) -> int:
-        return self._files.bytes_read
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """That part (None: all) of a tensor, in the file's dtype.
-
-        Raises:
-            ValueError: parameters that the model ties are stored with other values in that part. transformers un-ties
-                them then; here config.json has to say so, as it decides what is trained.
-        """
-        first, *others = self._keys[name]
-        part = self._files.read(first, index)
-        for other in others:
-            second = self._files.read(other, index)
-            dtype = torch.promote_types(part.dtype, second.dtype)
-            if not torch.equal(part.to(dtype), second.to(dtype)):
-                raise ValueError(
-                    f"{self._files.path}: '{first}' and '{other}' are stored with different values, but config.json "
-                    f'ties them; transformers un-ties such a model: set "tie_word_embeddings": false there'
-                )
-        return part
+    files = TensorFiles(directory)
+    keys = places(files, model)
+    copies: dict[str, list[str]] = {}
+    for parameter, known_as in aliases(model):
+        copies[known_as[0]] = [name for name in known_as if name in keys]
+        if not copies[known_as[0]]:
+            raise ValueError(f"{directory} has no '{known_as[0]}' in its safetensors files")
+        for name in copies[known_as[0]]:
+            files.check_weight(keys[name], tuple(parameter.shape))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, buffer in model.state_dict().items():
+        if name in keys and name not in parameters:
+            files.check_shape(keys[name], tuple(buffer.shape))
+            copies[name] = [name]
+    return Folder(files, Renamed(files, keys), copies, TIED)
 
 
 @torch.no_grad()
@@ -104,10 +73,10 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         device: where its parts shall be.
 
     Raises:
-        ValueError: as `Folder`.
+        ValueError: as `open_folder`.
     """
     materialize(model, device)
-    folder = Folder(directory, model)
+    folder = open_folder(directory, model)
     stored_buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in folder.tensors]
     for name, tensor in [*((names[0], parameter) for parameter, names in aliases(model)), *stored_buffers]:
         for box in boxes(tensor):
@@ -134,14 +103,6 @@ def materialize(model: Any, device: str | torch.device) -> None:
     model.initialize_weights()
 
 
-def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter once, with all names it has."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.items())
-
-
 def places(files: TensorFiles, model: Any) -> dict[str, str]:
     """Name in the model -> key in the files, found as `from_pretrained` does: renamed, with or without the prefix of
     the base model. Keys that transformers leaves out for the model's class are left out.
@@ -157,33 +118,23 @@ def places(files: TensorFiles, model: Any) -> dict[str, str]:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     names, prefix = model.state_dict(), model.base_model_prefix
     ignored = ignored_keys(model)
-    found: dict[str, str] = {}
-    unknown: list[str] = []
-    for key in files.tensors:
+
+    def name_of(key: str) -> str | None:
         name, converted = rename_source_key(key, renamings, converters, prefix, names)
         if name not in names and key in names:
             name, converted = rename_source_key(key, [], [], prefix, names)
         if name not in names:
-            if not ignored.search(name):
-                unknown.append(key)
-        elif converted is not None:
+            return "" if ignored.search(name) else None
+        if converted is not None:
             raise ValueError(
                 f"{files.path} is whole, but in the form of the hub, which is not read yet: '{key}' is stored by "
                 f"itself, and the model has '{name}', which transformers makes of such tensors (the experts of a "
                 f"mixture, say, stored one by one). A directory that is read: AutoModelForCausalLM.from_pretrained(DIR)"
                 f".save_pretrained(NEW, save_original_format=False)"
             )
-        elif name in found:
-            raise ValueError(f"{files.path}: '{found[name]}' and '{key}' are there; expected one tensor for {name}")
-        else:
-            found[name] = key
-    if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise ValueError(
-            f"{files.path} is of another model than its config.json says: {type(model).__name__} has no place for "
-            f"{', '.join(unknown[:3])}{more}"
-        )
-    return found
+        return name
+
+    return keys_of(files, name_of, type(model).__name__)
 
 
 def conversions(model: Any) -> list[Any]:

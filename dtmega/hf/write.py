@@ -1,4 +1,4 @@
-"""A folder of safetensors with a model's other files, written by all ranks: what every export to Hugging Face is.
+"""The safetensors of a directory, and what stands beside them, written by all ranks: the one writer of the project.
 
 NAME/model.safetensors, or model-00001-of-0000N.safetensors, ... and model.safetensors.index.json
 """
@@ -9,29 +9,24 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from dtmega.checkpoint import Source
-from dtmega.checkpoint.files import Disk
-from dtmega.hf.files import DTYPES, INDEX
+from dtmega import durable
+from dtmega.formats.sources import Source
+from dtmega.hf.files import DTYPES, INDEX, SINGLE
 
 MAX_FILE_BYTES = 5 * 10**9
 
 
 class Out(NamedTuple):
-    """A tensor of a folder.
-
-    Attributes:
-        name: there.
-        of: its name in the source, of whose tensor `shape` may leave out the last rows.
-    """
+    """A tensor of a directory."""
 
     name: str
-    of: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -40,13 +35,8 @@ class Out(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def outs(
-    source: Source,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype | None,
-    rename: Callable[[str], str] = str,
-) -> list[Out]:
-    """What to write of a source, in the order of `shapes`.
+def outs(source: Source, dtype: torch.dtype | None) -> list[Out]:
+    """What to write of a source, in its order.
 
     Args:
         dtype: of the written tensors; None leaves each as it is.
@@ -54,14 +44,14 @@ def outs(
     Raises:
         ValueError: a dtype that safetensors of weights do not have.
     """
-    found = [Out(rename(name), name, dtype or source.tensors[name][0], shape) for name, shape in shapes.items()]
+    found = [Out(name, dtype or its, shape) for name, (its, shape) in source.tensors.items()]
     for out in found:
         if out.dtype not in DTYPES.values():
-            raise ValueError(f"'{out.of}' is of {out.dtype}, expected one of {list(DTYPES.values())}")
+            raise ValueError(f"'{out.name}' is of {out.dtype}, expected one of {list(DTYPES.values())}")
     return found
 
 
-def widest(tensors: Sequence[Out]) -> str:
+def widest(tensors: list[Out]) -> str:
     """Name of the dtype that a model of these tensors has."""
     return str(functools.reduce(torch.promote_types, (out.dtype for out in tensors))).removeprefix("torch.")
 
@@ -69,7 +59,7 @@ def widest(tensors: Sequence[Out]) -> str:
 def write(
     source: Source,
     folder: Path,
-    tensors: Sequence[Out],
+    tensors: list[Out],
     others: Mapping[str, bytes],
     *,
     rank: int,
@@ -83,6 +73,7 @@ def write(
     what is in them, and holds one tensor in memory at a time. The folder appears whole, by one rename, or not at all.
 
     Args:
+        source: has the tensors, by the names they shall have.
         others: file -> content of everything that is not weights.
         rank, size: of the processes that write, which see one file system.
         barrier: of them; may raise at its first call, where a rank has refused that therefore does not come.
@@ -105,32 +96,32 @@ def write(
         weight_map = {out.name: file for file, held in parts.items() for out in held}
         others[INDEX] = to_json({"metadata": {"total_size": sum(o.n_bytes for o in tensors)}, "weight_map": weight_map})
     folder = folder.absolute()
-    disk, aside = Disk(str(folder.parent)), f".tmp-{folder.name}"
+    aside = folder.with_name(f".tmp-{folder.name}")
 
     def prepare() -> None:
         if rank == 0:
-            disk.make(aside)
+            durable.empty_folder(aside)
 
     def write_weights() -> None:
         for file in list(parts)[rank::size]:
             # Under another name until it is whole: so rank 0 can tell.
-            with disk.create(aside, f"part-{file}") as stream:
-                stream.write(header([(out.name, out.dtype, out.shape) for out in parts[file]]))
+            with durable.created(aside / f"part-{file}") as stream:
+                stream.write(header(parts[file]))
                 for out in parts[file]:
-                    tensor = source.read(out.of, tuple(slice(0, n) for n in out.shape)).to(out.dtype)
+                    tensor = source.read(out.name).to(out.dtype)
                     stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
-            disk.rename(f"{aside}/part-{file}", f"{aside}/{file}")
+            os.rename(aside / f"part-{file}", aside / file)
 
     def publish() -> None:
         if rank == 0:
-            if missing := sorted(parts.keys() - disk.sizes(aside).keys()):
+            if missing := sorted(file for file in parts if not (aside / file).is_file()):
                 raise OSError(f"{folder} was not written: {missing[0]} is missing, as the rank that writes it says")
             for file, content in others.items():
-                with disk.create(aside, file) as stream:
+                with durable.created(aside / file) as stream:
                     stream.write(content)
-            disk.sync(aside)
-            disk.rename(aside, folder.name)
-            disk.sync(".")
+            durable.sync_folder(aside)
+            os.rename(aside, folder)
+            durable.sync_folder(folder.parent)
 
     barrier()  # so that nothing is made if any rank has refused
     # From here on, whatever fails on one rank, each comes to every barrier: nobody waits there in vain.
@@ -144,11 +135,11 @@ def write(
     if errors:
         if rank == 0:
             with contextlib.suppress(OSError):  # what cannot be deleted takes room, no more
-                disk.remove(aside)
+                durable.remove_folder(aside)
         raise errors[0]
 
 
-def header(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+def header(tensors: list[Out]) -> bytes:
     """What stands in a safetensors file before the data of these tensors: its length in 8 bytes, then JSON.
 
     Written here and not by the library, which takes all of a file's tensors at once and gives the file mode 0600.
@@ -156,9 +147,9 @@ def header(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = {dtype: name for name, dtype in DTYPES.items()}
     end = 0
-    for name, dtype, shape in tensors:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
+    for out in tensors:
+        start, end = end, end + out.n_bytes
+        entries[out.name] = {"dtype": names[out.dtype], "shape": out.shape, "data_offsets": [start, end]}
     content = json.dumps(entries, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
     return len(content).to_bytes(8, "little") + content
@@ -175,9 +166,9 @@ def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str
         files[-1].append(name)
         filled += size
     if len(files) == 1:
-        return {"model.safetensors": files[0]}
+        return {SINGLE: files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def to_json(content: dict[str, Any]) -> bytes:
+def to_json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,111 @@
+"""How one program stores a family: its names of the tensors, and the configuration that stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dtmega import config
+from dtmega.formats.rules import Heads, Rule
+
+
+class Key(NamedTuple):
+    """A key of [model] and what the other program calls it.
+
+    Attributes:
+        ours: the key.
+        theirs: its names, today's last, which is the one that is written; the first that is there counts.
+        default: theirs, where none is there. None: it has to be there, and is a count.
+        free: weights mean the same whatever it is, so a run that starts from them may have another value.
+        resolved: the property of the section that has its value, where the key itself may say 0 for the usual one.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    default: Any = None
+    free: bool = False
+    resolved: str = ""
+
+    def of(self, model: config.Model) -> Any:
+        return getattr(model, self.resolved or self.ours)
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One program's form of one family.
+
+    Attributes:
+        kind: what its configuration calls the family, under model_type.
+        rules: between our tensors and theirs.
+        keys: of the configuration.
+        fixed: what its configuration says of every model of the family.
+        base: prefix of most of their names, without which the files of a bare base model have them.
+        ignored: matches the end of names of what is stored and is no weight.
+        heads: of a model, for rules with that word.
+        refuse: raises ValueError for a model that the format cannot express.
+        to_section: further keys of [model], of their configuration; raises ValueError.
+        from_section: further entries of their configuration, of [model].
+    """
+
+    kind: str
+    rules: tuple[Rule, ...]
+    keys: tuple[Key, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    base: str = ""
+    ignored: str = r"(?!)"
+    heads: Callable[[config.Model], Heads] = lambda model: Heads(model.n_heads, model.n_heads)
+    refuse: Callable[[config.Model], object] = _nothing
+    to_section: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    from_section: Callable[[config.Model], dict[str, Any]] = _nothing
+
+    def section(self, theirs: Mapping[str, Any], file: str) -> dict[str, Any]:
+        """The [model] section, but for its name, that a configuration of theirs describes.
+
+        Args:
+            file: for messages.
+
+        Raises:
+            ValueError: of another family, or without a size.
+        """
+        if theirs.get("model_type") != self.kind:
+            raise ValueError(
+                f"{file} has model_type={theirs.get('model_type')!r:.80}, expected '{self.kind}' ([model] name)"
+            )
+        section: dict[str, Any] = {}
+        for key in self.keys:
+            names = [name for name in key.theirs if theirs.get(name) is not None]
+            value = theirs[names[0]] if names else key.default
+            if value is None:
+                raise ValueError(f"{file} has no '{key.theirs[-1]}' ([model] {key.ours})")
+            if key.default is None and (type(value) is not int or value < 1):
+                raise ValueError(f"{file} has {names[0]}={value!r:.80}, expected a number above 0 ([model] {key.ours})")
+            section[key.ours] = value
+        return section | self.to_section(theirs)
+
+    def described(self, model: config.Model) -> dict[str, Any]:
+        """The configuration of theirs that describes a model.
+
+        Raises:
+            ValueError: the format cannot express it.
+        """
+        self.refuse(model)
+        return {**self.fixed, **{key.theirs[-1]: key.of(model) for key in self.keys}, **self.from_section(model)}
+
+    def check(self, theirs: Mapping[str, Any], file: str, model: config.Model) -> None:
+        """Is the model that a configuration of theirs describes the one that [model] asks for?
+
+        Raises:
+            ValueError: as `section` and `described`, or names each key that differs, with both values.
+        """
+        self.refuse(model)
+        there = type(model).model_validate({"name": model.name, **self.section(theirs, file)})
+        keys = [key for key in self.keys if not key.free] + [Key(ours, ()) for ours in self.to_section(theirs)]
+        values = {key.ours: (key.of(there), key.of(model)) for key in keys}
+        wrong = [f"{key}={was}, not {asked} ([model] {key})" for key, (was, asked) in values.items() if was != asked]
+        if wrong:
+            raise ValueError(f"{file} is of a model with {'; '.join(wrong)}")

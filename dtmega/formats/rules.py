@@ -1,0 +1,254 @@
+"""Rules between the tensors of a model here and those in other people's files: data, read in both directions.
+
+    Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose")
+    Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")
+    Rule("layers.{}.mlp.experts.up", "model.layers.{}.mlp.experts.{}.up_proj.weight", "stack")
+
+A name that ends in a dot is a module, and stands for its weight and its bias; any other is a tensor. `{}` is the number
+of a layer. A form is one word or several:
+
+    same        the tensors are equal
+    transpose   theirs is [in, out], as in GPT-2's Conv1D; vectors are equal
+    concat      the rows of several tensors, equal parts, stand one after the other in the one of the other side
+    heads       on one side the rows of q, then those of k, then of v, in three tensors or in one; on the other, in one
+                tensor, by head: [groups, (the group's q's, k, v), K]. That is ours, unless ours are three.
+    stack       theirs are numbered by one more `{}`, and are the entries of ours, [number of them, ...]
+
+All of them move whole rows. So a form comes down to runs of rows, and whoever needs a box of a tensor reads the rows of
+that box, and no others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+VIEWS = ("transpose", "stack")  # change how the rows of theirs are seen; the other words, which rows are which
+WORDS = ("same", "concat", "heads", *VIEWS)
+Shape = tuple[int, ...]
+T = TypeVar("T")
+
+
+class Rule(NamedTuple):
+    """One row of a format.
+
+    Attributes:
+        ours, theirs: names; at most one side has several.
+        form: words of WORDS, separated by spaces.
+    """
+
+    ours: str | tuple[str, ...]
+    theirs: str | tuple[str, ...]
+    form: str = "same"
+
+    @property
+    def words(self) -> set[str]:
+        return set(self.form.split())
+
+
+class Heads(NamedTuple):
+    """How many heads of queries a model has, and of keys and values: groups of the former share one of the latter."""
+
+    n: int
+    n_kv: int
+
+
+class Run(NamedTuple):
+    """Rows of a tensor that are rows of one on the other side.
+
+    Attributes:
+        at: the first of them here.
+        of: name of the tensor there.
+        start: the first of them there.
+        rows: how many.
+    """
+
+    at: int
+    of: str
+    start: int
+    rows: int
+
+
+class Made(NamedTuple):
+    """How a tensor is made of tensors of the other side.
+
+    Attributes:
+        shape: of the tensor.
+        runs: its rows in order, each once.
+        here: how its rows are seen, for rules speak of rows as ours have them: "", "transpose" or "stack".
+        there: likewise of the tensors on the other side.
+    """
+
+    shape: Shape
+    runs: tuple[Run, ...]
+    here: str = ""
+    there: str = ""
+
+
+class Translation(NamedTuple):
+    """Both directions: our tensors made of theirs, and theirs made of ours."""
+
+    ours: dict[str, Made]
+    theirs: dict[str, Made]
+
+
+def translate(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) -> Translation:
+    """What the rules come to for one model.
+
+    Args:
+        shapes: of our tensors, by name; all that the model has.
+        heads: of the model, for rules with that word.
+
+    Returns:
+        In the order of our names, layers by their numbers.
+
+    Raises:
+        ValueError: a tensor that no rule names, or part of what one rule joins.
+    """
+    rows = _table(rules)
+    joined: dict[tuple[Rule, tuple[str, ...], str], dict[int, str]] = {}
+    for name in sorted(shapes, key=_natural):
+        rule, number, layers, suffix = _match(rows, name)
+        joined.setdefault((rule, layers, suffix), {})[number] = name
+    found = Translation({}, {})
+    for (rule, layers, suffix), members in joined.items():
+        patterns = _several(rule.ours)
+        if len(members) < len(patterns):
+            lost = next(pattern for i, pattern in enumerate(patterns) if i not in members)
+            raise ValueError(f"'{lost.format(*layers)}{suffix}' is missing, which stands in one rule with {members}")
+        ours = {members[i]: shapes[members[i]] for i in range(len(patterns))}
+        _add(found, ours, rule, (layers, suffix), heads)
+    return found
+
+
+def _add(
+    found: Translation, ours: Mapping[str, Shape], rule: Rule, number: tuple[tuple[str, ...], str], heads: Heads
+) -> None:
+    """The tensors of one rule, for one layer."""
+    our_rows = {name: shape[0] for name, shape in ours.items()}
+    total = sum(our_rows.values())
+    _, *width = next(iter(ours.values()))
+    their_rows = _their_rows(rule, number, total, heads)
+    view = next((word for word in VIEWS if word in rule.words), "")
+    runs = [(0, 0, total)]
+    if "heads" in rule.words:
+        runs = _by_head(total, heads)
+        if len(ours) > 1:  # then it is theirs that are by head
+            runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
+    pieces = _cut(runs, our_rows, their_rows)
+    for name, shape in ours.items():
+        its = (Run(here, there, start, n) for mine, here, there, start, n in pieces if mine == name)
+        found.ours[name] = Made(shape, _merged(its), here="", there=view)
+    for name, rows in their_rows.items():
+        its = (Run(start, mine, here, n) for mine, here, there, start, n in pieces if there == name)
+        found.theirs[name] = Made(stored(view, (rows, *width)), _merged(its), here=view, there="")
+
+
+def _their_rows(rule: Rule, number: tuple[tuple[str, ...], str], total: int, heads: Heads) -> dict[str, int]:
+    """Name -> rows, as ours count them."""
+    layers, suffix = number
+    patterns = _several(rule.theirs)
+    if "stack" in rule.words:
+        return {patterns[0].format(*layers, i) + suffix: 1 for i in range(total)}
+    parts = (heads.n, heads.n_kv, heads.n_kv) if len(patterns) == 3 and "heads" in rule.words else (1,) * len(patterns)
+    if total % sum(parts):
+        raise ValueError(f"{total} rows of '{rule.ours}' cannot be cut into {sum(parts)} equal parts")
+    share = total // sum(parts)
+    return {pattern.format(*layers) + suffix: share * part for pattern, part in zip(patterns, parts, strict=True)}
+
+
+def _by_head(total: int, heads: Heads) -> list[tuple[int, int, int]]:
+    """(row where they stand by head, row where q, k and v stand one after the other, how many).
+
+    The first is [groups, (the group's q's, k, v), K], the second [(q, k, v), heads of each, K].
+    """
+    head_rows, rest = divmod(total, heads.n + 2 * heads.n_kv)
+    if rest:
+        raise ValueError(f"{total} rows cannot be {heads.n} + 2 x {heads.n_kv} heads")
+    group = heads.n // heads.n_kv * head_rows
+    widths = (group, head_rows, head_rows)
+    runs = []
+    by_head = 0
+    for i in range(heads.n_kv):
+        first = 0
+        for width in widths:
+            runs.append((by_head, first + i * width, width))
+            by_head += width
+            first += width * heads.n_kv
+    return runs
+
+
+def _cut(
+    runs: list[tuple[int, int, int]], ours: Mapping[str, int], theirs: Mapping[str, int]
+) -> list[tuple[str, int, str, int, int]]:
+    """Runs over all rows of a rule, cut where a tensor of either side ends: (ours, row, theirs, row, how many)."""
+    pieces = []
+    for our_row, their_row, rows in runs:
+        at = 0
+        while at < rows:
+            mine, here = _tensor_at(ours, our_row + at)
+            other, there = _tensor_at(theirs, their_row + at)
+            n = min(rows - at, ours[mine] - here, theirs[other] - there)
+            pieces.append((mine, here, other, there, n))
+            at += n
+    return pieces
+
+
+def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
+    """The tensor that a row is in, of some that stand one after the other, and its number there."""
+    for name, n in rows.items():
+        if row < n:
+            return name, row
+        row -= n
+    raise AssertionError(f"{row} rows too many for {rows}")
+
+
+def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """In order, neighbours that are neighbours on both sides as one."""
+    found: list[Run] = []
+    for run in sorted(runs):
+        if found and found[-1].of == run.of and found[-1].start + found[-1].rows == run.start:
+            found[-1] = found[-1]._replace(rows=found[-1].rows + run.rows)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------------ views
+
+
+def stored(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
+    """What stands for each dim of a tensor as it is stored, of what stands for each dim as rules see it."""
+    return {"transpose": dims[::-1], "stack": dims[1:]}.get(view, dims)
+
+
+# ------------------------------------------------------------------------------------------------------------ names
+
+
+def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule, int]]:
+    """Pattern of each of our names -> its rule, and its number there."""
+    found = []
+    for rule in rules:
+        assert rule.words <= {*WORDS}, rule
+        for number, name in enumerate(_several(rule.ours)):
+            suffix = r"(weight|bias)" if name.endswith(".") else "()"
+            found.append((re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + suffix), rule, number))
+    return found
+
+
+def _match(table: Sequence[tuple[re.Pattern[str], Rule, int]], name: str) -> tuple[Rule, int, tuple[str, ...], str]:
+    """The rule of one of our names, which of its names that is, the numbers in it, and weight or bias."""
+    for pattern, rule, number in table:
+        if match := pattern.fullmatch(name):
+            *layers, suffix = match.groups()
+            return rule, number, tuple(layers), suffix
+    raise ValueError(f"'{name}' is in no rule of the format")
+
+
+def _natural(name: str) -> list[int | str]:
+    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)]

@@ -1,0 +1,351 @@
+"""Room formats/: rules between our tensors and other people's, each form in both directions and by slice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dtmega import config, families
+from dtmega.formats.format import Format, Key
+from dtmega.formats.rules import Heads, Rule, Translation, translate
+from dtmega.formats.sources import BY_TOKEN, Translated
+from dtmega.hf import export, ours
+from tests.test_hf import Memory
+
+H, G, K, D, F, E = 4, 2, 3, 5, 6, 3  # heads, groups of them, width of one, features in, out, experts
+Tensors = dict[str, Tensor]
+
+
+class Counted(Memory):
+    """Attributes:
+    elements: of all tensors that were read.
+    """
+
+    elements = 0
+
+    def read(self, name: str, index: Any = None) -> Tensor:
+        part = super().read(name, index)
+        self.elements += part.numel()
+        return part
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def conv1d() -> tuple[Tensors, Tensors]:
+    theirs = drawn(D, F)
+    return {"layers.0.out.weight": theirs.T.clone(), "layers.0.out.bias": drawn(F)}, {
+        "h.0.c_proj.weight": theirs,
+        "h.0.c_proj.bias": drawn(F),
+    }
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[groups, (q's, k, v), K] as Megatron-core's linear_qkv has them: group by group."""
+    groups = [part.unflatten(0, (G, -1)) for part in (q, k, v)]
+    return torch.cat([torch.cat([part[g] for part in groups]) for g in range(G)])
+
+
+def fused() -> tuple[Tensors, Tensors]:
+    """GPT-2's c_attn, [D, q | k | v], and ours, [head, (q, k, v), K]."""
+    c_attn, bias = drawn(D, 3 * H * K), drawn(3 * H * K)
+    ours = {
+        name: torch.stack([part.unflatten(0, (H, K)) for part in rows.split(H * K)], 1).flatten(0, 2)
+        for name, rows in (("attn.qkv.weight", c_attn.T), ("attn.qkv.bias", bias))
+    }
+    return ours, {"c_attn.weight": c_attn, "c_attn.bias": bias}
+
+
+def three_apart() -> tuple[Tensors, Tensors]:
+    """BERT's query, key and value; as many heads of each."""
+    parts = [drawn(G * K, D + i)[:, :D] for i in range(3)]
+    return {"attn.qkv.weight": by_head(*parts)}, {f"self.{n}.weight": p for n, p in zip("qkv", parts, strict=True)}
+
+
+def grouped(theirs_fused: bool) -> tuple[Tensors, Tensors]:
+    """Fewer heads of keys and values: three of one side, one by head of the other."""
+    parts = drawn(H * K, D), drawn(G * K, D), drawn(G * K, D) + 1
+    apart = {f"layers.1.{n}.weight": p for n, p in zip("qkv", parts, strict=True)}
+    joined = {"layers.1.qkv.weight": by_head(*parts)}
+    return (apart, joined) if theirs_fused else (joined, apart)
+
+
+def two_in_one(theirs_fused: bool) -> tuple[Tensors, Tensors]:
+    gate, up = drawn(F, D), drawn(F, D) + 1
+    apart, joined = {"mlp.gate.weight": gate, "mlp.up.weight": up}, {"mlp.gate_up.weight": torch.cat([gate, up])}
+    return (apart, joined) if theirs_fused else (joined, apart)
+
+
+def experts() -> tuple[Tensors, Tensors]:
+    theirs = {f"layers.2.experts.{i}.w1.weight": drawn(F, D) + i for i in range(E)}
+    return {"layers.2.mlp.experts.up": torch.stack([*theirs.values()])}, theirs
+
+
+APART = tuple(f"layers.{{}}.{n}." for n in "qkv")
+FORMS: dict[str, tuple[Rule, Heads, Callable[[], tuple[Tensors, Tensors]]]] = {
+    "transpose": (Rule("layers.{}.out.", "h.{}.c_proj.", "transpose"), Heads(1, 1), conv1d),
+    "transpose heads": (Rule("attn.qkv.", "c_attn.", "transpose heads"), Heads(H, H), fused),
+    "heads of three": (Rule("attn.qkv.", ("self.q.", "self.k.", "self.v."), "heads"), Heads(G, G), three_apart),
+    "heads in groups": (Rule("layers.{}.qkv.", APART, "heads"), Heads(H, G), lambda: grouped(False)),
+    "groups in one of theirs": (Rule(APART, "layers.{}.qkv.", "heads"), Heads(H, G), lambda: grouped(True)),
+    "concat": (Rule("mlp.gate_up.", ("mlp.gate.", "mlp.up."), "concat"), Heads(1, 1), lambda: two_in_one(False)),
+    "concat in theirs": (
+        Rule(("mlp.gate.", "mlp.up."), "mlp.gate_up.", "concat"),
+        Heads(1, 1),
+        lambda: two_in_one(True),
+    ),
+    "stack": (Rule("layers.{}.mlp.experts.up", "layers.{}.experts.{}.w1.weight", "stack"), Heads(1, 1), experts),
+}
+
+
+def sides(form: str) -> tuple[Translation, Tensors, Tensors]:
+    rule, heads, make = FORMS[form]
+    ours, theirs = make()
+    return translate([rule], {name: tuple(t.shape) for name, t in ours.items()}, heads), ours, theirs
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_read_in_both_directions_to_the_bit(form: str):
+    (from_theirs, from_ours), ours, theirs = sides(form)
+    for made, source, truth in ((from_theirs, theirs, ours), (from_ours, ours, theirs)):
+        read = Translated(Memory(source), made)
+        assert read.tensors == Memory(truth).tensors
+        assert all(torch.equal(read.read(name), tensor) for name, tensor in truth.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_a_form_any_box_is_read_and_nothing_else(form: str):
+    (from_theirs, from_ours), ours, theirs = sides(form)
+    dice = random.Random(0)
+    for made, source, truth in ((from_theirs, theirs, ours), (from_ours, ours, theirs)):
+        for _ in range(40):
+            name, tensor = dice.choice([*truth.items()])
+            spans = [sorted(dice.sample(range(n + 1), 2)) for n in tensor.shape]
+            box = tuple(slice(start, stop) for start, stop in spans)
+            counted = Counted(source)
+            assert torch.equal(Translated(counted, made).read(name, box), tensor[box])
+            assert counted.elements == tensor[box].numel()
+
+
+def test_what_is_read_whole_is_read_at_once():
+    (from_theirs, from_ours), ours, theirs = sides("heads in groups")
+    source = Memory(theirs)
+    Translated(source, from_theirs).read("layers.1.qkv.weight")
+    assert source.asked == ["layers.1.k.weight", "layers.1.q.weight", "layers.1.v.weight"]
+    source = Memory(ours)
+    Translated(source, from_ours).read("layers.1.k.weight")
+    assert source.asked == ["layers.1.qkv.weight"] * G  # by head, so two stretches
+
+
+def test_parts_of_several_dtypes_become_one_that_holds_them_all():
+    (from_theirs, _), _, theirs = sides("concat")
+    theirs["mlp.up.weight"] = theirs["mlp.up.weight"].bfloat16()
+    read = Translated(Memory(theirs), from_theirs).read("mlp.gate_up.weight")
+    assert torch.equal(read, torch.cat([*(t.float() for t in theirs.values())]))
+    assert read.dtype == torch.float32
+
+
+def test_names_are_in_the_order_of_ours_with_layers_by_number():
+    shapes = {f"layers.{i}.up.weight": (2, 2) for i in (10, 9, 0)} | {"embed.weight": (3, 2)}
+    rules = [Rule("layers.{}.up.", "h.{}.fc."), Rule("embed.", "wte.")]
+    theirs = translate(rules, shapes, Heads(1, 1)).theirs
+    assert [*theirs] == ["wte.weight", "h.0.fc.weight", "h.9.fc.weight", "h.10.fc.weight"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "shapes", "message"),
+    [
+        (Rule("a.", "b."), {"c.weight": (1,)}, "'c.weight' is in no rule of the format"),
+        (Rule("a.", "b."), {"a.scale": (1,)}, "'a.scale' is in no rule"),
+        (Rule(("a.", "b."), "c.", "concat"), {"b.weight": (1,)}, "'a.weight' is missing"),
+        (Rule("a.", ("b.", "c."), "concat"), {"a.weight": (3,)}, "3 rows of 'a.' cannot be cut into 2 equal parts"),
+        (Rule("a.", "b.", "heads"), {"a.weight": (3,)}, "3 rows cannot be 2 \\+ 2 x 2 heads"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_rules_are_refused(rule: Rule, shapes: dict[str, tuple[int, ...]], message: str):
+    with pytest.raises(ValueError, match=message):
+        translate([rule], shapes, Heads(2, 2))
+
+
+# ------------------------------------------------------------------------- a GPT-2, by a format that stands only here
+
+GPT2 = Format(
+    kind="gpt2",
+    rules=(
+        Rule("embed.", "transformer.wte."),
+        Rule("positions.", "transformer.wpe."),
+        Rule("layers.{}.attn_norm.", "transformer.h.{}.ln_1."),
+        Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads"),
+        Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose"),
+        Rule("layers.{}.mlp_norm.", "transformer.h.{}.ln_2."),
+        Rule("layers.{}.mlp.up.", "transformer.h.{}.mlp.c_fc.", "transpose"),
+        Rule("layers.{}.mlp.down.", "transformer.h.{}.mlp.c_proj.", "transpose"),
+        Rule("norm.", "transformer.ln_f."),
+        Rule("head.", "lm_head."),
+    ),
+    keys=(
+        Key("vocab_size", ("vocab_size",)),
+        Key("hidden_size", ("n_embd",)),
+        Key("n_layers", ("n_layer",)),
+        Key("n_heads", ("n_head",)),
+        Key("ffn_hidden_size", ("n_inner",), 0, resolved="ffn"),
+        Key("layer_norm_eps", ("layer_norm_epsilon",), 1e-5),
+    ),
+    fixed={"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 64},
+    base="transformer.",
+    ignored=r"\.attn\.(masked_)?bias",
+)
+
+
+def gpt2(folder: Path) -> Any:
+    from tests import hf_models
+
+    model = hf_models.build(hf_models.Case("gpt2"))
+    model.save_pretrained(folder)
+    return model
+
+
+def named(shapes: dict[str, tuple[int, ...]], tied: tuple[str, str]) -> nn.Module:
+    """A module with parameters of these names."""
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(torch.empty(shape)))
+    first, second = (root.get_submodule(name.removesuffix(".weight")) for name in tied)
+    second.register_parameter("weight", first.get_parameter("weight"))
+    return root
+
+
+@pytest.fixture
+def ours_of_gpt2(tmp_path: Path) -> tuple[Any, config.Model, nn.Module]:
+    """transformers' model, in tmp_path / "theirs"; its [model] section, and a module with the parameters that ours
+    would have.
+    """
+    model = gpt2(tmp_path / "theirs")
+    section = GPT2.section(json.loads((tmp_path / "theirs" / "config.json").read_text()), "config.json")
+    d, f = section["hidden_size"], 4 * section["hidden_size"]
+    shapes = {"embed.weight": (131, d), "positions.weight": (64, d), "head.weight": (131, d)}
+    for i in range(2):
+        linear = {"attn.qkv": (3 * d, d), "attn.out": (d, d), "mlp.up": (f, d), "mlp.down": (d, f)}
+        for name, shape in linear.items():
+            shapes |= {f"layers.{i}.{name}.weight": shape, f"layers.{i}.{name}.bias": shape[:1]}
+    for norm in ("norm", *(f"layers.{i}.{name}_norm" for i in range(2) for name in ("attn", "mlp"))):
+        shapes |= {f"{norm}.weight": (d,), f"{norm}.bias": (d,)}
+    return model, config.Model.model_validate(section), named(shapes, ("embed.weight", "head.weight"))
+
+
+def test_a_gpt2_computes_with_our_rows_what_transformers_computes_with_its_own(tmp_path: Path, ours_of_gpt2):
+    model, section, whole = ours_of_gpt2
+    source = ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+    attention = model.transformer.h[1].attn
+    x = torch.eye(section.hidden_size)  # so that each product is one number, without rounding
+    qkv = nn.functional.linear(x, source.read("layers.1.attn.qkv.weight"), source.read("layers.1.attn.qkv.bias"))
+    ours_by_head = qkv.unflatten(-1, (section.n_heads, 3, section.head_dim)).unbind(2)
+    theirs_by_head = [part.unflatten(-1, (section.n_heads, -1)) for part in attention.c_attn(x).chunk(3, dim=-1)]
+    assert all(torch.equal(a, b) for a, b in zip(ours_by_head, theirs_by_head, strict=True))
+    down = source.read("layers.0.mlp.down.weight")
+    x = torch.eye(4 * section.hidden_size)
+    theirs = model.transformer.h[0].mlp.c_proj(x)
+    assert torch.equal(nn.functional.linear(x, down, source.read("layers.0.mlp.down.bias")), theirs)
+
+
+@pytest.mark.parametrize("kind", ["as it is", "bare", "with masks and a head"])
+def test_a_gpt2_goes_through_our_form_and_back_to_the_bit(tmp_path: Path, ours_of_gpt2, kind: str):
+    from transformers import AutoModelForCausalLM
+
+    model, section, whole = ours_of_gpt2
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    if kind == "bare":  # as the hub has it
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    if kind == "with masks and a head":
+        tensors |= {"transformer.h.0.attn.bias": torch.ones(1), "transformer.h.1.attn.masked_bias": torch.ones(1)}
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    source = ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+    assert "head.weight" not in source.tensors
+    held = Memory({name: source.read(name).contiguous() for name in source.tensors})
+    alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
+    theirs = ours.translated(held, GPT2, section, lambda _: whole)
+    export.export(theirs, tmp_path / "out", GPT2.described(section), None, None, **alone)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    truth = model.state_dict()
+    assert again.state_dict().keys() == truth.keys()
+    assert all(torch.equal(tensor, truth[name]) for name, tensor in again.state_dict().items())
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_a_gpt2_that_lacks_a_tensor_or_has_another_form_is_refused_by_their_name(tmp_path: Path, ours_of_gpt2):
+    _, section, whole = ours_of_gpt2
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    c_fc = tensors.pop("transformer.h.1.mlp.c_fc.weight")
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"has no 'transformer.h.1.mlp.c_fc.weight' in its safetensors files"):
+        ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+    save_file(tensors | {"transformer.h.1.mlp.c_fc.weight": c_fc.T.contiguous()}, file)
+    with pytest.raises(ValueError, match=r"'transformer.h.1.mlp.c_fc.weight' of .* is \[256, 64\], but .* \[64, 256\]"):
+        ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+
+
+# ------------------------------------------------------------------------------------- the formats of our own families
+
+OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.Own)}
+
+
+def small(name: str, **keys: Any) -> config.Model:
+    sizes = {"vocab_size": 13, "hidden_size": 16, "n_layers": 2, "n_heads": 4}
+    return config.Model.model_validate({"name": name, **sizes, **keys})
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_rows_of_padding_are_of_the_tensors_by_token_and_of_no_others(name: str):
+    plain, padded = (families.shapes(small(name, pad_vocab_to_multiple=n)) for n in (1, 8))
+    assert {n for n in plain if plain[n] != padded[n]} == {*BY_TOKEN} & plain.keys()
+    assert all(padded[n] == (16, *plain[n][1:]) for n in BY_TOKEN if n in plain)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_configuration_of_theirs_describes_the_model_that_it_was_written_of(name: str):
+    form = OWN[name].formats["hf"]
+    model = small(name)
+    section = form.section(form.described(model), "config.json")
+    form.check(form.described(model), "config.json", model)
+    again = config.Model.model_validate({"name": name, **section})
+    assert form.described(again) == form.described(model)
+
+
+def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path, monkeypatch):
+    family: Any = families.FAMILIES["bloom"]
+    monkeypatch.setitem(families.FAMILIES, "another", dataclasses.replace(family, formats={"hf": GPT2}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"has model_type='llama', expected one of bloom, gpt2 \(\[model\] name\)"):
+        families.open_folder(tmp_path, None)
+    gpt2(tmp_path)
+    with pytest.raises(ValueError, match="another"):  # no name that the configuration knows
+        families.open_folder(tmp_path, None)
+
+
+def test_what_to_section_adds_is_compared_too():
+    form = dataclasses.replace(GPT2, to_section=lambda theirs: {"z_loss": theirs["z"]})
+    theirs = GPT2.described(config.Model()) | {"z": 0.5}
+    assert form.section(theirs, "config.json")["z_loss"] == 0.5
+    with pytest.raises(ValueError, match=r"is of a model with z_loss=0.5, not 0.0 \(\[model\] z_loss\)"):
+        form.check(theirs, "config.json", config.Model())
+    form.check(theirs, "config.json", config.Model(z_loss=0.5))
