@@ -101,7 +101,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     # Imported here so that `tokenize` starts without torch.
     from dtmega import families, mesh
-    from dtmega.checkpoint.resume import open_checkpoint
+    from dtmega.checkpoint.resume import open_checkpoint, state_of
     from dtmega.checkpoint.weights import Weights, load
     from dtmega.data.tokenizer import load_tokenizer
     from dtmega.models.generate import generate
@@ -111,7 +111,8 @@ def _generate(args: argparse.Namespace) -> int:
     cfg = config.read(of_run) if of_run.is_file() else recorded_config(checkpoint)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     family = families.of(cfg.model)
-    model = family.build(family.described(cfg.model)).to(mesh.pick_device(cfg.run.device))
+    described = family.described(cfg.model, state_of(checkpoint).digest)
+    model = family.build(described).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
     named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
     load(Weights(checkpoint), named, cfg.model.padded_vocab_size)

@@ -13,18 +13,20 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from dtmega import sections
-from dtmega.sections import ConfigError, Override, Section, key
+from dtmega import declared, sections
+from dtmega.declared import Section, key
+from dtmega.sections import ConfigError, Override
 
 PACKAGE = Path(__file__).resolve().parent
 # An installed wheel has them inside the package, a copy of the repository beside it.
 CONFIGS_DIR = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
+GONE = ("elements", "digest")  # keys of [model] that earlier versions wrote into every config.toml
 HELP = """usage: torchrun [--nproc-per-node N] train.py --config NAME.toml
        [--section.key value ...]
 Installed, from any folder: torchrun [--nproc-per-node N] -m dtmega train ...,
@@ -56,28 +58,47 @@ class Run(Section):
 
 
 class Model(Section):
-    name: Literal["bloom", "hf"] = key("bloom", "which file of dtmega/models; hf = the model of transformers in `path`")
-    path: str = key("", "hf: a directory with config.json, weights and tokenizer.json; sizes below are its own")
+    """The keys of every family. A family of its own is a class below with its `name`, and its place in `Config.model`.
+
+    Attributes:
+        directory: the one that the model is read from; '' where it is written here.
+    """
+
+    name: Any  # the Literal of each family
     init_from: str = key("", "weights to start with: a Hugging Face folder or a checkpoint's; empty = random")
     vocab_size: int = key(8192, "V; at least the tokenizer's vocabulary", ge=1)
-    pad_vocab_to_multiple: int = key(1, "rows of the embedding; rows beyond V never enter the softmax", ge=1)
     hidden_size: int = key(256, "D", ge=1)
     n_layers: int = key(4, "L", ge=1)
     n_heads: int = key(8, "H; must divide hidden_size", ge=1)
     ffn_hidden_size: int = key(0, "F; 0 = 4 D", ge=0)
+    label_smoothing: float = key(0.0, "of the training loss", ge=0, lt=1)
+
+    @property
+    def directory(self) -> str:
+        return ""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.vocab_size
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+class OwnModel(Model):
+    """The keys of every family that is written here."""
+
+    pad_vocab_to_multiple: int = key(1, "rows of the embedding; rows beyond V never enter the softmax", ge=1)
     hidden_dropout: float = key(0.0, "on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "on the attention probabilities", ge=0, lt=1)
-    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
     init_std: float = key(0.02, "std of N(0, std); the layers that write to the residual get std / sqrt(2 L)", gt=0)
-    label_smoothing: float = key(0.0, "of the training loss", ge=0, lt=1)
     z_loss: float = key(0.0, "weight of log(Z)^2 in the training loss (PaLM: 1e-4)", ge=0)
-    apply_residual_connection_post_layernorm: bool = key(False, "the residual is the LayerNorm's output (BERT's order)")
-    elements: list[int] = key([], "hf: parameters of a layer and of the model; the trainer counts them")
-    digest: str = key("", "hf: of what config.json says; the trainer sets it, and refuses another one on resume")
 
     @model_validator(mode="after")
-    def _check(self) -> Model:
-        if self.name == "bloom" and self.hidden_size % self.n_heads:
+    def _check_heads(self) -> OwnModel:
+        if self.hidden_size % self.n_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
                 f"([model] n_heads, [model] hidden_size)"
@@ -92,9 +113,22 @@ class Model(Section):
     def head_dim(self) -> int:
         return self.hidden_size // self.n_heads
 
+
+class Bloom(OwnModel):
+    name: Literal["bloom"] = key("bloom", "the family of models")
+    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
+    apply_residual_connection_post_layernorm: bool = key(False, "the residual is the LayerNorm's output (BERT's order)")
+
+
+class Transformers(Model):
+    """A model of transformers, which decides its sizes."""
+
+    name: Literal["hf"] = key("hf", "the family of models")
+    path: str = key("", "a directory with config.json, weights and tokenizer.json; sizes above are its own")
+
     @property
-    def ffn(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
+    def directory(self) -> str:
+        return self.path
 
 
 class Data(Section):
@@ -304,7 +338,7 @@ class Compile(Section):
 
 class Config(Section):
     run: Run = Run()
-    model: Model = Model()
+    model: Annotated[Bloom | Transformers, Field(discriminator="name")] = Bloom()
     data: Data = Data()
     batch: Batch = Batch()
     optim: Optim = Optim()
@@ -407,9 +441,17 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     Raises:
         ConfigError: as `load`.
     """
-    return sections.validate(Config, {"train": {}} | dict(values), source, overrides)
+    model = values.get("model")
+    if isinstance(model, dict):
+        values = {**values, "model": {k: value for k, value in model.items() if k not in GONE}}
+    return sections.validate(Config, {"train": {}, **values}, source, overrides)
+
+
+def model_section(keys: Mapping[str, Any], source: str) -> Model:
+    """A [model] section by itself; arguments and errors as of `validate`."""
+    return validate({"model": keys, "train": {"steps": 1}}, source).model
 
 
 def describe() -> str:
     """The text that `--help` prints."""
-    return f"{HELP}\n{sections.describe(Config)}"
+    return f"{HELP}\n{declared.describe(Config)}"

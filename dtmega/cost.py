@@ -177,7 +177,7 @@ def _tp_traffic(cfg: Config, n: int, layers: int, ends: int, hidden_bytes: int, 
     """
     passes, entered, left = 4 * layers + ends, 0, 0
     if cfg.recompute.mode != "none":
-        entered, left = 2 * layers, (2 if cfg.model.hidden_dropout else 1) * layers
+        entered, left = 2 * layers, (2 if getattr(cfg.model, "hidden_dropout", 0) else 1) * layers
     if not cfg.mesh.sequence_parallel:
         return [Traffic("hidden state", "tp", "all-reduce", n * (passes + left), hidden_bytes)]
     # Weights on every rank that saw S/tp of the tokens: a layer's two norms and two biases, a norm at each end. fp32.

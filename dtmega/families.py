@@ -61,8 +61,15 @@ class Family(Protocol):
         """
         ...
 
-    def described(self, model: config.Model) -> config.Model:
+    def digest(self, model: config.Model) -> str:
+        """Of what the model's directory says of it; '' where there is none."""
+        ...
+
+    def described(self, model: config.Model, trained: str) -> config.Model:
         """A [model] section that was resolved once, as its directory says it today.
+
+        Args:
+            trained: the `digest` of then; '' where it is not known.
 
         Raises:
             ValueError: no such directory any more, or not the one that was trained.
@@ -141,20 +148,19 @@ class Own:
         plan: its table, of the [model] section with sequence parallelism or without.
     """
 
-    model: Callable[[config.Model], Stage]
-    plan: Callable[[config.Model, bool], Plan]
+    model: Callable[[Any], Stage]
+    plan: Callable[[Any, bool], Plan]
     formats: Mapping[str, Format]
     libraries: tuple[str, ...] = ()
     directory: bool = False
 
     def resolve(self, cfg: config.Config) -> config.Config:
-        if cfg.model.path:
-            raise ValueError(f"path={cfg.model.path} is for name = 'hf' ([model] path; [model] init_from for weights)")
-        if cfg.model.elements or cfg.model.digest:
-            raise ValueError("[model] elements and digest are set by the trainer, for name = 'hf': leave them out")
         return cfg
 
-    def described(self, model: config.Model) -> config.Model:
+    def digest(self, model: config.Model) -> str:
+        return ""
+
+    def described(self, model: config.Model, trained: str) -> config.Model:
         return model
 
     def notes(self, model: config.Model) -> list[str]:
@@ -219,8 +225,11 @@ class Transformers:
     def resolve(self, cfg: config.Config) -> config.Config:
         return hf_resolve.resolve(cfg)
 
-    def described(self, model: config.Model) -> config.Model:
-        return hf_resolve.described(model)
+    def digest(self, model: config.Model) -> str:
+        return hf_resolve.digest(model.directory)
+
+    def described(self, model: config.Model, trained: str) -> config.Model:
+        return hf_resolve.described(model, trained)
 
     def notes(self, model: config.Model) -> list[str]:
         return hf_resolve.notes(model)
@@ -236,8 +245,8 @@ class Transformers:
         with torch.device("meta"):
             whole = HF(model)
         kind = whole.hf.config.model_type
-        if not model.init_from and not has_weights(model.path):
-            initial_values(model.path)
+        if not model.init_from and not has_weights(model.directory):
+            initial_values(model.directory)
         if sizes["tp"] > 1:
             try:
                 plan_for(whole.hf, sizes["tp"])
@@ -260,13 +269,13 @@ class Transformers:
 
     def weights(self, model: config.Model) -> Source | None:
         if model.init_from and not is_hf_folder(model.init_from):
-            return open_checkpoint_weights(model)
-        if not model.init_from and not has_weights(model.path):
+            return open_checkpoint_weights(model, self.digest(model))
+        if not model.init_from and not has_weights(model.directory):
             return None
         key = "init_from" if model.init_from else "path"
         try:
             with torch.device("meta"):
-                return open_theirs(getattr(model, key), HF(model).hf)
+                return open_theirs(model.init_from or model.directory, HF(model).hf)
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} ([model] {key})") from None
 
@@ -278,7 +287,7 @@ class Transformers:
             built = HF(model)
         theirs = {stored: name for name, stored in hf_resolve.stored_names(built).items()}
         described = {"architectures": [type(built.hf).__name__]}
-        hf_export.export(Renamed(source, theirs), folder, described, Path(model.path), tokenizer, **options)
+        hf_export.export(Renamed(source, theirs), folder, described, Path(model.directory), tokenizer, **options)
 
 
 FAMILIES: dict[str, Family] = {
@@ -339,7 +348,7 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
                 f"{', '.join(sorted(form.kind for form in formats.values()))} ([model] name)"
             )
         section = formats[names[0]].section(theirs, f"{path}/{config_json.NAME}")
-        model = config.Model(name=names[0], **section)  # pyright: ignore[reportArgumentType]
+        model = config.model_section({"name": names[0], **section}, str(path))
     return of(model).folder(path, model), model
 
 

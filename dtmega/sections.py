@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import difflib
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import tomli
-import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-COLUMNS = 80  # what --help fits into
+from dtmega.declared import Kinds, choices_of, which
+
 SHOWN = 200  # characters of a wrong value in a message
 
 Sections = TypeVar("Sections", bound=BaseModel)
@@ -26,17 +25,6 @@ Sections = TypeVar("Sections", bound=BaseModel)
 
 class ConfigError(ValueError):
     """The user asked for what cannot be; `train.py` prints it and exits with code 2."""
-
-
-def key(default: Any, line: str, **bounds: Any) -> Any:
-    """A key of a section: its default, its line in `--help`, and pydantic's bounds."""
-    return Field(default, description=line, **bounds)
-
-
-class Section(BaseModel):
-    """The keys of one [section]."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Override(NamedTuple):
@@ -59,16 +47,6 @@ class CommandLine(NamedTuple):
 
     name: str
     overrides: list[Override]
-
-
-def fields_of(kind: type[BaseModel]) -> dict[str, dict[str, FieldInfo]]:
-    """Section -> key -> its declaration."""
-    found = {}
-    for section, info in kind.model_fields.items():
-        assert isinstance(info.annotation, type)
-        assert issubclass(info.annotation, Section)
-        found[section] = info.annotation.model_fields
-    return found
 
 
 def read_argv(argv: Sequence[str], usage: str) -> CommandLine:
@@ -123,44 +101,30 @@ def validate(
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range, keys that contradict; a line for each.
     """
-    fields = fields_of(kind)
-    merged: dict[str, Any] = {}
     for section, table in values.items():
         if not isinstance(table, dict):
             raise ConfigError(f"{source}: '{section}' stands outside any section; expected [section] tables with keys")
-        for k in table:
-            _field(fields, section, k, source)
-        merged[section] = dict(table)
+    chosen = {
+        section: _chosen(section, Kinds.of(info), values.get(section, {}), source, overrides)
+        for section, info in kind.model_fields.items()
+    }
+    merged: dict[str, Any] = {}
+    for section, table in values.items():
+        merged[section] = {k: v for k, v in table.items() if not _says_nothing(chosen, section, k, v)}
+        for k in merged[section]:
+            _field(chosen, section, k, source)
     for override in overrides:
         # Checked before it is read, because only a known key tells how its text is to be read.
-        field = _field(fields, override.section, override.key, override.option)
+        field = _field(chosen, override.section, override.key, override.option)
         merged.setdefault(override.section, {})[override.key] = _parse_text(field, override.text)
+    for section, (kinds, value) in chosen.items():
+        if kinds.tells and section in merged:
+            merged[section][kinds.tells] = value
     try:
         return kind.model_validate(merged)
     except ValidationError as error:
-        lines = [_explain(e, fields, source, overrides) for e in error.errors()]
+        lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union reports each of its types
-
-
-def describe(kind: type[BaseModel]) -> str:
-    """Every key with its default, its line, and what it may be where that is a choice."""
-    lines: list[str] = []
-    for section, fields in fields_of(kind).items():
-        lines += ["", f"[{section}]"]
-        for k, field in fields.items():
-            default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]
-            lines.append(f"  --{section}.{k} {' '.join(default.split())}")
-            choices = _choices(field)
-            listed = f"; one of {', '.join(choices)}" if len(choices) > 1 else ""
-            indent = " " * 6
-            lines += textwrap.wrap(
-                f"{field.description}{listed}",
-                COLUMNS,
-                initial_indent=indent,
-                subsequent_indent=indent,
-                break_on_hyphens=False,
-            )
-    return "\n".join(lines)
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -183,12 +147,48 @@ def _parse_text(field: FieldInfo, text: str) -> Any:
         return text
 
 
-def _field(fields: Mapping[str, Mapping[str, FieldInfo]], section: str, k: str, source: str) -> FieldInfo:
-    if section not in fields:
-        raise ConfigError(f"{source}: unknown section [{section:.{SHOWN}}]{_nearest(section, list(fields))}")
-    if k not in fields[section]:
-        raise ConfigError(f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{_nearest(k, list(fields[section]))}")
-    return fields[section][k]
+def _chosen(
+    section: str, kinds: Kinds, table: Mapping[str, Any], source: str, overrides: Sequence[Override]
+) -> tuple[Kinds, str]:
+    """The classes of a section, and the value that tells the one it is."""
+    if not kinds.tells:
+        return kinds, ""
+    value = table.get(kinds.tells, kinds.default)
+    where = f"{source}: [{section}] {kinds.tells}"
+    for override in overrides:
+        if (override.section, override.key) == (section, kinds.tells):
+            value = override.text
+            where = override.option
+    if value not in list(kinds.classes):
+        raise ConfigError(f"{where}: expected {' or '.join(kinds.classes)}, got {value!r:.{SHOWN}}")
+    return kinds, value
+
+
+Chosen = Mapping[str, tuple[Kinds, str]]
+
+
+def _field(chosen: Chosen, section: str, k: str, source: str) -> FieldInfo:
+    if section not in chosen:
+        raise ConfigError(f"{source}: unknown section [{section:.{SHOWN}}]{_nearest(section, list(chosen))}")
+    kinds, value = chosen[section]
+    fields = kinds.classes[value].model_fields
+    if k in fields:
+        return fields[k]
+    if owners := kinds.owners(k):
+        raise ConfigError(
+            f"{source}: key '{k}' in [{section}] is for {which(kinds, list(owners))}, not for '{value}' "
+            f"([{section}] {kinds.tells})"
+        )
+    raise ConfigError(f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{_nearest(k, list(fields))}")
+
+
+def _says_nothing(chosen: Chosen, section: str, k: str, value: Any) -> bool:
+    """Is it a key of another class of the section, with its default? Files that were written out whole had them all."""
+    if section not in chosen:
+        return False
+    kinds, own = chosen[section]
+    owners = kinds.owners(k)
+    return own not in owners and any(field.default == value for field in owners.values())
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -196,18 +196,13 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
 
 
-def _choices(field: FieldInfo) -> list[str]:
-    """The values of a key that is one of a few, as TOML has them but without quotes; [] for any other key."""
-    kinds = get_args(field.annotation) if get_origin(field.annotation) is not Literal else (field.annotation,)
-    literals = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-    return literals + (["true", "false"] if literals and bool in kinds else [])
-
-
-def _explain(
-    error: Any, fields: Mapping[str, Mapping[str, FieldInfo]], source: str, overrides: Sequence[Override]
-) -> str:
+def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Override]) -> str:
     """One of pydantic's errors in a line that begins with where it came from."""
-    section, k = (*(str(part) for part in error["loc"][:2]), "", "")[:2]
+    place = [str(part) for part in error["loc"]]
+    section = place[0] if place else ""
+    if section and chosen[section][0].tells:
+        del place[1]  # pydantic names the class there
+    k = place[1] if len(place) > 1 else ""
     if error["type"] == "value_error":  # of a section's own check, or of all sections': keys that contradict
         message = str(error["ctx"]["error"])
         options = [
@@ -218,8 +213,8 @@ def _explain(
         return f"{source}{' with ' if options else ''}{' '.join(options)}: {message}"
     option = f"--{section}.{k}"
     where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
-    field = fields[section][k]
-    choices = _choices(field)
+    field = _field(chosen, section, k, source)
+    choices = choices_of(field)
     expected = f"expected {' or '.join(choices)}" if choices else error["msg"]
     small = str(error["input"]).lower()
     is_flag = bool in (field.annotation, *get_args(field.annotation))

@@ -28,6 +28,7 @@ class Run(NamedTuple):
         asked: the configuration as it was given, which config.toml and checkpoints keep: what it leaves open is decided
             on another layout otherwise.
         cfg: the same, decided.
+        digest: of the directory that the model is read from; '' where there is none.
     """
 
     asked: Config
@@ -41,6 +42,7 @@ class Run(NamedTuple):
     checkpoints: Checkpoints
     metrics: Metrics
     watch: Watch
+    digest: str = ""
 
 
 def train_step(run: Run, batch: StepBatch) -> tuple[float, float, bool]:

@@ -58,7 +58,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         check(cfg, sizes, device)
         pieces = families.pieces(cfg.model)
         startup.timeout_s = cfg.run.collective_timeout_s()
-        step.same = same_job(cfg, device, families.of(cfg.model).libraries)
+        digest = families.of(cfg.model).digest(cfg.model)
+        step.same = same_job(cfg, device, families.of(cfg.model).libraries) | {"digest of [model] path": digest}
 
     with startup.step("data") as step:
         text = open_text(cfg)
@@ -79,7 +80,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         if startup.rank == 0:
             for claim in found.claims(cfg):
                 closing.callback(claim.close)
-            there = found.find(cfg, text.identity)
+            there = found.find(cfg, text.identity, digest)
             closing.callback(found.remove_probe, cfg, there)
             step.tell = there._asdict()
             if cfg.pipeline.draw:
@@ -128,7 +129,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     lines += read_again(cfg, text)
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
-    return Run(asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch), at
+    return Run(asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch, digest), at
 
 
 def train(run: Run, at: Progress) -> int:
@@ -184,6 +185,7 @@ def train(run: Run, at: Progress) -> int:
                 updates=at.step - at.skipped,
                 recent=run.spikes.recent,
                 identity=run.text.identity,
+                digest=run.digest,
                 layout={"processes": world.size, **world.sizes},
             )
             ended = run.checkpoints.save(tensors_of(model.owned(), run.optimizer), state)

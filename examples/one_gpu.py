@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from dtmega import config, families, mesh, optim
+from dtmega import config, cost, families, mesh, optim
 from dtmega.checkpoint.weights import load
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import open_text
@@ -33,7 +33,8 @@ device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, world=1
 cfg = fitted(cfg, sizes)
 check(cfg, sizes, device)
 text = open_text(cfg)
-print(f"{cfg.model.elements[1]:,} parameters on {device}; {text.samples('train').n_tokens:,} tokens to read")
+n_parameters = cost.parameters(families.pieces(cfg.model))
+print(f"{n_parameters:,} parameters on {device}; {text.samples('train').n_tokens:,} tokens to read")
 
 # %% [markdown]
 # The model: transformers' own code and names, bf16 with fp32 masters, its loss fused with the head.

@@ -1,7 +1,8 @@
 """The table of keys.toml, which a person reads: each key of the configuration, and what was decided for it.
 
 A line is `key = default  # type and bounds; what a resumed run does with another value`. The code is compared with it,
-so a default or a bound changes in two places, or not at all.
+so a default or a bound changes in two places, or not at all. Keys that not all families of [model] have stand under a
+heading of their own, as `--help` has it: `[model], name = 'hf'`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ class Key(NamedTuple):
     """A line of the table.
 
     Attributes:
+        title: of its group of keys.
         values: type or choices.
         bounds: (>=, 0) and so on.
         resumed: free, printed, course (printed, with what it comes to), content (its digest counts), or refused.
     """
 
     section: str
+    title: str
     key: str
     default: Any
     values: str
@@ -39,20 +42,28 @@ class Key(NamedTuple):
     def option(self) -> str:
         return f"--{self.section}.{self.key}"
 
+    @property
+    def family(self) -> list[str]:
+        """Overrides that choose a model which has it."""
+        _, _, name = self.title.partition("name = ")
+        return ["--model.name", name.split(" or ")[0].strip("'")] if name else []
+
 
 def read() -> list[Key]:
     """The table, in its order."""
-    keys, section = [], ""
+    keys, title = list[Key](), ""
     for line in TABLE.read_text().splitlines():
         if line.startswith("["):
-            section = line.strip("[]")
+            title = line
         elif line and not line.startswith("#"):
             written, _, comment = line.rpartition("  # ")
             ((key, default),) = tomli.loads(written).items()
             allowed, _, resumed = comment.rpartition("; ")
             values, *bounds = allowed.split(", ")
             pairs = [bound.rpartition(" ") for bound in bounds]
-            keys.append(Key(section, key, default, values, tuple((sign, float(n)) for sign, _, n in pairs), resumed))
+            section = title[1 : title.index("]")]
+            limits = tuple((sign, float(n)) for sign, _, n in pairs)
+            keys.append(Key(section, title, key, default, values, limits, resumed))
     return keys
 
 

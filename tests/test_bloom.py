@@ -25,7 +25,7 @@ def hf_name(name: str) -> str:
 
 
 def small(n_heads: int, **keys) -> Bloom:
-    cfg = config.Model(vocab_size=V, hidden_size=8 * n_heads, n_layers=2, n_heads=n_heads, **keys)
+    cfg = config.Bloom(vocab_size=V, hidden_size=8 * n_heads, n_layers=2, n_heads=n_heads, **keys)
     model = families.of(cfg).build(cfg)
     init_weights(model, seed=1)
     model.init_buffers(1)
@@ -110,7 +110,7 @@ def test_every_parameter_of_hugging_face_has_a_name_here():
 )
 def test_published_sizes_have_the_published_parameter_counts(layers, hidden, heads, count):
     with torch.device("meta"):
-        cfg = config.Model(vocab_size=250_880, hidden_size=hidden, n_layers=layers, n_heads=heads)
+        cfg = config.Bloom(vocab_size=250_880, hidden_size=hidden, n_layers=layers, n_heads=heads)
         model = families.of(cfg).build(cfg)
     assert sum(p.numel() for p in model.parameters()) == count
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dtmega import train
+from dtmega import config, train
 from dtmega.checkpoint import changes
 from dtmega.config import Batch, Config, Optim, Train
 from tests import keys
@@ -23,7 +23,7 @@ KINDS = {"free": "free", "printed": "printed", "course": "printed", "refused": "
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.section}.{row.key}")
 def test_another_value_of_a_key_is_what_the_table_says_and_nothing_else(row: keys.Key):
-    now = Config(train=Train(steps=4))
+    now = config.load(["--config", "bloom.toml", *row.family])
     then: dict[str, dict[str, Any]] = now.model_dump()
     value = then[row.section][row.key]
     then[row.section][row.key] = "another"

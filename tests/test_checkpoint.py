@@ -205,6 +205,7 @@ def test_every_field_of_the_state_is_read_back_as_it_was_given():
         "recent": [(2.5, 0.25), (2.4, 0.125)],
         "updates": 4,
         "identity": IDENTITY,
+        "digest": "0123456789ab",
         "layout": {"processes": 8, "tp": 2},
     }
     run.checkpoints.save(run.tensors(), State.of(run.cfg.model_dump(), **given))  # pyright: ignore[reportArgumentType]

@@ -134,7 +134,7 @@ def test_the_folder_of_a_runs_first_checkpoint_is_on_the_disk_before_the_checkpo
 def test_converted_weights_are_on_the_disk_before_their_name_and_that_before_the_command_ends(tmp_path, events):
     source = Weights(open_checkpoint(store(f"{tmp_path}/run", {"model/x": torch.ones(3)})))
     events.clear()
-    convert.write(f"{tmp_path}/out/w", source, config.Model())
+    convert.write(f"{tmp_path}/out/w", source, config.Bloom())
     synced = ["fsync data-00000.bin", "fsync manifest.json", "fsync .tmp-w"]
     assert events == [
         *("mkdir out", f"fsync {tmp_path.name}", "mkdir .tmp-w"),
@@ -149,7 +149,7 @@ def test_weights_that_cannot_be_converted_leave_what_was_there_and_say_why(files
     path = store(files.path("w"), {"model/x": torch.ones(3)})
     source = Weights(open_checkpoint(path))
     with pytest.raises(ValueError, match=r"w is there already \(--to\)"):
-        convert.write(path, source, config.Model())
+        convert.write(path, source, config.Bloom())
     open_checkpoint(path).verify()
 
     def stuck(*args: object) -> None:
@@ -162,7 +162,7 @@ def test_weights_that_cannot_be_converted_leave_what_was_there_and_say_why(files
 
     monkeypatch.setattr(Weights, "read", unreadable)
     with pytest.raises(Damaged, match="not intact"):
-        convert.write(files.path("other"), source, config.Model())
+        convert.write(files.path("other"), source, config.Bloom())
     if can_remove:
         assert files.folders() == ["w"]
 

@@ -481,7 +481,7 @@ def changed(weights: Weights) -> Memory:
 def test_ranks_that_see_other_weights_under_one_name_write_nothing(tmp_path, finished):
     checkpoint = open_checkpoint(str(finished))
     convert.write(
-        str(tmp_path / "other"), changed(Weights(checkpoint)), config.Model(**state_of(checkpoint).config["model"])
+        str(tmp_path / "other"), changed(Weights(checkpoint)), config.Bloom(**state_of(checkpoint).config["model"])
     )
     plant = partial(other_weights_on_rank_1, tmp_path / "other")
     codes, said = convert_on_two(finished, tmp_path / "out", plant)
@@ -504,7 +504,7 @@ def test_a_conversion_says_before_each_tensor_that_it_works(tmp_path, finished, 
 
 def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goes_on(tmp_path, finished):
     checkpoint = open_checkpoint(str(finished))
-    model = config.Model(**state_of(checkpoint).config["model"])
+    model = config.Bloom(**state_of(checkpoint).config["model"])
     weights = Weights(checkpoint)
     first, second = tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "saving"
     first.parent.mkdir(parents=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import tomli
+import tomli_w
 
-from dtmega import config, sections
-from dtmega.config import Batch, Config, ConfigError, Data, Model, Optim, Run, Train
+from dtmega import config, declared
+from dtmega.config import Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers
 from tests import keys
 
 TABLE = keys.read()
@@ -24,14 +25,14 @@ def load(tmp_path: Path, toml: str = "", *overrides: str) -> Config:
 
 
 def test_the_table_of_keys_has_those_of_the_code_in_their_order():
-    declared = [(section, k) for section, fields in sections.fields_of(Config).items() for k in fields]
-    assert [(row.section, row.key) for row in TABLE] == declared
+    in_code = [(group.title, k) for group in declared.groups_of(Config) for k in group.fields]
+    assert [(row.title, row.key) for row in TABLE] == in_code
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.section}.{row.key}")
-def test_a_key_has_the_default_the_values_and_the_bounds_of_the_table(row: keys.Key):
-    field = sections.fields_of(Config)[row.section][row.key]
-    resolved = getattr(getattr(Config(train=Train(steps=1)), row.section), row.key)
+def test_a_key_has_the_default_the_values_and_the_bounds_of_the_table(tmp_path: Path, row: keys.Key):
+    (field,) = (group.fields[row.key] for group in declared.groups_of(Config) if group.title == row.title)
+    resolved = getattr(getattr(load(tmp_path, "", "--train.steps", "1", *row.family), row.section), row.key)
     default = 1 if (row.section, row.key) == ("train", "steps") else row.default
     assert (resolved, type(resolved)) == (default, type(default))
     assert field.default == row.default
@@ -43,7 +44,7 @@ def refusal(tmp_path: Path, row: keys.Key, value: float | str) -> str:
     """Why a value is refused by itself; '' if it is not, whatever else it contradicts."""
     toml = "" if row.section == "train" else "[train]\nsteps = 1"
     try:
-        load(tmp_path, toml, f"{row.option}={value}")
+        load(tmp_path, toml, *row.family, f"{row.option}={value}")
     except ConfigError as refused:
         return str(refused) if str(refused).startswith(f"{row.option}: ") else ""
     return ""
@@ -82,12 +83,54 @@ def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
         ("[log]\nzzz = 1", "unknown key 'zzz' in [log]; known: interval, tensorboard"),
         ("steps = 1", "'steps' stands outside any section"),
         ("[train]\nsteps = 1\n[train]", "is not TOML"),
-        ("[model]\nx = 1\n[optim]\nlr = 1.0", "test.toml: unknown key 'x' in [model]; known: name, path"),
+        ("[model]\nx = 1\n[optim]\nlr = 1.0", "test.toml: unknown key 'x' in [model]; known: name, init_from"),
+        ("[model]\nname = 'hf'\nhidden_sze = 1", "unknown key 'hidden_sze' in [model]; did you mean 'hidden_size'?"),
     ],
 )
 def test_a_key_that_does_not_exist_is_an_error_with_its_nearest_neighbour(tmp_path: Path, toml: str, words: str):
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(tmp_path, toml)
+
+
+@pytest.mark.parametrize(
+    ("toml", "overrides", "words"),
+    [
+        (
+            "[model]\npath = 'x'",
+            [],
+            "test.toml: key 'path' in [model] is for name = 'hf', not for 'bloom'",
+        ),
+        (
+            "",
+            ["--model.path", "x"],
+            "--model.path: key 'path' in [model] is for name = 'hf', not for 'bloom'",
+        ),
+        ("[model]\nname = 'hf'\nz_loss = 1e-4", [], "key 'z_loss' in [model] is for name = 'bloom', not for 'hf'"),
+        ("[model]\nz_loss = 1e-4", ["--model.name", "hf"], "test.toml: key 'z_loss' in [model] is for name = 'bloom'"),
+        ("", ["--model.z_loss", "0.0", "--model.name", "hf"], "--model.z_loss: key 'z_loss' in [model] is for name = "),
+        ("[model]\nname = 3", [], "test.toml: [model] name: expected bloom or hf, got 3"),
+        ("[model]\nname = ['hf']", [], "test.toml: [model] name: expected bloom or hf, got ['hf']"),
+    ],
+)
+def test_a_key_of_another_family_is_refused_with_whose_it_is(
+    tmp_path: Path, toml: str, overrides: list[str], words: str
+):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(tmp_path, toml, "--train.steps", "1", *overrides)
+
+
+@pytest.mark.parametrize("argv", [["--model.path", "x", "--model.name", "hf"], ["--model.name=hf", "--model.path=x"]])
+def test_keys_of_a_family_may_come_before_its_name(tmp_path: Path, argv: list[str]):
+    assert load(tmp_path, "[model]\nname = 'bloom'", "--train.steps", "1", *argv).model == Transformers(path="x")
+
+
+@pytest.mark.parametrize("name", ["bloom", "hf"])
+def test_a_model_section_that_an_earlier_version_wrote_out_is_read(tmp_path: Path, name: str):
+    """All keys of all families stood in every config.toml, beside two that were counted."""
+    own = {"bloom": {"layer_norm_eps": 1e-6}, "hf": {"path": "x", "elements": [1000, 9000], "digest": "0123456789ab"}}
+    written = {"elements": [], "digest": ""} | {row.key: row.default for row in TABLE if row.section == "model"}
+    read = load(tmp_path, tomli_w.dumps({"model": written | {"name": name} | own[name]})).model
+    assert read == {"bloom": Bloom(layer_norm_eps=1e-6), "hf": Transformers(path="x")}[name]
 
 
 @pytest.mark.parametrize(
@@ -380,10 +423,12 @@ def help_of(printed: str, section: str, k: str) -> tuple[str, str]:
 
 
 def test_help_lists_every_key_with_its_default_and_its_line(printed_help: str):
-    for section, info in Config.model_fields.items():
-        for k, field in info.annotation.model_fields.items():  # pyright: ignore
-            default, line = help_of(printed_help, section, k)
+    for section, title, fields in declared.groups_of(Config):
+        (below,) = re.findall(rf"(?ms)^{re.escape(title)}\n(.*?)^\n", f"{printed_help}\n\n")
+        for k, field in fields.items():
+            default, line = help_of(below, section, k)
             assert tomli.loads(f"v = {default}")["v"] == field.default
+            assert field.description is not None
             assert line.startswith(field.description)
 
 
@@ -484,13 +529,13 @@ def test_a_section_cannot_be_changed_once_it_is_made():
 
 
 def test_the_feed_forward_is_four_times_as_wide_as_the_model_unless_said():
-    assert (Model(hidden_size=64).ffn, Model(hidden_size=64, ffn_hidden_size=100).ffn) == (256, 100)
+    assert (Bloom(hidden_size=64).ffn, Bloom(hidden_size=64, ffn_hidden_size=100).ffn) == (256, 100)
 
 
 def test_other_sizes_follow_from_those_that_are_said():
-    model = Model(hidden_size=64, n_heads=4, vocab_size=257, pad_vocab_to_multiple=128)
+    model = Bloom(hidden_size=64, n_heads=4, vocab_size=257, pad_vocab_to_multiple=128)
     assert (model.head_dim, model.padded_vocab_size) == (16, 384)
-    assert Model(vocab_size=256, pad_vocab_to_multiple=128).padded_vocab_size == 256
+    assert Bloom(vocab_size=256, pad_vocab_to_multiple=128).padded_vocab_size == 256
     assert Data(split="8,1.5,0").split_weights == (8.0, 1.5, 0.0)
     assert (Data(path="a").paths, Data(path=["a", "b"]).paths) == (["a"], ["a", "b"])
 

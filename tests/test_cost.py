@@ -12,19 +12,19 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtmega import cost, families
-from dtmega.config import Model
+from dtmega.config import Bloom, Transformers
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
 from tests.test_hf_stages import FAMILIES
 
-BLOOM_176B = Model(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
+BLOOM_176B = Bloom(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
 SEQ_LEN = 12
 
 
 def counted(folder: Path, theirs: Any) -> list[cost.Piece]:
     """The pieces of a model of transformers, by its configuration."""
     folder.joinpath("config.json").write_text(json.dumps(theirs.to_dict()))
-    return families.pieces(Model(name="hf", path=str(folder)))
+    return families.pieces(Transformers(path=str(folder)))
 
 
 def elements_of(theirs: Any) -> int:
@@ -37,7 +37,7 @@ def elements_of(theirs: Any) -> int:
     ids=["as it is", "F 100", "post-layernorm"],
 )
 def test_the_pieces_of_a_bloom_are_the_closed_forms(keys: dict[str, Any]):
-    model = Model(vocab_size=99, hidden_size=48, n_layers=3, n_heads=6, **keys)
+    model = Bloom(vocab_size=99, hidden_size=48, n_layers=3, n_heads=6, **keys)
     embed, *layers, head = families.pieces(model)
     assert [piece.name for piece in layers] == ["layers.0", "layers.1", "layers.2"]
     d, words = 48, 99 * 48
@@ -51,7 +51,7 @@ def test_the_pieces_of_a_bloom_are_the_closed_forms(keys: dict[str, Any]):
 
 
 def test_rows_that_pad_the_vocabulary_are_there_but_do_not_multiply():
-    model = Model(vocab_size=99, hidden_size=48, n_layers=1, n_heads=6)
+    model = Bloom(vocab_size=99, hidden_size=48, n_layers=1, n_heads=6)
     padded = families.pieces(model.model_copy(update={"pad_vocab_to_multiple": 64}))
     assert cost.parameters(padded) == closed_forms.elements(model) + (128 - 99) * 48
     assert cost.flops_per_token(padded, SEQ_LEN) == closed_forms.flops_per_token(model, SEQ_LEN)

@@ -42,7 +42,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def model_of(seed: int = SEED, **keys: Any) -> Bloom:
-    model = Bloom(config.Model(**EVERYTHING | keys))
+    model = Bloom(config.Bloom(**EVERYTHING | keys))
     init_weights(model, seed)
     model.init_buffers(seed)
     return model
@@ -201,7 +201,7 @@ def train(folder: Path, keys: dict[str, Any]) -> tuple[Record, list[dict[str, Te
 
 
 def plain_loop(
-    cfg: config.Model, seed: int, rates: list[float], steps: list[dict[str, Tensor]]
+    cfg: config.Bloom, seed: int, rates: list[float], steps: list[dict[str, Tensor]]
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """AdamW on the definition in fp64: the loss and the gradient norm of each step, and the weights at the end."""
     weights = leaves(plain_bloom.initial(cfg, seed))
@@ -224,7 +224,7 @@ def plain_loop(
 
 def test_a_run_has_the_losses_gradient_norms_and_weights_of_a_plain_loop_for_each_seed(tmp_path: Path):
     keys = RUN | write_text(tmp_path)
-    cfg = config.Model(**{name.removeprefix("model."): v for name, v in keys.items() if name.startswith("model.")})
+    cfg = config.Bloom(**{name.removeprefix("model."): v for name, v in keys.items() if name.startswith("model.")})
     tokens = []
     for seed in (0, 7):
         record, steps, evaluations = train(tmp_path / str(seed), keys | {"run.seed": seed})

@@ -246,7 +246,7 @@ def ours_of_gpt2(tmp_path: Path) -> tuple[Any, config.Model, nn.Module]:
             shapes |= {f"layers.{i}.{name}.weight": shape, f"layers.{i}.{name}.bias": shape[:1]}
     for norm in ("norm", *(f"layers.{i}.{name}_norm" for i in range(2) for name in ("attn", "mlp"))):
         shapes |= {f"{norm}.weight": (d,), f"{norm}.bias": (d,)}
-    return model, config.Model.model_validate(section), named(shapes, ("embed.weight", "head.weight"))
+    return model, config.Bloom.model_validate(section), named(shapes, ("embed.weight", "head.weight"))
 
 
 def test_a_gpt2_computes_with_our_rows_what_transformers_computes_with_its_own(tmp_path: Path, ours_of_gpt2):
@@ -311,7 +311,7 @@ OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(
 
 def small(name: str, **keys: Any) -> config.Model:
     sizes = {"vocab_size": 13, "hidden_size": 16, "n_layers": 2, "n_heads": 4}
-    return config.Model.model_validate({"name": name, **sizes, **keys})
+    return config.Bloom.model_validate({"name": name, **sizes, **keys})
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -327,7 +327,7 @@ def test_a_configuration_of_theirs_describes_the_model_that_it_was_written_of(na
     model = small(name)
     section = form.section(form.described(model), "config.json")
     form.check(form.described(model), "config.json", model)
-    again = config.Model.model_validate({"name": name, **section})
+    again = config.Bloom.model_validate({"name": name, **section})
     assert form.described(again) == form.described(model)
 
 
@@ -344,8 +344,8 @@ def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path,
 
 def test_what_to_section_adds_is_compared_too():
     form = dataclasses.replace(GPT2, to_section=lambda theirs: {"z_loss": theirs["z"]})
-    theirs = GPT2.described(config.Model()) | {"z": 0.5}
+    theirs = GPT2.described(config.Bloom()) | {"z": 0.5}
     assert form.section(theirs, "config.json")["z_loss"] == 0.5
     with pytest.raises(ValueError, match=r"is of a model with z_loss=0.5, not 0.0 \(\[model\] z_loss\)"):
-        form.check(theirs, "config.json", config.Model())
-    form.check(theirs, "config.json", config.Model(z_loss=0.5))
+        form.check(theirs, "config.json", config.Bloom())
+    form.check(theirs, "config.json", config.Bloom(z_loss=0.5))

@@ -54,7 +54,7 @@ class Counting(Stage):
 
     def __init__(self, longest: int | None) -> None:
         super().__init__()
-        self.cfg, self.longest = config.Model(), longest
+        self.cfg, self.longest = config.Bloom(), longest
         self.parameter = nn.Parameter(torch.zeros(()))
         self.lengths: list[int] = []
 

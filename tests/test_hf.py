@@ -26,7 +26,7 @@ from dtmega.parallelize import parallelize
 from tests import ranks
 
 SHAPE = {"vocab_size": 131, "hidden_size": 64, "n_layers": 2, "n_heads": 8}
-MODEL = config.Model.model_validate(SHAPE)
+MODEL = config.Bloom.model_validate(SHAPE)
 
 
 class Memory:
@@ -75,7 +75,7 @@ def parameters(model: Bloom) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def empty_model(model: config.Model = MODEL) -> Bloom:
+def empty_model(model: config.Bloom = MODEL) -> Bloom:
     """Every parameter is NaN, so that one which is not filled shows."""
     built = families.of(model).build(model)
     built.init_buffers(seed=1)
@@ -212,7 +212,7 @@ def test_padding_of_the_vocabulary_may_differ_and_new_rows_are_zero(pair, there,
     weights = parameters(pair[0])
     embed = weights["embed.weight"]
     source = Memory(weights | {"embed.weight": torch.cat([embed, torch.ones(there - 131, 64)])})
-    loaded = empty_model(config.Model.model_validate(SHAPE | {"pad_vocab_to_multiple": here}))
+    loaded = empty_model(config.Bloom.model_validate(SHAPE | {"pad_vocab_to_multiple": here}))
     load(source, loaded.named_parameters(), vocab=131)
     filled = parameters(loaded)["embed.weight"]
     assert filled.shape == (here, 64)
@@ -399,7 +399,7 @@ def test_each_key_of_config_json_is_read_as_transformers_reads_it_and_compared_w
     from transformers import BloomConfig
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
-    default = config.Model.model_validate(model_section(tmp_path))
+    default = config.Bloom.model_validate(model_section(tmp_path))
     check_config(tmp_path, default)
     key, value = NAMES[name]
     plain = PUBLISHED | {name: value}
@@ -438,7 +438,7 @@ def test_the_configuration_as_bloom_was_published_is_a_model_section(tmp_path):
     published = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "n_inner": None}
     published |= {"vocab_size": 250880, "layer_norm_epsilon": 1e-05, "initializer_range": 0.02, "hidden_dropout": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(published))
-    model = config.Model.model_validate(model_section(tmp_path))
+    model = config.Bloom.model_validate(model_section(tmp_path))
     assert (model.hidden_size, model.n_layers, model.n_heads, model.vocab_size) == (1024, 24, 16, 250880)
     check_config(tmp_path, model)
 
@@ -446,7 +446,7 @@ def test_the_configuration_as_bloom_was_published_is_a_model_section(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- writing
 
 # The vocabulary of stdlib-8k, padded from 8,192 to 8,208 rows.
-WITH_TOKENIZER = config.Model(
+WITH_TOKENIZER = config.Bloom(
     vocab_size=8192, pad_vocab_to_multiple=144, hidden_size=16, n_layers=2, n_heads=2, layer_norm_eps=1e-3
 )
 
@@ -564,7 +564,7 @@ def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path, pair):
 
 
 def test_weights_of_several_dtypes_keep_them_and_lie_at_multiples_of_their_width(tmp_path):
-    model = config.Model(vocab_size=5, hidden_size=3, n_layers=2, n_heads=1)
+    model = config.Bloom(vocab_size=5, hidden_size=3, n_layers=2, n_heads=1)
     random = {name: torch.randn(p.shape) for name, p in parameters(families.of(model).build(model)).items()}
     weights = {name: t if "norm" in name else t.bfloat16() for name, t in random.items()}
     write_all(Memory(weights), tmp_path / "out", model)
@@ -580,7 +580,7 @@ def test_every_key_of_the_model_is_written_as_transformers_reads_it(tmp_path):
 
     keys = {"vocab_size": 7, "hidden_size": 12, "n_layers": 1, "n_heads": 3, "layer_norm_eps": 1e-3, "init_std": 0.5}
     keys |= {"hidden_dropout": 0.25, "attention_dropout": 0.125, "apply_residual_connection_post_layernorm": True}
-    model = config.Model.model_validate(keys)
+    model = config.Bloom.model_validate(keys)
     write_all(Memory(parameters(families.of(model).build(model))), tmp_path / "out", model, eod_id=5)
     theirs = BloomConfig.from_pretrained(tmp_path / "out")
     assert {key: getattr(theirs, OF_BLOOM.get(key, key)) for key in keys} == keys
@@ -622,14 +622,14 @@ def test_an_index_says_where_each_tensor_is_and_how_much_they_are_together(tmp_p
 def test_what_a_killed_export_left_is_no_obstacle(tmp_path):
     (tmp_path / ".tmp-out").mkdir()
     (tmp_path / ".tmp-out" / "model-00001-of-00009.safetensors").write_text("half")
-    model = config.Model(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
+    model = config.Bloom(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
     write_all(Memory(parameters(families.of(model).build(model))), tmp_path / "out", model)
     assert not (tmp_path / ".tmp-out").exists()
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["model.safetensors"]
 
 
 def test_a_rank_that_may_not_write_is_refused_before_any_rank_has_made_a_file(tmp_path):
-    model = config.Model(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
+    model = config.Bloom(vocab_size=7, hidden_size=8, n_layers=1, n_heads=2)
 
     def refused() -> None:
         raise RuntimeError("another rank has refused")

@@ -12,19 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
+import tomli_w
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
 from dtmega import config, families, mesh, train
+from dtmega.checkpoint import resume
+from dtmega.models import hf_resolve
 from dtmega.models.hf import HF
 from dtmega.models.hf_directory import read_config
 from dtmega.models.hf_draws import draws_of
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import check
-from tests import hf_models, layouts
+from tests import hf_models, keys, layouts
 from tests.hf_models import Case
+from tests.test_strangers import forge
 
 LLAMA = Case("llama", tied=False)
 
@@ -106,7 +111,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "a path for bloom": (
         NOTHING,
         {"config": "bloom.toml", "batch__global_batch_size": 4},
-        "is for name = 'hf' ([model] path;",
+        "'path' in [model] is for name = 'hf', not for 'bloom'",
     ),
     "no config.json": (lambda home: (home / "config.json").unlink(), {}, "config.json: [Errno 2]"),
     "no json": (lambda home: (home / "config.json").write_text("{"), {}, "([model] path)"),
@@ -162,9 +167,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "hidden_size": (NOTHING, {"model__hidden_size": 65}, "config.json it is 64; leave it out ([model] hidden_size)"),
     "n_layers": (NOTHING, {"model__n_layers": 3}, "config.json it is 2; leave it out ([model] n_layers)"),
     "vocab_size": (NOTHING, {"model__vocab_size": 128}, "config.json it is 131; leave it out ([model] vocab_size)"),
-    "z_loss": (NOTHING, {"model__z_loss": 1e-4}, "[model] z_loss=0.0001 is not for name = 'hf'"),
-    "dropout": (NOTHING, {"model__hidden_dropout": 0.1}, "[model] hidden_dropout=0.1 is not for name = 'hf'"),
-    "padding": (NOTHING, {"model__pad_vocab_to_multiple": 8}, "[model] pad_vocab_to_multiple=8 is not for"),
+    "z_loss": (NOTHING, {"model__z_loss": 1e-4}, "key 'z_loss' in [model] is for name = 'bloom', not for 'hf'"),
     "positions": (NOTHING, {"data__reset_position_ids": "true"}, "[data] reset_position_ids is not for name = 'hf'"),
     "masks": (NOTHING, {"data__reset_attention_mask": "true"}, "[data] reset_attention_mask is not for name = 'hf'"),
     "no tokenizer": (lambda home: (home / "tokenizer.json").unlink(), {}, "has no tokenizer.json: AutoTokenizer"),
@@ -253,7 +256,32 @@ def test_a_run_whose_config_json_has_changed_is_not_gone_on_with(
     said(home, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     capsys.readouterr()
     assert run(home, tmp_path / "run", train__steps=3) == 2
-    assert "[model] digest was " in capsys.readouterr().err
+    assert "the digest of config.json in [model] path was '" in capsys.readouterr().err
+
+
+def as_an_earlier_version_wrote_it(run_dir: Path) -> None:
+    """All keys of all families in [model], and the digest among them."""
+    folder = run_dir / "checkpoints" / "step-00000001"
+    state = resume.state_of(resume.open_checkpoint(str(folder)))
+    every = {row.key: row.default for row in keys.read() if row.section == "model"}
+    model = every | state.config["model"] | {"elements": [1000, 9000], "digest": state.digest}
+    forge(folder, {"config": state.config | {"model": model}, "digest": ""})
+    written = tomli.loads((run_dir / "config.toml").read_text())
+    (run_dir / "config.toml").write_text(tomli_w.dumps(written | {"model": model}))
+
+
+def test_a_run_of_an_earlier_version_goes_on_from_its_own_config_toml_while_its_directory_is_the_same(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(home, tmp_path / "run") == 0
+    as_an_earlier_version_wrote_it(tmp_path / "run")
+    on = ["--config", str(tmp_path / "run" / "config.toml"), "--train.steps"]
+    assert train.main([*on, "2"]) == 0
+    assert "resumed at step 1" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
+    said(home, rms_norm_eps=0.1)
+    assert train.main([*on, "2"]) == 2
+    assert "the digest of config.json in [model] path was '" in capsys.readouterr().err
 
 
 def test_a_run_says_which_dropout_is_off_and_where_its_values_come_from(
@@ -278,43 +306,34 @@ def test_a_run_says_which_dropout_is_off_and_where_its_values_come_from(
 
 
 # Key of [model] -> what it may not be, beside what config.json says of the tiny LLaMA.
-OWN = {
-    **{"vocab_size": 130, "hidden_size": 65, "n_layers": 3, "n_heads": 2, "ffn_hidden_size": 256},
-    **{"elements": [1, 2], "digest": "0123456789ab"},
-}
-ABSENT = {
-    **{"pad_vocab_to_multiple": 8, "hidden_dropout": 0.1, "attention_dropout": 0.1, "layer_norm_eps": 1e-6},
-    **{"init_std": 0.01, "z_loss": 1e-4, "apply_residual_connection_post_layernorm": True},
-}
+OWN = {"vocab_size": 130, "hidden_size": 65, "n_layers": 3, "n_heads": 2, "ffn_hidden_size": 256}
 FREE = ("name", "path", "init_from", "label_smoothing")
 
 
-@pytest.mark.parametrize("key", config.Model.model_fields)
-def test_each_key_of_model_is_what_config_json_says_or_refused_or_free(home: Path, key: str):
-    assert (key in OWN) + (key in ABSENT) + (key in FREE) == 1
+@pytest.mark.parametrize("key", config.Transformers.model_fields)
+def test_each_key_of_model_is_what_config_json_says_or_free(home: Path, key: str):
+    assert (key in OWN) + (key in FREE) == 1
     if key in FREE:
         return
     said_by = resolved(home).model
     again = resolved(home, model={"name": "hf", "path": str(home), key: getattr(said_by, key)})
     assert getattr(again.model, key) == getattr(said_by, key)
-    with pytest.raises(
-        ValueError, match=rf"\[model\] {key}=.*, but by .* it is|\[model\] {key}=.* is not for name = 'hf'"
-    ):
-        resolved(home, model={"name": "hf", "path": str(home), key: OWN.get(key, ABSENT.get(key))})
+    with pytest.raises(ValueError, match=rf"\[model\] {key}=.*, but by .* it is"):
+        resolved(home, model={"name": "hf", "path": str(home), key: OWN[key]})
 
 
 def test_the_digest_is_of_every_key_of_config_json_but_of_those_that_change_no_number(home: Path):
     (home / "model.safetensors").unlink()
     before = json.loads((home / "config.json").read_text())
-    digest = resolved(home).model.digest
+    digest = hf_resolve.digest(str(home))
     assert len(digest) == 12
     free = {"transformers_version": "4.0", "architectures": ["A"], "dtype": "float16", "torch_dtype": "float16"}
     free |= {"use_cache": False, "_name_or_path": "elsewhere"}
     for key, value in free.items():
         (home / "config.json").write_text(json.dumps({**before, key: value}))
-        assert resolved(home).model.digest == digest, key
+        assert hf_resolve.digest(str(home)) == digest, key
     (home / "config.json").write_text(json.dumps(dict(reversed(before.items()))))
-    assert resolved(home).model.digest == digest
+    assert hf_resolve.digest(str(home)) == digest
     numbers = {key: value for key, value in before.items() if isinstance(value, int | float)}
     others = {key: not value if isinstance(value, bool) else 2 * value for key, value in numbers.items()}
     others |= {"attention_dropout": 0.5, "pad_token_id": 3, "hidden_act": "gelu", "of nobody": 1}
@@ -323,7 +342,7 @@ def test_the_digest_is_of_every_key_of_config_json_but_of_those_that_change_no_n
     assert len(others) > 18
     for key, value in others.items():
         (home / "config.json").write_text(json.dumps({**before, key: value}))
-        assert resolved(home).model.digest != digest, key
+        assert hf_resolve.digest(str(home)) != digest, key
 
 
 SAID = {
@@ -339,7 +358,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_sizes_and_counts_of_parameters_are_those_of_transformers(tmp_path: Path, name: str):
+def test_sizes_are_those_of_transformers(tmp_path: Path, name: str):
     theirs = hf_models.build(Case(name))
     if name == "gpt2":
         theirs.config.n_inner = 100
@@ -348,8 +367,6 @@ def test_sizes_and_counts_of_parameters_are_those_of_transformers(tmp_path: Path
     found = resolved(tmp_path).model
     assert (found.vocab_size, found.hidden_size, found.n_layers, found.n_heads) == (131, 64, 2, 4)
     assert found.ffn_hidden_size == SAID[name]
-    (layers,) = (m for m in theirs.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
-    assert found.elements == [sum(p.numel() for p in layers[1].parameters()), theirs.num_parameters()]
 
 
 def test_a_sequence_as_long_as_the_positions_and_a_tokenizer_that_is_named_are_taken(home: Path):

@@ -44,18 +44,20 @@ def described(path: Path) -> config.Model:
     """The [model] section that a directory makes."""
     from dtmega import families
 
-    asked = config.Model(name="hf", path=str(path))
-    return families.of(asked).described(asked)
+    asked = config.Transformers(path=str(path))
+    return families.of(asked).described(asked, "")
 
 
 def trained(folder: Path, path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A checkpoint as a run of the model in `path` leaves it, in `folder`; its tensors."""
     from transformers import AutoModelForCausalLM
 
+    from dtmega.models import hf_resolve
+
     generator = torch.Generator().manual_seed(1)
     named = AutoModelForCausalLM.from_pretrained(path).named_parameters()  # of tied ones the embedding's name
     tensors = {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in named}
-    convert.write(str(folder), Memory(tensors), described(path))
+    convert.write(str(folder), Memory(tensors), described(path), hf_resolve.digest(str(path)))
     return tensors
 
 
@@ -302,7 +304,7 @@ def test_an_original_that_has_changed_or_is_gone_is_refused_and_another_may_be_n
 
 
 def test_a_run_of_bloom_has_no_original(tmp_path, capsys):
-    convert.write(str(tmp_path / "checkpoint"), Memory({"norm.bias": torch.ones(8)}), config.Model())
+    convert.write(str(tmp_path / "checkpoint"), Memory({"norm.bias": torch.ones(8)}), config.Bloom())
     assert to_hf(tmp_path / "checkpoint", tmp_path / "out", "--original", str(tmp_path)) == job.REFUSED
     assert "--original is for a run with a [model] path" in capsys.readouterr().err
 

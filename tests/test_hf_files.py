@@ -446,7 +446,7 @@ class Memory:
 
 
 def test_convert_from_a_checkpoint_builds_no_more_than_is_stored(tmp_path: Path, capsys):
-    convert.write(str(tmp_path / "in"), Memory(), config.Model(n_layers=10**9))
+    convert.write(str(tmp_path / "in"), Memory(), config.Bloom(n_layers=10**9))
     names = ["--from", "dtmega", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]
     assert command(["convert", *names]) == 2
     assert "n_layers=1000000000 of the model (its own config), but 1 tensors are stored" in capsys.readouterr().err

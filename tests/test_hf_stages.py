@@ -29,7 +29,7 @@ def built(case: Case, folder: Path) -> tuple[HF, HF]:
         three["layer_types"] = (2 * plain.layer_types)[:3]
     folder.joinpath("config.json").write_text(json.dumps(three))
     torch.manual_seed(0)
-    whole = HF(config.Model(name="hf", path=str(folder), label_smoothing=0.1))
+    whole = HF(config.Transformers(path=str(folder), label_smoothing=0.1))
     for p in whole.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return whole.train(), copy.deepcopy(whole).train()

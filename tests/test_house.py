@@ -13,8 +13,9 @@ REPO = Path(__file__).resolve().parent.parent
 # import.
 ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
-    "sections": (0, set()),  # imports nothing of dtmega
-    "config": (0, {"sections"}),
+    "declared": (0, set()),  # imports nothing of dtmega
+    "sections": (0, {"declared"}),
+    "config": (0, {"declared", "sections"}),
     "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega

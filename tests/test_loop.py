@@ -548,7 +548,7 @@ def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
     switches, recorded, _ = ran
     cfg, n_steps = recorded.cfg, len(switches.sizes)
     tokens, there = sum(switches.sizes) * S, open_text(cfg).samples("train").n_tokens
-    parameters = V * D + 2 * D + L * (12 * D * D + 13 * D) + 2 * D
+    parameters = PADDED_V * D + 2 * D + L * (12 * D * D + 13 * D) + 2 * D
     flops_per_token = L * (6 * 12 * D * D + 6 * S * D) + 6 * V * D
     assert recorded.output[:2] == [
         f"bloom: {parameters:,} parameters, {flops_per_token / 1e6:,.1f} MFLOP/token, float32 on 1 x cpu",

@@ -173,12 +173,6 @@ def test_a_microbatch_that_is_given_stays():
     assert fitted(cfg, mesh.resolve(cfg.mesh, 1)) is cfg
 
 
-@pytest.mark.parametrize("key", [{"model__elements": [1, 2]}, {"model__digest": "0123"}])
-def test_what_the_trainer_counts_for_a_model_of_transformers_is_not_for_others(key):
-    with pytest.raises(ValueError, match="elements and digest are set by the trainer"):
-        families.resolve(sections(**key))
-
-
 @pytest.fixture
 def alone() -> Iterator[Callable[..., ShardedModel]]:
     """`alone(**keys)` is the model of these keys on this one process."""

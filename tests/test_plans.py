@@ -60,7 +60,7 @@ def far(ours: Tensor, truth: Tensor) -> float:
 
 
 def small(heads: int, device: str = "cpu", **keys: Any) -> Bloom:
-    cfg = config.Model(vocab_size=V, hidden_size=8 * heads, n_layers=2, n_heads=heads, **keys)
+    cfg = config.Bloom(vocab_size=V, hidden_size=8 * heads, n_layers=2, n_heads=heads, **keys)
     with torch.device(device):
         return families.of(cfg).build(cfg)
 
@@ -176,7 +176,7 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     """Megatron's attention and layer tests: 3 heads a rank, K 7, b5 (s13 there; here tp must divide it)."""
     torch.manual_seed(3)
     heads = 3 * mesh.size()
-    cfg = config.Model(hidden_size=7 * heads, n_heads=heads)
+    cfg = config.Bloom(hidden_size=7 * heads, n_heads=heads)
     x, g = torch.randn(5, 12, 7 * heads), torch.randn(5, 12, 7 * heads)
     part = rows if sequence_parallel else torch.clone
     slopes, head_ids = attention.alibi_slopes(heads), torch.arange(heads, dtype=torch.int32)
@@ -408,7 +408,7 @@ def refusals() -> dict[str, str]:
     tokens = batch()["tokens"]
 
     def apply(changes: dict[str, Any], **keys: Any) -> str:
-        cfg = config.Model(**{"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6} | keys)
+        cfg = config.Bloom(**{"vocab_size": V, "hidden_size": 48, "n_layers": 2, "n_heads": 6} | keys)
         with torch.device("meta"):
             fresh = families.of(cfg).build(cfg)
         return message(plans.apply_plan, fresh, mesh, {**bloom.plan(cfg), **changes})

@@ -59,7 +59,7 @@ def scale_first_half(block: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
     return block.scale(out) if sample_ids is None or sample_ids[0] % 4 < 2 else out  # a drawn sample has no number
 
 
-def build(honest: Any, cfg: config.Model) -> Stage:
+def build(honest: Any, cfg: config.Bloom) -> Stage:
     model = honest(cfg)
     model.layers["1"].unused = nn.Linear(5, 3, bias=False)
     model.layers["2"].scale = Scale(cfg.hidden_size)
@@ -69,7 +69,7 @@ def build(honest: Any, cfg: config.Model) -> Stage:
     return model
 
 
-def plan(honest: Any, cfg: config.Model, sequence_parallel: bool) -> Plan:
+def plan(honest: Any, cfg: config.Bloom, sequence_parallel: bool) -> Plan:
     return {**honest(cfg, sequence_parallel), "layers.1.unused": Whole(), "layers.2.scale": Whole()}
 
 

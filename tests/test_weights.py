@@ -21,7 +21,6 @@ MAY_DIFFER = {
     "attention_dropout": 0.5,
     "label_smoothing": 0.5,
     "z_loss": 0.5,
-    "path": "elsewhere",  # of [model] name = "hf", whose digest tells
 }
 OTHER_MODEL = {
     "name": "hf",
@@ -32,19 +31,17 @@ OTHER_MODEL = {
     "ffn_hidden_size": 9,
     "layer_norm_eps": 0.5,
     "apply_residual_connection_post_layernorm": True,
-    "elements": [1, 2],
-    "digest": "other",
 }
 
 
 def test_every_key_of_a_model_is_of_one_of_the_two_kinds():
-    assert MAY_DIFFER.keys() | OTHER_MODEL.keys() == config.Model.model_fields.keys()
+    assert MAY_DIFFER.keys() | OTHER_MODEL.keys() == config.Bloom.model_fields.keys()
     assert not MAY_DIFFER.keys() & OTHER_MODEL.keys()
 
 
 @pytest.mark.parametrize(("key", "value"), [*MAY_DIFFER.items(), *OTHER_MODEL.items()])
 def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_taken(tmp_path, key: str, value: Any):
-    model = config.Model(vocab_size=8, hidden_size=16, n_layers=2, n_heads=2)
+    model = config.Bloom(vocab_size=8, hidden_size=16, n_layers=2, n_heads=2)
     there = model.model_copy(update={key: value})
     path = store(f"{tmp_path}/w", {}, config={"model": there.model_dump()})
     asked = model.model_copy(update={"init_from": path})
@@ -61,7 +58,7 @@ def test_weights_of_another_model_are_refused_with_the_key_and_of_the_same_one_t
 def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp_path):
     whole = torch.arange(6.0).view(3, 2)
     stored = {"model/a": whole, "optimizer/exp_avg/a": whole + 1}
-    source = open_checkpoint_weights(config.Model(init_from=store(f"{tmp_path}/w", stored)))
+    source = open_checkpoint_weights(config.Bloom(init_from=store(f"{tmp_path}/w", stored)))
     assert isinstance(source, Weights)
     assert source.tensors == {"a": (torch.float32, (3, 2))}
     assert torch.equal(source.read("a", (slice(1, 3), slice(0, 1))), whole[1:3, :1])
@@ -72,6 +69,6 @@ def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_pa
     opened: list[object] = []
     monkeypatch.setattr(ours, "opened", lambda path, form, model, whole: opened.append((path, model)))
     (tmp_path / file).touch()
-    model = config.Model(init_from=str(tmp_path))
+    model = config.Bloom(init_from=str(tmp_path))
     families.of(model).weights(model)
     assert opened == [(tmp_path, model)]

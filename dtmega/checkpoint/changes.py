@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from dtmega import optim
 from dtmega.config import Config
-from dtmega.sections import Section
+from dtmega.declared import Section
 
 Kind = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {
@@ -45,7 +45,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     ),
     "precision": ("params", "reduce"),
 }
-# Refused by what is in the file, which may move: the data's identity and [model] digest tell.
+# Refused by what is in the file, which may move: the data's identity and the digest of the model's directory tell.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "tokenizer"), "model": ("path",)}
 
 

@@ -39,7 +39,9 @@ class Family(Protocol):
     @property
     def directory(self) -> bool: ...
 
-    def described(self, model: config.Model) -> config.Model: ...
+    def digest(self, model: config.Model) -> str: ...
+
+    def described(self, model: config.Model, trained: str) -> config.Model: ...
 
     def export(
         self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any
@@ -63,12 +65,14 @@ class Opened(NamedTuple):
 
     Attributes:
         path: where exactly it was found, for the other ranks.
+        digest: of the directory that the model was read from; '' where that is not known.
     """
 
     path: str
     source: Source
     model: config.Model
     tokenizer: str
+    digest: str = ""
 
 
 def main(
@@ -105,7 +109,7 @@ def main(
             options: dict[str, Any] = {**ranks, "eod_id": eod_id, "dtype": _dtype(args.dtype)}
             family.export(source, folder, model, json, **options)
         elif startup.rank == 0:
-            write(args.target[1], source, model)
+            write(args.target[1], source, model, family.digest(model))
     startup.leave()
     if startup.rank == 0:
         print(f"written: {args.target[1]}")
@@ -128,7 +132,7 @@ def _open(args: argparse.Namespace, families: Families, startup: Startup) -> Ope
         opened = opened or readers[kind](first.told, args, families)
         model = {f"[model] {key}": value for key, value in opened.model.model_dump().items()}
         tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in opened.source.tensors.items()}
-        step.same = model | tensors | found.digests([opened.source])
+        step.same = model | tensors | found.digests([opened.source]) | {"digest of [model] path": opened.digest}
     return opened
 
 
@@ -138,9 +142,9 @@ def _described(args: argparse.Namespace, opened: Opened, family: Family) -> conf
         raise ValueError(
             f"--original is for a run with a [model] path; {args.source[1]} is of name = '{opened.model.name}'"
         )
-    path = args.original or opened.model.path
+    moved = {"path": args.original} if args.original else {}
     try:
-        model = family.described(opened.model.model_copy(update={"path": path}))
+        model = family.described(opened.model.model_copy(update=moved), opened.digest)
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
     if model.n_layers > len(opened.source.tensors):
@@ -174,15 +178,19 @@ def _left_out(
     return left_out
 
 
-def write(path: str, source: Source, model: config.Model) -> None:
-    """A checkpoint of weights only, complete or not there."""
+def write(path: str, source: Source, model: config.Model, digest: str = "") -> None:
+    """Write a checkpoint of weights only, complete or not there.
+
+    Args:
+        digest: of the directory that the model is read from; '' where there is none.
+    """
     files, folder = split(path)
     if folder in files.folders():
         raise ValueError(f"{path} is there already (--to)")
     aside = f".tmp-{folder}" if isinstance(files, Disk) else folder
     try:
         files.make(aside)
-        _fill(files, aside, source, model)
+        _fill(files, aside, source, State.of({"model": model.model_dump()}, digest=digest))
         if isinstance(files, Disk):
             files.sync(aside)
             files.rename(aside, folder)
@@ -193,7 +201,7 @@ def write(path: str, source: Source, model: config.Model) -> None:
         raise
 
 
-def _fill(files: Disk | Remote, folder: str, source: Source, model: config.Model) -> None:
+def _fill(files: Disk | Remote, folder: str, source: Source, state: State) -> None:
     """Every tensor of a source, one by one, and then the manifest."""
     name, tensors = "data-00000.bin", {}
     with files.create(folder, name) as file:
@@ -202,7 +210,6 @@ def _fill(files: Disk | Remote, folder: str, source: Source, model: config.Model
             tensor = source.read(parameter)
             chunk = data.add(tensor, [0] * tensor.ndim)
             tensors[f"model/{parameter}"] = Entry(tensor.dtype, tuple(tensor.shape), (chunk,))
-    state = State.of({"model": model.model_dump()})
     with files.create(folder, manifest.NAME) as file:
         file.write(manifest.dump(Manifest(0, state.model_dump(), {name: data.n_bytes}, tensors)))
 
@@ -217,11 +224,11 @@ def _from_hf(name: str, args: argparse.Namespace, families: Families) -> Opened:
 
 def _from_dtmega(name: str, args: argparse.Namespace, families: Families) -> Opened:
     checkpoint = open_checkpoint(name)
-    there = state_of(checkpoint).config
-    model = config.Model(**there.get("model", {}))
-    tokenizer = there.get("data", {}).get("tokenizer", "")
-    own = families.of(model).directory and Path(tokenizer) == Path(model.path, "tokenizer.json")
-    return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer)
+    state = state_of(checkpoint)
+    model = config.model_section(state.config.get("model", {}), checkpoint.path)
+    tokenizer = state.config.get("data", {}).get("tokenizer", "")
+    own = families.of(model).directory and Path(tokenizer) == Path(model.directory, "tokenizer.json")
+    return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer, state.digest)
 
 
 def _from_dcp(name: str, args: argparse.Namespace, families: Families) -> Opened:

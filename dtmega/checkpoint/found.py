@@ -50,11 +50,11 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
         yield Claim(Path(root), key="[checkpoint] dir")
 
 
-def find(cfg: config.Config, identity: Mapping[str, Any]) -> Found:
+def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> Found:
     """Raises:
     ValueError: as `resume.find`; or nothing can be written where checkpoints are.
     """
-    checkpoints, damage = resume.find(cfg, identity)
+    checkpoints, damage = resume.find(cfg, identity, digest)
     return Found([checkpoint.path for checkpoint in checkpoints], damage, _leave_probe(open_root(resume.root_of(cfg))))
 
 

@@ -46,6 +46,7 @@ class State(BaseModel):
         identity: what the numbers depend on beside weights: digests of data and tokenizer, the seed, ...; empty where
             there are weights only.
         config: of the run, resolved; by section.
+        digest: of the directory that the model is read from; '' where there is none.
         layout, versions: where it was written, and by what; for people.
     """
 
@@ -55,6 +56,7 @@ class State(BaseModel):
     recent: list[tuple[float, ...]]
     identity: dict[str, Any]
     config: dict[str, dict[str, Any]]
+    digest: str = ""
     layout: dict[str, int]
     versions: dict[str, str]
 
@@ -67,6 +69,7 @@ class State(BaseModel):
         updates: int = 0,
         recent: Iterable[tuple[float, ...]] = (),
         identity: Mapping[str, Any] | None = None,
+        digest: str = "",
         layout: Mapping[str, int] | None = None,
     ) -> State:
         """Of this dtmega, torch and Python."""
@@ -77,6 +80,7 @@ class State(BaseModel):
             recent=list(recent),
             identity=dict(identity or {}),
             config=config,
+            digest=digest,
             layout=dict(layout or {}),
             versions=versions,
         )
@@ -170,7 +174,7 @@ def named(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
     return [(files, folder)]
 
 
-def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoint], list[str]]:
+def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> tuple[list[Checkpoint], list[str]]:
     """The checkpoints that `[checkpoint] resume` allows to go on from, the newest first; what is wrong with others.
 
     Raises:
@@ -196,11 +200,11 @@ def find(cfg: config.Config, identity: Mapping[str, Any]) -> tuple[list[Checkpoi
     if damage and not found:
         raise Damaged("\n".join(damage))
     if found:
-        check_same(found[0], cfg, identity)
+        check_same(found[0], cfg, identity, digest)
     return found, damage
 
 
-def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str, Any]) -> None:
+def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> None:
     """Raises:
     ValueError: a run with this configuration cannot go on from there; names what differs.
     """
@@ -211,6 +215,8 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
     refused = changes.changed(state.config, cfg, "refused")
     of_data = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
     others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in of_data]
+    if state.digest != digest:
+        others.append(f"the digest of config.json in [model] path was '{state.digest}', is '{digest}'")
     if others:
         raise ValueError(f"{checkpoint.path} is of another run: {'; '.join(others)} ({anew})")
     order = state.identity.get("order", 1)  # runs that do not name it are from before it was ever changed
@@ -235,9 +241,11 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
 
 def state_of(checkpoint: Checkpoint) -> State:
     try:
-        return State.model_validate(checkpoint.manifest.state)
+        state = State.model_validate(checkpoint.manifest.state)
     except ValidationError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
+    earlier = state.config.get("model", {}).get("digest")  # where earlier versions kept it
+    return state.model_copy(update={"digest": earlier}) if isinstance(earlier, str) else state
 
 
 def command_that_goes_on(cfg: config.Config) -> str:

@@ -39,21 +39,30 @@ def is_hf_folder(path: str) -> bool:
     return any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists()
 
 
-def open_checkpoint_weights(model: config.Model) -> Source:
+def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
     """The checkpoint that `[model] init_from` names, checked against the rest of [model].
+
+    Args:
+        digest: of the directory that the model is read from; '' where there is none.
 
     Raises:
         ValueError: nothing there, or of another model.
         Damaged: it is not intact.
     """
     checkpoint = open_checkpoint(model.init_from)
-    there = state_of(checkpoint).config.get("model", {})
+    state = state_of(checkpoint)
+    there = state.config.get("model", {})
     for change in changes.differing("model", there, model):
         if changes.kind_of("model", change.key) == "refused" and change.key not in OF_THE_RUN:
             raise ValueError(
                 f"{checkpoint.path} is of a model with {change.key}={change.was}, not {change.now} "
                 f"([model] init_from, [model] {change.key})"
             )
+    if digest != state.digest:
+        raise ValueError(
+            f"{checkpoint.path} is of a model whose config.json has the digest '{state.digest}', not '{digest}' "
+            f"([model] init_from, [model] path)"
+        )
     return Weights(checkpoint)
 
 

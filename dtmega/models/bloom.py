@@ -24,7 +24,7 @@ from dtmega.models.stage import Stage
 class Attention(nn.Module):
     """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM."""
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: config.Bloom) -> None:
         super().__init__()
         self.head_dim = cfg.head_dim
         self.qkv = nn.Linear(cfg.hidden_size, 3 * cfg.hidden_size)
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: config.Bloom) -> None:
         super().__init__()
         self.up = nn.Linear(cfg.hidden_size, cfg.ffn)
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
@@ -53,7 +53,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + drop(attn(LN x)), then x + drop(mlp(LN x)); or, post-layernorm, the residual is the LayerNorm's output."""
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: config.Bloom) -> None:
         super().__init__()
         self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
         self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
@@ -80,11 +80,12 @@ class Bloom(Stage):
         sequence_shards: how many parts the hidden state's sequence is cut into; a plan that cuts it sets this.
     """
 
+    cfg: config.Bloom
     ties = (("embed.weight", "head.weight"),)
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: config.Bloom) -> None:
         super().__init__()
         self.cfg = cfg
         self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)

@@ -68,7 +68,7 @@ class HF(Stage):
     def __init__(self, cfg: config.Model) -> None:
         super().__init__()
         self.cfg = cfg
-        self.hf: Any = build(read_config(cfg.path))
+        self.hf: Any = build(read_config(cfg.directory))
         self.is_first = self.is_last = True
         self.longest = getattr(self.hf.config, "max_position_embeddings", None)
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
@@ -146,7 +146,7 @@ class HF(Stage):
 
     @functools.cached_property
     def _drawn(self) -> dict[str, tuple[float, float]]:
-        return initial_values(self.cfg.path)
+        return initial_values(self.cfg.directory)
 
     def full_name(self, name: str) -> str:
         return super().full_name(name).removeprefix("hf.")

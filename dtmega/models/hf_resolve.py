@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,10 +14,6 @@ from dtmega.hf.files import has_weights
 from dtmega.models.hf import HF, blocks_of
 from dtmega.models.hf_directory import build, dropouts, read_config
 
-# [model] keys that config.json decides, and those that a model of transformers does not have.
-SIZES = ("vocab_size", "hidden_size", "n_layers", "n_heads", "ffn_hidden_size", "elements", "digest")
-FOREIGN = ("pad_vocab_to_multiple", "hidden_dropout", "attention_dropout", "layer_norm_eps", "init_std", "z_loss")
-FOREIGN += ("apply_residual_connection_post_layernorm",)
 FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner")
 IDLE = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
 
@@ -28,41 +23,35 @@ def resolve(cfg: config.Config) -> config.Config:
 
     Raises:
         ValueError: no such directory, not a causal language model, code of its own, a size that config.json
-            contradicts, what a model of transformers does not have or the trainer cannot give it.
+            contradicts, what the trainer cannot give a model of transformers.
     """
-    theirs = read_config(cfg.model.path)
+    directory = cfg.model.directory
+    theirs = read_config(directory)
     try:
-        values = sizes(cfg.model)
+        values = sizes(directory)
     except ValueError:
         raise
     except Exception as error:  # of a family's own code, or what is no plain decoder has not
         raise ValueError(
-            f"{cfg.model.path}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
+            f"{directory}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
             f"{type(error).__name__}: {error} ([model] path)"
         ) from None
-    defaults = config.Model()
-    for key in FOREIGN:
-        if getattr(cfg.model, key) != getattr(defaults, key):
+    for key, value in values.items():
+        if key in cfg.model.model_fields_set and getattr(cfg.model, key) != value:
             raise ValueError(
-                f"[model] {key}={getattr(cfg.model, key)} is not for name = 'hf': config.json of {cfg.model.path} "
-                f"decides, and dropout is off; expected {getattr(defaults, key)}"
-            )
-    for key in SIZES:
-        if key in cfg.model.model_fields_set and getattr(cfg.model, key) != values[key]:
-            raise ValueError(
-                f"[model] {key}={getattr(cfg.model, key)}, but by {cfg.model.path}/config.json it is {values[key]}; "
+                f"[model] {key}={getattr(cfg.model, key)}, but by {directory}/config.json it is {value}; "
                 f"leave it out ([model] {key})"
             )
     if getattr(theirs.get_text_config(), "output_router_logits", False):
         raise ValueError(
-            f"{cfg.model.path}/config.json has output_router_logits=true: transformers then adds a loss of routers, "
+            f"{directory}/config.json has output_router_logits=true: transformers then adds a loss of routers, "
             f"a product of means over a microbatch, which would change with the layout; it is not part of the loss "
             f"here. Set it to false (router_aux_loss_coef alone changes nothing) ([model] path)"
         )
     longest = getattr(theirs, "max_position_embeddings", None)
     if longest and cfg.data.seq_len > longest:
         raise ValueError(
-            f"seq_len={cfg.data.seq_len} is more than the max_position_embeddings={longest} of {cfg.model.path} "
+            f"seq_len={cfg.data.seq_len} is more than the max_position_embeddings={longest} of {directory} "
             f"([data] seq_len)"
         )
     for key in ("reset_position_ids", "reset_attention_mask"):
@@ -70,10 +59,10 @@ def resolve(cfg: config.Config) -> config.Config:
             raise ValueError(f"[data] {key} is not for name = 'hf': the model computes positions and masks itself")
     changed: dict[str, config.Section] = {"model": cfg.model.model_copy(update=values)}
     if "tokenizer" not in cfg.data.model_fields_set:
-        tokenizer = Path(cfg.model.path, "tokenizer.json")
+        tokenizer = Path(directory, "tokenizer.json")
         if not tokenizer.is_file():
             raise ValueError(
-                f"{cfg.model.path} has no tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) may "
+                f"{directory} has no tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) may "
                 f"make one, [data] tokenizer names another"
             )
         changed["data"] = cfg.data.model_copy(update={"tokenizer": str(tokenizer)})
@@ -82,50 +71,57 @@ def resolve(cfg: config.Config) -> config.Config:
 
 def notes(model: config.Model) -> list[str]:
     """What the trainer does otherwise than config.json says, or the user might not know."""
-    drops = [f"{key}={p}" for key, p in dropouts(read_config(model.path)).items() if p > 0]
-    found = [f"{model.path}: without its dropout ({', '.join(drops)})"] if drops else []
-    if not model.init_from and not has_weights(model.path):
-        found.append(f"{model.path} has no weights: initial values are drawn from [run] seed")
+    directory = model.directory
+    drops = [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]
+    found = [f"{directory}: without its dropout ({', '.join(drops)})"] if drops else []
+    if not model.init_from and not has_weights(directory):
+        found.append(f"{directory} has no weights: initial values are drawn from [run] seed")
     return found
 
 
-def sizes(model: config.Model) -> dict[str, Any]:
-    """What the directory decides of the [model] section.
+def sizes(directory: str) -> dict[str, int]:
+    """Keys of the [model] section that the directory decides.
 
     Raises:
         ValueError: as `read_config`, or the model has stored what is no parameter.
     """
-    theirs = read_config(model.path)
+    theirs = read_config(directory)
     with torch.device("meta"):
         hf = build(theirs)
     if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
-        raise ValueError(f"{model.path}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
+        raise ValueError(f"{directory}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
     blocks = list(blocks_of(hf).children())
-    layer = sum(p.numel() for p in blocks[0].parameters()) if blocks else 0
     feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
-    said = {k: v for k, v in config_json.read_plain(model.path).items() if k not in IDLE}
     return {
         "vocab_size": theirs.vocab_size,
         "hidden_size": theirs.hidden_size,
         "n_layers": len(blocks),
         "n_heads": theirs.num_attention_heads,
         "ffn_hidden_size": feed_forward or 0,
-        "elements": [layer, sum(p.numel() for p in hf.parameters())],
-        "digest": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12],
     }
 
 
-def described(model: config.Model) -> config.Model:
+def digest(directory: str) -> str:
+    """Of all that config.json says and a number hangs on."""
+    said = {k: v for k, v in config_json.read_plain(directory).items() if k not in IDLE}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def described(model: config.Model, trained: str) -> config.Model:
     """The section with what the directory says today.
 
+    Args:
+        trained: the `digest` of the directory that was trained; '' where it is not known.
+
     Raises:
-        ValueError: as `resolve`, or config.json is not the one that the section's `digest` is of.
+        ValueError: as `resolve`, or config.json is another one.
     """
-    values = sizes(model)
-    if model.digest not in ("", values["digest"]):
+    values = sizes(model.directory)
+    today = digest(model.directory)
+    if trained not in ("", today):
         raise ValueError(
-            f"{model.path}/config.json is not what was trained: its digest is {values['digest']}, expected "
-            f"{model.digest} ([model] path)"
+            f"{model.directory}/config.json is not what was trained: its digest is {today}, expected {trained} "
+            f"([model] path)"
         )
     return model.model_copy(update=values)
 

@@ -45,7 +45,7 @@ class LMHead(nn.Module):
     The weight may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); they give no logits.
     """
 
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: config.OwnModel) -> None:
         super().__init__()
         self.vocab_size = cfg.vocab_size
         self.label_smoothing = cfg.label_smoothing

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtmega import config
-
 
 class Stage(nn.Module):
     """A causal language model that can be cut into stages; a new model of the house is one of these.
@@ -18,13 +16,13 @@ class Stage(nn.Module):
     last returns it.
 
     Attributes:
-        cfg: its [model] section.
+        cfg: its [model] section, of its family.
         ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
         longest: sequence it has positions for; None: any.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
     """
 
-    cfg: config.Model
+    cfg: Any
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
     experts_per_token: int | None = None
