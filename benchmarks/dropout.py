@@ -15,10 +15,11 @@ from dtmega.models.layers import KeyedDropout
 
 def main() -> None:
     torch.set_num_threads(1)
-    x, sample_ids = torch.randn(4, 512, 1024), torch.arange(4)
+    x = torch.randn(4, 512, 1024)
+    sample_ids, places = torch.arange(4), torch.arange(512).repeat(4, 1)
     keyed = KeyedDropout(0.1)
 
-    def plain(x: torch.Tensor, sample_ids: torch.Tensor) -> torch.Tensor:
+    def plain(x: torch.Tensor, sample_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.1)
 
     forms: dict[str, Callable[..., torch.Tensor]] = {
@@ -31,7 +32,7 @@ def main() -> None:
     for _ in range(32):
         for name, form in forms.items():
             start = time.process_time()
-            form(x, sample_ids)
+            form(x, sample_ids, places)
             times[name].append(time.process_time() - start)
     for name, seconds in times.items():
         print(f"{name:<20} {statistics.median(seconds[2:]) * 1e3:6.1f} ms")

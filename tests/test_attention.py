@@ -1,30 +1,48 @@
-"""Claims about attention.py; the truth is the textbook formula in fp64."""
+"""Claims about attention.py; the truth is the textbook formula in fp64, over all pairs."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from dtmega import attention as A
+from dtmega import rule as R
+from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
+from tests.test_rule import Largest
 
 H = 6
+SLOPES = alibi_slopes(H).double()
+FLEX_IN_EAGER = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-def textbook(q: Tensor, k: Tensor, v: Tensor, position: Tensor, allowed: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(K) + slope (pos_j - pos_i)) v, with everything written out."""
-    bias = A.alibi_slopes(H).double()[:, None, None] * (position[:, None, None, :] - position[:, None, :, None])
-    scores = q @ k.mT / q.shape[-1] ** 0.5 + bias
-    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+def textbook(q: Tensor, k: Tensor, v: Tensor, added: Tensor | float, allowed: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(K) + added) v over the allowed pairs, with everything written out."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5 + added
+    probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.where(allowed.any(-1, keepdim=True), probabilities, 0.0) @ v
 
 
-def qkv(s: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def distances(queries: Tensor, keys: Tensor) -> Tensor:
+    """[B, 1, S, T]"""
+    return keys[:, None, None, :] - queries[:, None, :, None]
+
+
+def qkv(s: int, dtype: torch.dtype = torch.float64, n_keys: int = 0, shared_by: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(s)
-    return [torch.randn(2, H, s, 16, dtype=torch.float64, generator=generator).to(dtype) for _ in range(3)]
+    shapes = [(2, H, s, 16)] + 2 * [(2, H // shared_by, n_keys or s, 16)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def in_order(s: int) -> Tensor:
+    return torch.arange(s).repeat(2, 1)
+
+
+def causal_alibi(s: int, document_ids: Tensor | None = None, slopes: Tensor = SLOPES, **keywords: Any) -> AttentionRule:
+    return attention_rule(in_order(s), causal=True, document_ids=document_ids, slopes=slopes, **keywords)
 
 
 def packed(s: int) -> Tensor:
@@ -35,49 +53,136 @@ def packed(s: int) -> Tensor:
     return starts.cumsum(1)
 
 
-def within(ids: Tensor) -> Tensor:
-    """[B, S] -> [B, 1, S, S]: what a query of a document may see."""
-    return causal(ids.shape[1]) & (ids[:, None, :, None] == ids[:, None, None, :])
+def padded(s: int) -> Tensor:
+    """Two rows with different numbers of tokens: padding has a number of its own."""
+    return -(in_order(s) >= torch.tensor([[s - 1], [s // 2]])).long()
 
 
 def causal(s: int) -> Tensor:
     return torch.ones(s, s, dtype=torch.bool).tril()
 
 
-def test_slopes_are_those_of_megatron():
-    assert A.alibi_slopes(12).tolist() == pytest.approx(
-        [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625, 0.70711, 0.35355, 0.17678, 0.08839], 1e-4
-    )
-    slopes = A.alibi_slopes(112)
-    seen = [slopes[i].item() for i in (0, 1, 64, 65, 111)]
-    assert seen == pytest.approx([0.917004, 0.840896, 0.957603, 0.878126, 0.016317], 1e-4)
-
-
 @pytest.mark.parametrize("s", [1, 7, 64, 100, 256, 301])
 def test_chunks_give_the_textbook_result(s):
     q, k, v = qkv(s)
-    out = A.attention(q, k, v, A.causal_alibi(A.alibi_slopes(H).double(), s))
-    torch.testing.assert_close(out, textbook(q, k, v, torch.arange(s)[None], causal(s)), atol=1e-12, rtol=1e-12)
+    added = SLOPES[:, None, None] * distances(in_order(s), in_order(s))
+    expected = textbook(q, k, v, added, causal(s))
+    torch.testing.assert_close(A.attention(q, k, v, causal_alibi(s)), expected, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("s", [7, 100, 256])
-def test_documents_do_not_see_each_other(s):
-    q, k, v = (x.requires_grad_() for x in qkv(s))
-    ids = packed(s)
-    out = A.attention(q, k, v, A.causal_alibi(A.alibi_slopes(H).double(), s, ids))
-    expected = textbook(q, k, v, torch.arange(s)[None], within(ids))
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+S, T = 150, 90
+WEIGHT = torch.randn(8, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+PLACES = {
+    "in order": torch.arange(S),
+    "in order from 9": torch.arange(9, S + 9),
+    "two slices": torch.cat([torch.arange(40), torch.arange(200, S + 160)]),
+}
+RULES = {
+    "bidirectional": (),
+    "causal": ("causal",),
+    "ALiBi": ("slopes",),
+    "BLOOM": ("causal", "slopes"),
+    "BLOOM in documents": ("causal", "slopes", "documents"),
+    "window": ("window",),
+    "Mistral": ("causal", "window"),
+    "prefix": ("causal", "prefix"),
+    "prefix in documents": ("causal", "prefix", "documents"),
+    "BERT": ("padding",),
+    "T5's encoder": ("padding", "table"),
+    "T5's decoder": ("causal", "table"),
+    "everything": ("causal", "window", "prefix", "documents", "slopes", "table"),
+}
+
+
+def said_twice(words: tuple[str, ...], queries: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """A rule as keywords of `attention_rule`, and over all pairs: what is added [B, H, S, T], what is allowed."""
+    ids = packed(S) if "documents" in words else padded(S)
+    has_ids = "documents" in words or "padding" in words
+    has_keys = keys is not queries
+    n_keys = keys.shape[1]
+    prefix = in_order(n_keys) < torch.tensor([[20], [70]])
+    both_ways = "causal" not in words
+    keywords: dict[str, Any] = {
+        "causal": "causal" in words,
+        "window": 25 if "window" in words else 0,
+        "prefix": prefix if "prefix" in words else None,
+        "slopes": SLOPES if "slopes" in words else None,
+        "table": R.bucketed(WEIGHT, 20, both_ways) if "table" in words else None,
+        "document_ids": ids if has_ids else None,
+        "key_places": keys if has_keys else None,
+        "key_document_ids": ids[:, :n_keys] if has_ids and has_keys else None,
+    }
+    distance = distances(queries, keys)
+    allowed = distance <= 0 if "causal" in words else torch.ones_like(distance, dtype=torch.bool)
+    if "prefix" in words:
+        allowed = allowed | prefix[:, None, None, :]
+    if "window" in words:
+        allowed = allowed & (distance > -25) & (distance < 25)
+    if has_ids:
+        allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :n_keys])
+    added = torch.zeros(2, H, S, n_keys, dtype=torch.float64)
+    if "slopes" in words:
+        added = added + SLOPES[:, None, None] * distance
+    if "table" in words:
+        bucket = T5Attention._relative_position_bucket(distance, both_ways, 8, 20)
+        added = added + WEIGHT[bucket].movedim(-1, 2).squeeze(1)
+    return keywords, added, allowed
+
+
+@FLEX_IN_EAGER
+@pytest.mark.parametrize("kernel", ["chunks", "formula", "FlexAttention"])
+@pytest.mark.parametrize("places", [*PLACES, "cross"])
+@pytest.mark.parametrize("words", RULES)
+def test_every_kernel_gives_the_textbook_result_under_every_rule(words, places, kernel):
+    queries = PLACES["in order" if places == "cross" else places].repeat(2, 1)
+    keys = in_order(T) if places == "cross" else queries
+    keywords, added, allowed = said_twice(RULES[words], queries, keys)
+    rule = attention_rule(queries, **keywords)
+    if kernel == "FlexAttention":
+        rule = rule._replace(strip=None, block_mask=R.block_mask(rule))
+    q, k, v = qkv(S, n_keys=keys.shape[1], shared_by=3)
+    nothing = dropout(0.0, HEADS, SAMPLES) if kernel == "formula" else None
+    out = A.attention(q, k, v, rule, nothing)
+    closeness = 1e-6 if kernel == "formula" else 1e-11  # its scores are in fp32
+    torch.testing.assert_close(out, textbook(q, k, v, added, allowed), atol=closeness, rtol=closeness)
+
+
+@pytest.mark.parametrize("places", [*PLACES, "cross"])
+@pytest.mark.parametrize("words", ["bidirectional", "BLOOM", "BLOOM in documents", "prefix", "BERT", "everything"])
+def test_gradients_are_those_of_the_textbook(words, places):
+    queries = PLACES["in order" if places == "cross" else places].repeat(2, 1)
+    keys = in_order(T) if places == "cross" else queries
+    without_table = tuple(word for word in RULES[words] if word != "table")
+    keywords, added, allowed = said_twice(without_table, queries, keys)
+    inputs = [x.requires_grad_() for x in qkv(S, n_keys=keys.shape[1], shared_by=2)]
+    out = A.attention(*inputs, attention_rule(queries, **keywords))
+    expected = textbook(*inputs, added, allowed)
     weights = torch.randn_like(out)
-    gradients, truth = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, expected))
-    torch.testing.assert_close(gradients, truth, atol=1e-11, rtol=1e-11)
+    ours, truth = (torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))
+    torch.testing.assert_close(ours, truth, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_table_of_relative_places_learns_as_in_the_textbook(places):
+    queries = PLACES[places].repeat(2, 1)
+    weight = WEIGHT.clone().requires_grad_()
+    inputs = [x.requires_grad_() for x in qkv(S)]
+    rule = attention_rule(queries, document_ids=padded(S), table=R.bucketed(weight, 20, True))
+    bucket = T5Attention._relative_position_bucket(distances(queries, queries), True, 8, 20)
+    allowed = padded(S)[:, None, :, None] == padded(S)[:, None, None, :]
+    expected = textbook(*inputs, weight[bucket].movedim(-1, 2).squeeze(1), allowed)
+    # Two layers share the rule.
+    out = A.attention(*inputs, rule) + A.attention(*inputs, rule)
+    weights = torch.randn_like(out)
+    ours, truth = (torch.autograd.grad((x * weights).sum(), [weight, *inputs]) for x in (out, 2 * expected))
+    torch.testing.assert_close(ours, truth, atol=1e-4, rtol=1e-4)  # its scores are in fp32
 
 
 def test_a_packed_document_is_attended_as_if_it_stood_alone():
     q, k, v = qkv(100)
-    out = A.attention(q, k, v, A.causal_alibi(A.alibi_slopes(H).double(), 100, packed(100)))
+    out = A.attention(q, k, v, causal_alibi(100, packed(100)))
     alone = slice(3 + 17, 3 + 2 * 17)  # the third document of row 0
-    q1, k1, v1 = (x[:1, :, alone] for x in (q, k, v))
-    expected = A.attention(q1, k1, v1, A.causal_alibi(A.alibi_slopes(H).double(), 17))
+    expected = A.attention(*(x[:1, :, alone] for x in (q, k, v)), causal_alibi(17))
     torch.testing.assert_close(out[:1, :, alone], expected, atol=1e-12, rtol=1e-12)
 
 
@@ -86,97 +191,49 @@ def test_the_bias_is_megatrons_slope_times_the_place_of_the_key(documents):
     # Megatron-DeepSpeed `ParallelTransformerLayer._build_alibi_tensor`: [H, 1, S], whatever the position ids are.
     s = 100
     q, k, v = qkv(s)
-    alibi = A.alibi_slopes(H).double()[:, None, None] * torch.arange(s).expand(H, -1)[:, None]
     ids = packed(s)
-    allowed = within(ids) if documents else causal(s)
-    scores = (q @ k.mT / q.shape[-1] ** 0.5 + alibi).masked_fill(~allowed, -torch.inf)
-    out = A.attention(q, k, v, A.causal_alibi(A.alibi_slopes(H).double(), s, ids if documents else None))
-    torch.testing.assert_close(out, scores.softmax(-1) @ v, atol=1e-11, rtol=1e-11)
+    allowed = causal(s) & (ids[:, None, :, None] == ids[:, None, None, :]) if documents else causal(s)
+    expected = textbook(q, k, v, SLOPES[:, None, None] * torch.arange(s), allowed)
+    out = A.attention(q, k, v, causal_alibi(s, ids if documents else None))
+    torch.testing.assert_close(out, expected, atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("s", [100, 128, 300])
-@pytest.mark.parametrize("documents", [False, True])
-def test_the_gpu_kernel_is_given_the_same_bias_and_mask(s, documents):
-    q, k, v = qkv(s)
-    ids = packed(s) if documents else None
-    slopes = A.alibi_slopes(H).double()
-    expected = A.attention(q, k, v, A.causal_alibi(slopes, s, ids))
-    mask = A._causal_block_mask(s, torch.device("cpu")) if ids is None else A.document_block_mask(ids)
-    out = A.attention(q, k, v, A.Bias(slopes, (), None, mask))
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+LONG: dict[str, dict[str, Any]] = {
+    "a strip": {"causal": True, "slopes": alibi_slopes(H)},
+    "documents": {"causal": True, "slopes": alibi_slopes(H), "document_ids": packed(1024)},
+    "padding": {"document_ids": padded(1024)},
+    "two slices": {"causal": True, "slopes": alibi_slopes(H), "places": in_order(1024) + 512 * (in_order(1024) >= 512)},
+}
 
 
-def test_a_gpu_gets_a_mask_of_blocks_of_its_documents_or_of_causality(monkeypatch):
-    monkeypatch.setattr(A, "_causal_block_mask", lambda seq_len, device: (seq_len, device.type))
-    ids = packed(300)
-    with FakeTensorMode():  # the GPU need not be there
-        slopes = torch.empty(H, device="cuda")
-    assert A.causal_alibi(slopes, 300).block_mask == (300, "cuda")
-    documents = A.causal_alibi(slopes, 300, ids).block_mask
-    assert documents is not None
-    assert torch.equal(documents.kv_indices, A.document_block_mask(ids).kv_indices)
-
-
-def random_documents(s: int, mean_length: float) -> Tensor:
-    generator = torch.Generator().manual_seed(s)
-    return (torch.rand(3, s, generator=generator) < 1 / mean_length).long().cumsum(1)
-
-
-@pytest.mark.parametrize("s", [1, 100, 128, 300, 512, 1000])
-@pytest.mark.parametrize("mean_length", [1, 30, 200, 10**9])
-def test_blocks_from_document_boundaries_are_those_that_torch_finds_by_looking_at_all_pairs(s, mean_length):
-    ids = random_documents(s, mean_length)
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (ids[b, i] == ids[b, j])
-
-    ours, theirs = A.document_block_mask(ids), create_block_mask(mask_mod, 3, None, s, s, device="cpu")
-    assert (ours.seq_lengths, ours.BLOCK_SIZE) == (theirs.seq_lengths, theirs.BLOCK_SIZE)
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        for name in (f"{kind}_num_blocks", f"{kind}_indices"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-
-
-class Largest(TorchDispatchMode):
-    """Remembers how many elements the largest result of an operation had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        found = [x.numel() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
-        self.elements = max(self.elements, *found, 0)
-        return out
-
-
-def test_a_document_mask_for_the_gpu_looks_at_no_pair_of_tokens():
-    s = 2048
-    ids = random_documents(s, 200)
-    with Largest() as largest:
-        A.document_block_mask(ids)
-    assert largest.elements <= 3 * s
-
-
-def test_attention_within_documents_keeps_no_mask_for_backward():
-    s = 512
-    bias = A.causal_alibi(A.alibi_slopes(H), s, packed(s))
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("case", LONG)
+def test_no_tensor_of_all_pairs_is_made_and_none_that_a_kernel_needs_is_kept_for_backward(case, drops, monkeypatch):
+    s, chunk = 1024, 64
+    monkeypatch.setattr(R, "LARGEST_CHUNK", chunk)
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with saved_tensors_hooks(pack, lambda x: x):
-        q, k, v = (x.requires_grad_() for x in qkv(s, torch.float32))
-        out = A.attention(q, k, v, bias)
-    del kept[bias.chunks[0].untyped_storage().data_ptr()]
-    assert sum(kept.values()) < 10 * out.nbytes < 2 * H * s * s * 4
+    inputs = [x.requires_grad_() for x in qkv(s, torch.float32)]
+    keywords = dict(LONG[case])
+    places = keywords.pop("places", in_order(s))
+    drop = dropout(0.1, HEADS, SAMPLES) if drops else None
+    with Largest() as largest, saved_tensors_hooks(pack, lambda x: x):
+        rule = attention_rule(places, **keywords)
+        out = A.attention(*inputs, rule, drop)
+        out.sum().backward()
+    assert largest.elements <= 2 * H * chunk * s
+    if not drops:  # the formula keeps its probabilities, chunk by chunk
+        strip = 0 if rule.strip is None else rule.strip.untyped_storage().nbytes()
+        assert sum(kept.values()) - strip < 10 * out.nbytes
 
 
 def test_a_compiled_block_takes_in_the_gpu_kernel_without_a_warning():
     q, k, v = qkv(64, torch.float32)
-    mask = A._causal_block_mask(64, torch.device("cpu"))
+    mask = R.block_mask(attention_rule(in_order(64), causal=True))
 
     def block(q: Tensor) -> Tensor:
         return A._flex_kernel("cuda")(q, k, v, block_mask=mask)
@@ -189,17 +246,36 @@ def test_a_compiled_block_takes_in_the_gpu_kernel_without_a_warning():
     assert A._flex_kernel("cuda") is not A._flex_kernel("cpu")
 
 
-def test_no_bias_of_all_pairs_is_stored():
-    bias = A.causal_alibi(A.alibi_slopes(H), 1024)
-    storages = {chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes() for chunk in bias.chunks}
-    assert list(storages.values()) == [H * 256 * 1024 * 4]
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
+@pytest.mark.parametrize("kernel", ["chunks", "FlexAttention"])
+def test_a_compiled_block_takes_each_batchs_rule_without_being_compiled_again(kernel):
+    compilations = 0
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    block = torch.compile(A.attention, backend=counting, fullgraph=True)
+    q, k, v = qkv(100, torch.float32)
+    slopes = alibi_slopes(H)
+    for ids in (packed(100), padded(100)):
+        rule = causal_alibi(100, ids, slopes)
+        if kernel == "FlexAttention":
+            rule = rule._replace(strip=None, block_mask=R.block_mask(rule))
+        with torch.no_grad():
+            out = block(q, k, v, rule)
+        torch.testing.assert_close(out, A.attention(q, k, v, causal_alibi(100, ids, slopes)), atol=1e-5, rtol=1e-5)
+    assert compilations == 1
 
 
 def test_bf16_attention_keeps_the_bias_exact():
     s = 1024
     q, k, v = qkv(s, torch.bfloat16)
-    expected = textbook(q.double(), k.double(), v.double(), torch.arange(s)[None], causal(s))
-    out = A.attention(q, k, v, A.causal_alibi(A.alibi_slopes(H), s)).double()
+    added = SLOPES[:, None, None] * distances(in_order(s), in_order(s))
+    expected = textbook(q.double(), k.double(), v.double(), added, causal(s))
+    out = A.attention(q, k, v, causal_alibi(s, slopes=alibi_slopes(H))).double()
     assert (out - expected).norm() / expected.norm() < 4e-3  # a bias rounded to bf16 gives 1e-1
 
 
@@ -214,9 +290,9 @@ def test_dropped_probabilities_are_the_textbook_ones_masked_and_rescaled():
     s, p = 200, 0.25
     q, k, _ = qkv(s)
     identity = torch.eye(s, dtype=torch.float64).expand(2, H, s, s)  # as values: the output is the probabilities
-    bias = A.causal_alibi(A.alibi_slopes(H), s)
-    dropped = A.attention(q, k, identity, bias, dropout(p, HEADS, SAMPLES))
-    full = A.attention(q, k, identity, bias, dropout(0.0, HEADS, SAMPLES))
+    rule = causal_alibi(s, slopes=alibi_slopes(H))
+    dropped = A.attention(q, k, identity, rule, dropout(p, HEADS, SAMPLES))
+    full = A.attention(q, k, identity, rule, dropout(0.0, HEADS, SAMPLES))
     kept = dropped != 0
     torch.testing.assert_close(dropped[kept], full[kept] / (1 - p))
     share = kept[:, :, causal(s)].double().mean().item()
@@ -226,8 +302,34 @@ def test_dropped_probabilities_are_the_textbook_ones_masked_and_rescaled():
 def test_the_mask_of_a_head_and_sample_does_not_depend_on_who_computes_it():
     s = 200
     q, k, v = qkv(s)
-    bias = A.causal_alibi(A.alibi_slopes(H).double(), s)
-    whole = A.attention(q, k, v, bias, dropout(0.1, HEADS, SAMPLES))
-    part = A.causal_alibi(A.alibi_slopes(H).double()[2:4], s)
+    whole = A.attention(q, k, v, causal_alibi(s), dropout(0.1, HEADS, SAMPLES))
+    part = attention_rule(in_order(s)[1:], causal=True, slopes=SLOPES[2:4])
     mine = A.attention(q[1:, 2:4], k[1:, 2:4], v[1:, 2:4], part, dropout(0.1, HEADS[2:4], SAMPLES[1:]))
     torch.testing.assert_close(mine, whole[1:, 2:4], atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
+def test_slices_of_a_sequence_attend_to_all_keys_as_the_whole_does(documents, drops):
+    # A rank of two holds the slices 0 and 3, the other 1 and 2; one of them has the keys in the order they came in.
+    s = 200
+    q, k, v = qkv(s, torch.float32)
+    ids = packed(s)
+    drop = dropout(0.2, HEADS, SAMPLES) if drops else None
+    slices = torch.arange(s).view(4, 50)
+    slopes = alibi_slopes(H)
+    whole = A.attention(q, k, v, causal_alibi(s, ids if documents else None, slopes), drop)
+    for mine, keys in (
+        (slices[[0, 3]].flatten(), slices[[0, 3, 1, 2]].flatten()),
+        (slices[1:3].flatten(), slices.flatten()),
+    ):
+        rule = attention_rule(
+            mine.repeat(2, 1),
+            causal=True,
+            slopes=slopes,
+            document_ids=ids[:, mine] if documents else None,
+            key_places=keys.repeat(2, 1),
+            key_document_ids=ids[:, keys] if documents else None,
+        )
+        out = A.attention(q[:, :, mine], k[:, :, keys], v[:, :, keys], rule, drop)
+        torch.testing.assert_close(out, whole[:, :, mine], atol=1e-6, rtol=1e-5)

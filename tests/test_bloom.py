@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from transformers import BloomConfig, BloomForCausalLM
 
-from dtmega import attention, config, families
+from dtmega import config, families
 from dtmega.models.bloom import HF, Bloom
 from dtmega.models.generate import generate
 from dtmega.models.initial import init_weights
+from dtmega.rule import attention_rule
 
 V, S = 131, 77
 
@@ -162,11 +163,11 @@ def test_a_kernel_is_asked_for_where_there_is_a_loss_and_no_probability_is_dropp
 ):
     asked = []
 
-    def causal_alibi(*args):
-        asked.append(args[-1])
-        return attention.causal_alibi(*args)
+    def noting(places, **keywords):
+        asked.append(keywords["fused"])
+        return attention_rule(places, **keywords)
 
-    monkeypatch.setattr("dtmega.models.bloom.causal_alibi", causal_alibi)
+    monkeypatch.setattr("dtmega.models.bloom.attention_rule", noting)
     tokens, targets = batch()
     model = small(6, attention_dropout=attention_dropout).train(training)
     model(tokens, targets if labels else None, torch.arange(len(tokens)))
@@ -191,9 +192,9 @@ def test_a_sample_is_cut_into_equal_parts_and_padding_changes_no_token(monkeypat
     model, lengths = small(6), list[int]()
     forward = Bloom.forward
 
-    def noting(self, tokens, *args):
+    def noting(self, tokens, *args, **keywords):
         lengths.append(tokens.shape[1])
-        return forward(self, tokens, *args)
+        return forward(self, tokens, *args, **keywords)
 
     monkeypatch.setattr(Bloom, "forward", noting)
     keys = {"vocab_size": V, "eod_id": V - 1, "seed": 5}

@@ -18,6 +18,7 @@ from dtmega.models.bloom import Bloom
 from dtmega.models.initial import init_weights
 from dtmega.models.layers import KeyedDropout
 from dtmega.parallelize import ShardedModel
+from dtmega.rule import attention_rule
 from tests import plain_bloom
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record
@@ -123,25 +124,30 @@ def check_independent(masks: Tensor, p: float) -> None:
     assert correlations.abs().max() < 5 * sigma
 
 
+def places(rows: int) -> Tensor:
+    return torch.arange(S).repeat(rows, 1)
+
+
 def dropped_hidden(model: Bloom, sample_ids: Tensor) -> Tensor:
     """[sites, B, S, D]: what each of the sites drops of the hidden state."""
     sites = [
         m for name, m in model.named_modules() if isinstance(m, KeyedDropout) and not name.endswith("attn.dropout")
     ]
-    return torch.stack([site(torch.ones(len(sample_ids), S, 48), sample_ids) == 0 for site in sites])
+    ones = torch.ones(len(sample_ids), S, 48)
+    return torch.stack([site(ones, sample_ids, places(len(sample_ids))) == 0 for site in sites])
 
 
 def dropped_probabilities(model: Bloom, sample_ids: Tensor) -> Tensor:
     """[layers, B, H, 37, 40]: what is dropped of the probabilities of the last 37 queries for the first 40 keys."""
     nothing = torch.zeros(len(sample_ids), 6, S, 1)
     identity = torch.eye(S).expand(len(sample_ids), 6, S, S)  # as values: the output is the probabilities
-    bias = attention.causal_alibi(torch.zeros(6), S)
+    rule = attention_rule(places(len(sample_ids)), causal=True)
     found = []
     for i in range(model.cfg.n_layers):
         site = model.get_submodule(f"layers.{i}.attn.dropout")
         assert isinstance(site, KeyedDropout)
         dropout = attention.Dropout(site.p, site.key, model.head_ids, sample_ids)
-        found.append(attention.attention(nothing, nothing, identity, bias, dropout)[..., 40:, :40] == 0)
+        found.append(attention.attention(nothing, nothing, identity, rule, dropout)[..., 40:, :40] == 0)
     return torch.stack(found)
 
 

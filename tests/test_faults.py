@@ -96,9 +96,9 @@ def nan_gradient(rank: int) -> contextlib.AbstractContextManager[None]:
     """In the backward pass of the third step, on one rank."""
     honest = Block.forward
 
-    def forward(self: Block, h: torch.Tensor, bias: Any, head_ids: torch.Tensor, sample_ids: torch.Tensor) -> Any:
+    def forward(self: Block, h: torch.Tensor, rule: Any, head_ids: Any, sample_ids: torch.Tensor, places: Any) -> Any:
         planted = torch.is_grad_enabled() and dist.get_rank() == rank and sample_ids[0].item() in NAN_SAMPLES
-        return honest(self, NotANumber.apply(h) if planted else h, bias, head_ids, sample_ids)
+        return honest(self, NotANumber.apply(h) if planted else h, rule, head_ids, sample_ids, places)
 
     return replaced(Block, "forward", forward)
 

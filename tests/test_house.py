@@ -29,7 +29,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens
     "recompute": (1, set()),  # imports nothing of dtmega
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
-    "attention": (1, {"keyed"}),  # dropout on the probabilities
+    "rule": (1, set()),  # which pairs attend; imports nothing of dtmega
+    "attention": (1, {"keyed", "rule"}),  # dropout on the probabilities
     "cost": (1, set()),
     "drift": (1, {"shards"}),
     "optim": (1, set()),

@@ -49,7 +49,7 @@ def take(batches, steps):
     ]
 
 
-KEYS = ("sample_ids", "tokens", "labels")
+KEYS = ("sample_ids", "tokens", "labels", "places")
 
 
 def megatron_masks(tokens, eod_mask_loss, reset_position_ids, reset_attention_mask):
@@ -109,6 +109,7 @@ def test_a_microbatch_holds_the_samples_it_names(samples):
             row = [*microbatch["tokens"][i].tolist(), int(microbatch["labels"][i, -1])]
             assert row == samples[g].tolist()
             assert microbatch["labels"][i].tolist() == row[1:]
+            assert microbatch["places"][i].tolist() == list(range(S))
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ def norm_gradients_of_the_own_tokens_only() -> None:
 
 
 def dropout_of_the_own_part_only() -> None:
-    styles.SequenceShard._apply = lambda self, module, mesh: (
-        (setattr(module, "sequence_shards", mesh.size()) if hasattr(module, "sequence_shards") else None) or module
+    styles.SequenceShard.forward = lambda self, module, x, sample_ids, places: type(module).forward(
+        module, x, sample_ids, places[:, : x.shape[1]]
     )
 
 

@@ -24,6 +24,7 @@ from dtmega.models.bloom import Attention, Block, Bloom
 from dtmega.models.layers import KeyedDropout
 from dtmega.plans import bloom
 from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, VocabEmbedding
+from dtmega.rule import attention_rule
 from tests import ranks
 from tests.ranks import message
 
@@ -79,7 +80,8 @@ def batch() -> dict[str, Tensor]:
     tokens = torch.randint(V, (B, S), generator=generator)
     labels = tokens.roll(-1, dims=1)
     labels[:, ::7] = -100
-    return {"tokens": tokens, "labels": labels, "sample_ids": torch.arange(B) + 5}
+    places = torch.arange(S).repeat(B, 1)
+    return {"tokens": tokens, "labels": labels, "sample_ids": torch.arange(B) + 5, "places": places}
 
 
 def cut(heads: int, mesh: DeviceMesh, sequence_parallel: bool, **keys: Any) -> tuple[Bloom, list[str]]:
@@ -211,19 +213,19 @@ def masks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, bool]:
     heads = HEADS[mesh.size()]
     truth = with_values(small(heads, **DROPOUT))
     model, _ = cut(heads, mesh, sequence_parallel, **DROPOUT)
-    ones, ids = torch.ones(B, S, 8), batch()["sample_ids"]
+    ones, ids, places = torch.ones(B, S, 8), batch()["sample_ids"], batch()["places"]
     part = rows if sequence_parallel else torch.clone
     found = {}
     for (name, ours), whole in zip(model.named_modules(), truth.modules(), strict=True):
         if isinstance(ours, KeyedDropout) and isinstance(whole, KeyedDropout) and not name.endswith("attn.dropout"):
-            found[name] = torch.equal(ours(part(ones), ids), part(whole(ones, ids)))
+            found[name] = torch.equal(ours(part(ones), ids, places), part(whole(ones, ids, places)))
     key = truth.get_buffer("layers.0.attn.dropout.key")
     probabilities = []
     for m in (model, truth):
         # Where q = k = 0 and v = 1, attention returns its probabilities, all 0 or 1 / (keys seen) / (1 - p).
         zeros, eye = torch.zeros(B, len(m.slopes), S, S), torch.eye(S).expand(B, len(m.slopes), S, S)
-        bias, dropout = attention.causal_alibi(m.slopes * 0, S), attention.Dropout(0.1, key, m.head_ids, ids)
-        probabilities.append(attention.attention(zeros, zeros, eye, bias, dropout))
+        rule, dropout = attention_rule(places, causal=True), attention.Dropout(0.1, key, m.head_ids, ids)
+        probabilities.append(attention.attention(zeros, zeros, eye, rule, dropout))
     found["attention probabilities"] = torch.equal(probabilities[0], rows(probabilities[1]))
     return found
 
@@ -340,8 +342,8 @@ def stages(mesh: DeviceMesh) -> dict[str, Any]:
         plans.apply_plan(stage, mesh, bloom.plan(stage.cfg))
         plans.shard_buffers(stage, mesh, bloom.plan(stage.cfg))
     x = batch()
-    h = first(x["tokens"], sample_ids=x["sample_ids"])
-    loss = last(h, x["labels"], x["sample_ids"])
+    h = first(x["tokens"], sample_ids=x["sample_ids"], places=x["places"])
+    loss = last(h, x["labels"], x["sample_ids"], places=x["places"])
     return {"shape": tuple(h.shape), "error": error(loss, with_values(small(6, **DROPOUT))(**x))}
 
 
@@ -426,7 +428,7 @@ def refusals() -> dict[str, str]:
         "twice": message(plans.apply_plan, model, mesh, table),
         "buffers twice": message(plans.shard_buffers, model, mesh, table),
         "buffer": message(plans.apply_plan, small(3), mesh, {"slopes": ShardBuffer(3)}),
-        "no positions": message(parallelize_module, nn.Linear(4, 4), mesh, SequenceShard()),
+        "no places": message(parallelize_module, nn.Linear(4, 4), mesh, SequenceShard()),
         "tied in two ways": apply({"head": Row()}),
         "odd sequence": message(model, tokens[:, :23]),
         "token V": message(model, torch.full((1, 2), V), error=IndexError),
@@ -509,10 +511,7 @@ def test_a_buffer_is_cut_along_the_dim_that_the_plan_names():
         ("twice", "VocabEmbedding cannot cut 'weight' of Embedding: another style did ((Shard(dim=0),))"),
         ("buffers twice", "'slopes' of the plan: expected a buffer with 6 in dim 0, got [3]"),
         ("buffer", "tp=2 does not divide 3, dim 0 of buffer 'slopes' ([mesh] tp)"),
-        (
-            "no positions",
-            "SequenceShard is for modules with one of ['sequence_shard', 'sequence_shards'], Linear has none",
-        ),
+        ("no places", "SequenceShard is for modules that are given places, Linear is not"),
         ("tied in two ways", "a tied parameter [131, 48] is cut in two ways: [(Shard(dim=0),), (Shard(dim=1),)]"),
         (
             "odd sequence",

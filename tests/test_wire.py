@@ -147,6 +147,7 @@ def two_batches(cfg: config.Config, world: World, wire: Wire) -> Iterator[StepBa
         "tokens": torch.arange(shape[0] * shape[1]).view(shape) % cfg.model.vocab_size,
         "labels": torch.ones(shape, dtype=torch.int64),
         "sample_ids": torch.arange(shape[0]),
+        "places": torch.arange(shape[1]).repeat(shape[0], 1),
     }
     batch = StepBatch(0, size, [microbatch] * (size // (world.data_size * shape[0])))
     yield batch

@@ -6,6 +6,7 @@ r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch
     tokens        int64 [B, S]
     labels        int64 [B, S]  the next token, IGNORED where it does not count
     sample_ids    int64 [B]     the global sample numbers, which key dropout
+    places        int64 [B, S]  0, 1, ...: the index of each token in its sample
     position_ids  int64 [B, S]  with `[data] reset_position_ids`: 0, 1, ..., again from 0 after each end-of-document
     document_ids  int64 [B, S]  with `[data] reset_attention_mask`: attention stays between equal numbers
 """
@@ -77,7 +78,12 @@ class _Rows:
         """The keys above, with B = all of the range: few large tensors travel better than many small ones."""
         ids = torch.from_numpy(np.stack([self.samples[g] for g in indices]).astype(np.int64))  # [B, S + 1]
         tokens, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
-        rows = {"tokens": tokens, "labels": labels, "sample_ids": torch.arange(indices.start, indices.stop)}
+        rows = {
+            "tokens": tokens,
+            "labels": labels,
+            "sample_ids": torch.arange(indices.start, indices.stop),
+            "places": torch.arange(tokens.shape[1]).repeat(len(tokens), 1),
+        }
         if self.data.eod_mask_loss:
             labels.masked_fill_(tokens == self.eod_id, IGNORED)
         if self.data.reset_position_ids:

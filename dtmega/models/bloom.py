@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config, keyed
-from dtmega.attention import Bias, Dropout, alibi_slopes, attention, causal_alibi
+from dtmega.attention import attention
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import KeyedDropout, LMHead
 from dtmega.models.stage import Stage
+from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
 
 
 class Attention(nn.Module):
@@ -31,13 +32,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.hidden_size, cfg.hidden_size)
         self.dropout = KeyedDropout(cfg.attention_dropout)
 
-    def forward(self, x: Tensor, bias: Bias, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
-        dropout = None
-        if self.training and self.dropout.p > 0:
-            assert sample_ids is not None
-            dropout = Dropout(self.dropout.p, self.dropout.key, head_ids, sample_ids)
-        return self.out(attention(q, k, v, bias, dropout).transpose(1, 2).flatten(2))
+        dropout = self.dropout.of_probabilities(head_ids, sample_ids)
+        return self.out(attention(q, k, v, rule, dropout).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -63,13 +61,15 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
-    def forward(self, h: Tensor, bias: Bias, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
+    def forward(
+        self, h: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None, places: Tensor
+    ) -> Tensor:
         x = self.attn_norm(h)
-        h = (x if self.residual_is_normed else h) + self.attn_dropout(
-            self.attn(x, bias, head_ids, sample_ids), sample_ids
-        )
+        residual = x if self.residual_is_normed else h
+        h = residual + self.attn_dropout(self.attn(x, rule, head_ids, sample_ids), sample_ids, places)
         x = self.mlp_norm(h)
-        return (x if self.residual_is_normed else h) + self.mlp_dropout(self.mlp(x), sample_ids)
+        residual = x if self.residual_is_normed else h
+        return residual + self.mlp_dropout(self.mlp(x), sample_ids, places)
 
 
 class Bloom(Stage):
@@ -77,7 +77,6 @@ class Bloom(Stage):
 
     Attributes:
         slopes, head_ids: buffers with one entry per head; a plan shards them as it shards the heads.
-        sequence_shards: how many parts the hidden state's sequence is cut into; a plan that cuts it sets this.
     """
 
     cfg: config.Bloom
@@ -95,7 +94,6 @@ class Bloom(Stage):
         self.norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
         self.head: LMHead | None = LMHead(cfg)
         self.tie()
-        self.sequence_shards = 1
         self.register_buffer("slopes", torch.empty(cfg.n_heads), persistent=False)
         self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
 
@@ -117,15 +115,18 @@ class Bloom(Stage):
         sample_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        *,
+        places: Tensor,
     ) -> Tensor:
         """One microbatch through the layers this stage holds.
 
         Args:
-            tokens: [B, S] int64, or on later stages the hidden state [B, S / sequence_shards, D].
+            tokens: [B, S] int64, or on later stages the hidden state [B, S, D], or its part under a plan that cuts S.
             labels: [B, S] int64; -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
             position_ids: [B, S] int64, of no effect: ALiBi measures distance in the sequence, as Megatron's does.
             document_ids: [B, S] int64; attention stays inside a document.
+            places: [B, S] int64, the global index of each token in its sample.
 
         Returns:
             The fp32 sum of token losses, without labels the logits [B, S, V]; on earlier stages the hidden state.
@@ -137,13 +138,12 @@ class Bloom(Stage):
             raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
-        seq_len = tokens.shape[1] * (1 if self.embed is not None else self.sequence_shards)
-        bias = causal_alibi(self.slopes, seq_len, document_ids, fused)
+        rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=self.slopes, fused=fused)
         h = tokens
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
-            h = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids)
+            h = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)
         for layer in self.layers.values():
-            h = layer(h, bias, self.head_ids, sample_ids)
+            h = layer(h, rule, self.head_ids, sample_ids, places)
         if self.norm is not None and self.head is not None:
             h = self.head(self.norm(h), labels)
         return h

@@ -82,8 +82,9 @@ class HF(Stage):
         tokens: Tensor,
         labels: Tensor | None = None,
         sample_ids: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
-        """See `Stage`; sample_ids are not used, because nothing is dropped."""
+        """See `Stage`; sample_ids are not used, because nothing is dropped, and transformers counts places itself."""
         inputs = {"input_ids" if self.is_first else "inputs_embeds": tokens, "use_cache": False}
         if not self.is_last:
             return self.hf.base_model(**inputs)[0]

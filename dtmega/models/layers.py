@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config, keyed
+from dtmega.attention import Dropout
 from dtmega.loss import linear_cross_entropy
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of (site key, sample id, global position, channel), never of a generator.
+    """Dropout whose mask is a function of (site key, sample id, global place, channel), never of a generator.
 
     Attributes:
         key: int32 scalar buffer, set from (seed, site name) by the model's `init_buffers`.
-        sequence_shard: which of the equal parts of the sequence x is; a plan that cuts the sequence sets it.
     """
 
     key: Tensor
@@ -25,18 +25,26 @@ class KeyedDropout(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        self.sequence_shard = 0
         self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
 
-    def forward(self, x: Tensor, sample_ids: Tensor | None) -> Tensor:
-        """x: [B, S, D] or a part [B, S/n, D]; sample_ids: [B] int64, absent only where nothing is dropped."""
+    def forward(self, x: Tensor, sample_ids: Tensor | None, places: Tensor) -> Tensor:
+        """x: [B, S, D]; sample_ids: [B] int64, absent only where nothing is dropped; places: [B, S] int.
+
+        A plan that cuts the sequence of x, and not the places, gives this the places of its part.
+        """
         if self.p == 0.0 or not self.training:
             return x
         assert sample_ids is not None
-        places = torch.arange(x.shape[1], device=x.device, dtype=torch.int32) + self.sequence_shard * x.shape[1]
         channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
-        rows = keyed.mix(keyed.mix(keyed.fold(sample_ids) ^ self.key).unsqueeze(1) ^ places)
-        return torch.where(keyed.keep(self.p, rows, channels), x / (1 - self.p), 0.0)
+        rows = keyed.mix(keyed.fold(sample_ids) ^ self.key).unsqueeze(1) ^ places.to(torch.int32)
+        return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
+
+    def of_probabilities(self, head_ids: Tensor, sample_ids: Tensor | None) -> Dropout | None:
+        """The same for `attention`, whose rule has the places. head_ids: [H] int32, global numbers of these heads."""
+        if self.p == 0.0 or not self.training:
+            return None
+        assert sample_ids is not None
+        return Dropout(self.p, self.key, head_ids, sample_ids)
 
 
 class LMHead(nn.Module):

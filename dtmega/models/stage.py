@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 class Stage(nn.Module):
     """A causal language model that can be cut into stages; a new model of the house is one of these.
 
-    Called as model(tokens [B, S], labels=[B, S], sample_ids=[B], ...) it returns the fp32 sum of token losses, without
-    labels the logits [B, S, V]. A stage that is not the first gets the hidden state for tokens, one that is not the
-    last returns it.
+    Called as model(tokens [B, S], labels=[B, S], sample_ids=[B], places=[B, S], ...) it returns the fp32 sum of token
+    losses, without labels the logits [B, S, V]. A stage that is not the first gets the hidden state for tokens, one
+    that is not the last returns it.
+
+    Places are the global index of each token in its sample. They come with the batch, and no model counts for itself:
+    its tokens may be any part of a sequence. Where nobody gives them, as in a notebook, these are all of it, from 0.
 
     Attributes:
         cfg: its [model] section, of its family.
@@ -27,8 +31,10 @@ class Stage(nn.Module):
     longest: int | None = None
     experts_per_token: int | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().__call__(*args, **kwargs)
+    def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        return super().__call__(tokens, *args, places=places, **kwargs)
 
     def blocks(self) -> list[nn.Module]:
         """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""

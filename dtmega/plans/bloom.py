@@ -29,6 +29,6 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
     }
     if sp:
         # Attention drops by global head, which head_ids says; all other sites see a part of the sequence.
-        sites = ("", "embed_dropout", "layers.*.attn_dropout", "layers.*.mlp_dropout")
+        sites = ("embed_dropout", "layers.*.attn_dropout", "layers.*.mlp_dropout")
         table = {**table, **{site: SequenceShard() for site in sites}}
     return table

@@ -12,6 +12,7 @@ Megatron's `allreduce_layernorm_grads`).
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -176,20 +177,24 @@ class VocabHead(_Vocabulary):
 
 
 class SequenceShard(ParallelStyle):
-    """Tells a module that computes with positions which part of the sequence it sees, and of how many.
+    """A dropout site that sees this rank's part of the sequence: of the places, which are whole, it takes that part.
 
-    The module has one or both of `sequence_shard` and `sequence_shards`; for plans with sequence parallelism.
+    For modules called as (x [B, S/tp, D], sample_ids, places [B, S]), in plans with sequence parallelism.
     """
 
+    def __init__(self) -> None:
+        self.rank = 0
+        self._function = as_function(self.forward)
+
+    def forward(self, module: Any, x: Tensor, sample_ids: Tensor | None, places: Tensor) -> Tensor:
+        first = self.rank * x.shape[1]
+        return type(module).forward(module, x, sample_ids, places[:, first : first + x.shape[1]])
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        values = {"sequence_shard": device_mesh.get_local_rank(), "sequence_shards": device_mesh.size()}
-        known = [name for name in values if hasattr(module, name)]
-        if not known:
-            raise ValueError(
-                f"SequenceShard is for modules with one of {list(values)}, {type(module).__name__} has none"
-            )
-        for name in known:
-            setattr(module, name, values[name])
+        if "places" not in inspect.signature(type(module).forward).parameters:
+            raise ValueError(f"SequenceShard is for modules that are given places, {type(module).__name__} is not")
+        self.rank = device_mesh.get_local_rank()
+        module.forward = types.MethodType(self._function, module)
         return module
 
 

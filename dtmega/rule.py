@@ -1,0 +1,307 @@
+"""Which pairs of a query and a key attend to each other, and what is added to their scores: one rule for every kernel.
+
+    rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=slopes)    # once per forward
+    out = attention(q, k, v, rule, dropout)                                                 # in each layer
+
+A rule is a function of (sample, head, place of the query, place of the key). Places are global and come with the batch:
+a rank may hold any part of a sequence, in any order. Documents and padding are numbers, [B, S]; no tensor of all pairs
+exists. `allowed` and `added` say the rule once, by indices, for FlexAttention's mods as for chunks of queries; the rest
+of this file finds out early what need not be computed pair by pair:
+
+- on CUDA, blocks of pairs that are all allowed or all forbidden, from the bounds of places and numbers in each block;
+- elsewhere, if places are consecutive, one strip of scores that serves all chunks of queries: causality, windows, ALiBi
+  and tables depend on the distance alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128  # queries, and keys, of a block in FlexAttention's masks
+LARGEST_CHUNK = 1024  # queries that the chunked formula takes at a time
+N_TENSORS = 8  # of a AttentionRule, or None, before its settings
+
+
+class Chunk(NamedTuple):
+    """Queries `start` to `stop`, and the keys from `first` to `last`, outside which they see none."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class AttentionRule(NamedTuple):
+    """See `attention_rule`, which makes one.
+
+    Attributes:
+        query_places, key_places: [B, S] and [B, T] int32.
+        query_documents, key_documents: the same shapes; pairs of equal numbers attend.
+        prefix: [B, T] bool: keys that causality does not hide.
+        slopes: [H], added to the scores times the distance from the query to the key.
+        table: [H, 2 M + 1], added to the scores by that distance, from -M to M and beyond.
+        strip: [1, H or 1, C, columns] where places are consecutive: what `bias` is for the last chunk and all others.
+        causal, window: see `attention_rule`.
+        block_mask: for FlexAttention; the chunked formula has none.
+    """
+
+    query_places: Tensor
+    key_places: Tensor
+    query_documents: Tensor | None
+    key_documents: Tensor | None
+    prefix: Tensor | None
+    slopes: Tensor | None
+    table: Tensor | None
+    strip: Tensor | None
+    causal: bool
+    window: int
+    block_mask: BlockMask | None = None
+
+    def allowed(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Whether the i-th query of row b attends to the j-th key; indices of any shapes that broadcast."""
+        query = self.query_places[b, i]
+        key = self.key_places[b, j]
+        pairs = query >= key if self.causal else b.new_ones((), dtype=torch.bool)
+        if self.prefix is not None:
+            pairs = pairs | self.prefix[b, j]
+        if self.window:
+            pairs = pairs & ((query - key).abs() < self.window)
+        if self.query_documents is not None and self.key_documents is not None:
+            pairs = pairs & (self.query_documents[b, i] == self.key_documents[b, j])
+        return pairs
+
+    def added(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
+        """What is added to the score of the i-th query of row b and the j-th key in head h; None: nothing to any."""
+        distance = self.key_places[b, j] - self.query_places[b, i]
+        bias = None if self.slopes is None else self.slopes[h] * distance
+        if self.table is not None:
+            furthest = self.table.shape[1] // 2
+            entry = self.table[h, distance.clamp(-furthest, furthest) + furthest]
+            bias = entry if bias is None else bias + entry
+        return bias
+
+    @property
+    def adds(self) -> bool:
+        return self.slopes is not None or self.table is not None
+
+    @property
+    def forbids(self) -> bool:
+        return self.causal or self.window > 0 or self.query_documents is not None
+
+    @property
+    def keeps_bias(self) -> bool:
+        """Whether `bias` gives a part of what is there, or None; otherwise it makes one at each call."""
+        if self.strip is not None:
+            return self.query_documents is None
+        return not self.adds and not self.forbids
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All queries, some at a time."""
+        n_queries = self.query_places.shape[1]
+        n_keys = self.key_places.shape[1]
+        size = _chunk_size(n_queries)
+        for start in range(0, n_queries, size):
+            stop = min(start + size, n_queries)
+            first, last = 0, n_keys
+            if self.strip is not None and self.causal:
+                last = stop
+            if self.strip is not None and self.window:
+                first = max(0, start - self.window + 1)
+                last = min(last, stop - 1 + self.window)
+            yield Chunk(start, stop, first, last)
+
+    def bias(self, chunk: Chunk) -> Tensor | None:
+        """[B or 1, H or 1, queries, keys]: what is added to the scores of a chunk, -inf where a pair is not allowed."""
+        if self.strip is None:
+            return self._bias_pair_by_pair(chunk)
+        n_queries = chunk.stop - chunk.start
+        # The strip's first query is the first of the last chunk. What that one sees at column c, ours sees as far away.
+        shift = _last_start(self.query_places.shape[1]) - chunk.start
+        bias = self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last]
+        if self.query_documents is None or self.key_documents is None:
+            return bias
+        queries = self.query_documents[:, None, chunk.start : chunk.stop, None]
+        keys = self.key_documents[:, None, None, chunk.first : chunk.last]
+        return torch.where(queries == keys, bias, -math.inf)
+
+    def _bias_pair_by_pair(self, chunk: Chunk) -> Tensor | None:
+        device = self.query_places.device
+        b = torch.arange(len(self.query_places), device=device)[:, None, None, None]
+        i = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
+        j = torch.arange(chunk.first, chunk.last, device=device)
+        per_head = self.slopes if self.slopes is not None else self.table
+        n_heads = 1 if per_head is None else len(per_head)
+        h = torch.arange(n_heads, device=device)[:, None, None]
+        added = self.added(b, h, i, j)
+        if not self.forbids:
+            return added
+        return torch.where(self.allowed(b, i, j), 0.0 if added is None else added, -math.inf)
+
+
+def attention_rule(
+    places: Tensor,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    document_ids: Tensor | None = None,
+    prefix: Tensor | None = None,
+    slopes: Tensor | None = None,
+    table: Tensor | None = None,
+    key_places: Tensor | None = None,
+    key_document_ids: Tensor | None = None,
+    fused: bool = True,
+) -> AttentionRule:
+    """The rule of a batch, for all layers that share it.
+
+    Of what is given, a pair must satisfy all; only `prefix` makes an exception, and only from causality.
+
+    Args:
+        places: [B, S] int, the global place in its sample of each token that asks.
+        causal: a query sees the keys up to its own place.
+        window: it sees those less than so many places away; 0: however far.
+        document_ids: [B, S] int; it sees those of its own document. Padding is a document of its own.
+        prefix: [B, T] bool; keys that all queries of a document see, those before them too.
+        slopes: [H], ALiBi: slope x (place of the key - place of the query) is added. Under tp this rank's heads.
+        table: [H, 2 M + 1], relative positions: the entry of (place of the key - place of the query), clamped to
+            -M ... M, is added; its gradient is computed. See `bucketed`. Under tp this rank's heads.
+        key_places, key_document_ids: [B, T], where keys are not those of the same tokens.
+        fused: False where no kernel is wanted on CUDA (attention dropout, lengths that come once): there the chunked
+            formula waits for the device once, to see whether places are consecutive.
+
+    Returns:
+        The rule, in which a query that sees no key gets 0 for its output.
+    """
+    own = key_places is None
+    query_places = places.to(torch.int32)
+    keys = query_places if key_places is None else key_places.to(torch.int32)
+    documents = document_ids if own else key_document_ids
+    rule = AttentionRule(query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window)
+    if places.device.type == "cuda" and fused:
+        return rule._replace(block_mask=block_mask(rule))
+    by_distance = rule.adds or causal or window > 0
+    if own and by_distance and prefix is None and _consecutive(query_places):
+        return rule._replace(strip=_strip(rule))
+    return rule
+
+
+def alibi_slopes(n_heads: int) -> Tensor:
+    """[H] fp32: 2^(-8 i/n), i = 1..n, n the power of two at or below H; heads left over take the odd halves between.
+
+    Press, Smith, Lewis, "Train Short, Test Long" (2022).
+    """
+    n = 2 ** math.floor(math.log2(n_heads))
+    slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
+    slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(n_heads - n)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def bucketed(weight: Tensor, max_distance: int, bidirectional: bool) -> Tensor:
+    """[buckets, H], one learned number per bucket of distances and head -> the `table` [H, 2 max_distance + 1].
+
+    Half of the buckets are of one distance each, the others grow with its logarithm up to `max_distance` (Raffel et
+    al., arXiv:1910.10683; mesh_tensorflow `_relative_position_bucket`). `bidirectional`: keys after the query have half
+    of the buckets for themselves; otherwise they share that of distance 0.
+    """
+    n_buckets = weight.shape[0] // 2 if bidirectional else weight.shape[0]
+    ahead = torch.arange(-max_distance, max_distance + 1, device=weight.device)
+    distance = ahead.abs() if bidirectional else -ahead.clamp(max=0)
+    n_exact = n_buckets // 2
+    logarithm = torch.log(distance.clamp(min=1) / n_exact) / math.log(max_distance / n_exact)
+    grown = (n_exact + (logarithm * (n_buckets - n_exact)).long()).clamp(max=n_buckets - 1)
+    bucket = torch.where(distance < n_exact, distance, grown)
+    if bidirectional:
+        bucket = bucket + n_buckets * (ahead > 0)
+    return weight[bucket].T
+
+
+def _chunk_size(n_queries: int) -> int:
+    return min(max(64, -(-n_queries // 4)), LARGEST_CHUNK, n_queries)
+
+
+def _last_start(n_queries: int) -> int:
+    size = _chunk_size(n_queries)
+    return (n_queries - 1) // size * size
+
+
+def _consecutive(places: Tensor) -> bool:
+    """Whether each row [B, S] counts up by one, from wherever it starts; waits for a GPU."""
+    count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
+    return torch.equal(places - places[:, :1], count.expand_as(places))
+
+
+def _strip(rule: AttentionRule) -> Tensor | None:
+    """The bias of the last chunk's queries, and of as many keys behind it as the first chunk sees ahead."""
+    n_queries = rule.query_places.shape[1]
+    size = _chunk_size(n_queries)
+    start = _last_start(n_queries)
+    n_columns = start + (size if rule.causal else n_queries)
+    place = torch.arange(n_columns, device=rule.query_places.device, dtype=torch.int32)[None]
+    one_row = rule._replace(
+        query_places=place[:, start : start + size],
+        key_places=place[:, :n_columns],
+        query_documents=None,
+        key_documents=None,
+    )
+    return one_row.bias(Chunk(0, size, 0, n_columns))
+
+
+def block_mask(rule: AttentionRule) -> BlockMask:
+    """FlexAttention's mask, from the bounds of places and numbers in each block of queries and of keys.
+
+    A block that is said to be full is full, one that is said to be empty is empty; of the others the kernel looks at
+    each pair. `create_block_mask` would look at all pairs: 12 bytes B S^2 of them (torch 2.13).
+    """
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return rule.allowed(b, i, j)
+
+    q_low, q_high = (bound[:, :, None] for bound in _bounds(rule.query_places))
+    k_low, k_high = (bound[:, None, :] for bound in _bounds(rule.key_places))
+    some = torch.ones_like(q_low >= k_low)
+    every = some
+    if rule.causal:
+        some = q_high >= k_low
+        every = q_low >= k_high
+    if rule.prefix is not None:
+        all_of_it, some_of_it = (bound[:, None, :].bool() for bound in _bounds(rule.prefix.to(torch.int32)))
+        some = some | some_of_it
+        every = every | all_of_it
+    if rule.window:
+        some = some & (q_low - k_high < rule.window) & (k_low - q_high < rule.window)
+        every = every & (q_high - k_low < rule.window) & (k_high - q_low < rule.window)
+    if rule.query_documents is not None and rule.key_documents is not None:
+        q_low, q_high = (bound[:, :, None] for bound in _bounds(rule.query_documents))
+        k_low, k_high = (bound[:, None, :] for bound in _bounds(rule.key_documents))
+        some = some & (q_low <= k_high) & (k_low <= q_high)
+        every = every & (q_low == k_high) & (k_low == q_high)
+    every = every & _whole(rule.query_places)[:, None] & _whole(rule.key_places)
+    partial = some & ~every
+    lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
+    return BlockMask.from_kv_blocks(*_listed(partial), *_listed(every), BLOCK, mask_mod, seq_lengths=lengths)
+
+
+def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, S] -> the least and the greatest of each block, [B, blocks] each."""
+    n_blocks = -(-x.shape[1] // BLOCK)
+    index = torch.arange(n_blocks * BLOCK, device=x.device).clamp(max=x.shape[1] - 1)
+    low, high = x[:, index].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=-1)
+    return low, high
+
+
+def _whole(places: Tensor) -> Tensor:
+    """[blocks]: False for a last block that is shorter."""
+    n_blocks = -(-places.shape[1] // BLOCK)
+    return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, blocks of queries, blocks of keys] -> how many keys' blocks each queries' block has, and which come first."""
+    count = blocks.sum(-1, dtype=torch.int32)
+    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return count[:, None], order.to(torch.int32)[:, None].contiguous()
