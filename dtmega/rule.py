@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # queries, and keys, of a block in FlexAttention's masks
 LARGEST_CHUNK = 1024  # queries that the chunked formula takes at a time
-N_TENSORS = 8  # of a AttentionRule, or None, before its settings
+N_TENSORS = 8  # of a rule, or None, before its settings
 
 
 class Chunk(NamedTuple):

@@ -24,7 +24,7 @@ from dtmega.models.bloom import Attention, Block, Bloom
 from dtmega.models.layers import KeyedDropout
 from dtmega.plans import bloom
 from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, VocabEmbedding
-from dtmega.rule import attention_rule
+from dtmega.rule import alibi_slopes, attention_rule
 from tests import ranks
 from tests.ranks import message
 
@@ -181,7 +181,9 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     cfg = config.Bloom(hidden_size=7 * heads, n_heads=heads)
     x, g = torch.randn(5, 12, 7 * heads), torch.randn(5, 12, 7 * heads)
     part = rows if sequence_parallel else torch.clone
-    slopes, head_ids = attention.alibi_slopes(heads), torch.arange(heads, dtype=torch.int32)
+    places, head_ids = torch.arange(12).repeat(5, 1), torch.arange(heads, dtype=torch.int32)
+    slopes = alibi_slopes(heads)
+    rule, rule_here = (attention_rule(places, causal=True, slopes=s) for s in (slopes, rows(slopes, 0)))
     found = {}
     table = {p.removeprefix("layers.*."): s for p, s in bloom.plan(cfg, sequence_parallel).items() if "layers" in p}
     attn_table = {p.removeprefix("attn."): s for p, s in table.items() if p.startswith("attn.")}
@@ -190,8 +192,9 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
         ours.load_state_dict(whole.state_dict())
         plans.apply_plan(ours, mesh, plan)
         x_whole, x_here = x.clone().requires_grad_(), part(x).requires_grad_()
-        expected = (whole(x_whole, attention.causal_alibi(slopes, 12), head_ids, None) * g).sum()
-        out = ours(x_here, attention.causal_alibi(rows(slopes, 0), 12), rows(head_ids, 0), None)
+        keywords = {"places": places} if kind == "block" else {}
+        expected = (whole(x_whole, rule, head_ids, None, **keywords) * g).sum()
+        out = ours(x_here, rule_here, rows(head_ids, 0), None, **keywords)
         ((out * part(g)).sum()).backward()
         expected.backward()
         total = ((gathered(out) if sequence_parallel else out) * g).sum()
