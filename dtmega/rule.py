@@ -181,6 +181,7 @@ def attention_rule(
     query_places = places.to(torch.int32)
     keys = query_places if key_places is None else key_places.to(torch.int32)
     documents = document_ids if own else key_document_ids
+    assert (document_ids is None) == (documents is None), "documents of queries and of keys come together"
     rule = AttentionRule(query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window)
     if places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))

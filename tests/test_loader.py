@@ -133,7 +133,7 @@ def test_tensors_are_contiguous_int64_of_the_micro_batch_size(samples):
 def test_the_ranks_slices_together_are_the_global_batch(samples, world):
     ranks = [take(train_batches(samples, rank, world), 3) for rank in range(world)]
     for whole, *parts in zip(take(train_batches(samples), 3), *ranks, strict=True):
-        joined = [[row for part in parts for row in part[k]] for k in (2, 3, 4)]
+        joined = [[row for part in parts for row in part[k]] for k in range(2, 2 + len(KEYS))]
         assert (*parts[0][:2], *joined) == whole
 
 
