@@ -27,7 +27,7 @@ from dtmega.models import bloom, count, hf_resolve
 from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
 from dtmega.models.stage import Stage
-from dtmega.plans import apply_plan, shard_buffers
+from dtmega.plans import apply_plan, check_plan, shard_buffers
 from dtmega.plans.bloom import plan as bloom_plan
 from dtmega.plans.hf.load import materialize
 from dtmega.plans.hf.load import open_folder as open_theirs
@@ -173,13 +173,18 @@ class Own:
         return count.pieces(whole)
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+        with torch.device("meta"):
+            whole = self.build(cfg.model)
+        if whole.longest is not None and cfg.data.seq_len > whole.longest:
+            raise ValueError(
+                f"seq_len={cfg.data.seq_len} is more than the {whole.longest} positions of the model "
+                f"([data] seq_len, [model] max_position_embeddings)"
+            )
         tp = sizes["tp"]
-        divided = [("model", "n_heads", cfg.model.n_heads), ("model", "ffn_hidden_size", cfg.model.ffn)]
-        if cfg.mesh.sequence_parallel:
-            divided.append(("data", "seq_len", cfg.data.seq_len))
-        for section, key, size in divided:
-            if size % tp:
-                raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [{section}] {key})")
+        if tp > 1:
+            check_plan(whole, self._table(cfg), tp)
+        if cfg.mesh.sequence_parallel and cfg.data.seq_len % tp:
+            raise ValueError(f"tp={tp} does not divide seq_len={cfg.data.seq_len} ([mesh] tp, [data] seq_len)")
 
     def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
         return apply_plan(stage, world.tp, self._table(cfg)) if world.tp.size() > 1 else []

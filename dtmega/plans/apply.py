@@ -70,6 +70,20 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
     return [name for name, _ in model.named_parameters() if name in summed]
 
 
+def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
+    """Refuse what a plan cannot share among tp ranks; before there is a mesh, and a whole model on meta is enough.
+
+    Raises:
+        ValueError: as `apply_plan`, of a size that tp does not divide, or a style on what it is not for.
+    """
+    for pattern, style in plan.items():
+        for name, found in _matches(model, pattern):
+            if isinstance(style, ShardBuffer):
+                _check_buffer(name, found, style, tp)
+            elif isinstance(style, Style):
+                style.check(found, tp)
+
+
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Keep this rank's part of each buffer the plan cuts; once, after the buffers have their values.
 
