@@ -344,16 +344,16 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
         ValueError: it is of no such family, or does not agree.
     """
     if model is None:
+        file = f"{path}/{config_json.NAME}"
         theirs = config_json.read_plain(path)
-        formats = {name: family.formats["hf"] for name, family in FAMILIES.items() if "hf" in family.formats}
-        names = [name for name, form in formats.items() if form.kind == theirs["model_type"]]
-        if not names:
+        names = {family.formats["hf"].kind: name for name, family in FAMILIES.items() if "hf" in family.formats}
+        kind = theirs["model_type"]
+        if kind not in names:
             raise ValueError(
-                f"{path}/{config_json.NAME} has model_type={theirs['model_type']!r:.80}, expected one of "
-                f"{', '.join(sorted(form.kind for form in formats.values()))} ([model] name)"
+                f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(names))} ([model] name)"
             )
-        section = formats[names[0]].section(theirs, f"{path}/{config_json.NAME}")
-        model = config.model_section({"name": names[0], **section}, str(path))
+        section = FAMILIES[names[kind]].formats["hf"].section(theirs, file)
+        model = config.model_section({"name": names[kind], **section}, str(path))
     return of(model).folder(path, model), model
 
 

@@ -180,7 +180,6 @@ def test_tensors_that_do_not_fit_the_rules_are_refused(rule: Rule, shapes: dict[
 # ------------------------------------------------------------------------- a GPT-2, by a format that stands only here
 
 GPT2 = Format(
-    kind="gpt2",
     rules=(
         Rule("embed.", "transformer.wte."),
         Rule("positions.", "transformer.wpe."),
@@ -283,7 +282,8 @@ def test_a_gpt2_goes_through_our_form_and_back_to_the_bit(tmp_path: Path, ours_o
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
     theirs = ours.translated(held, GPT2, section, lambda _: whole)
     export.export(theirs, tmp_path / "out", GPT2.described(section), None, None, **alone)
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    again, info = loaded
     assert not any(info.values())
     truth = model.state_dict()
     assert again.state_dict().keys() == truth.keys()
@@ -340,6 +340,15 @@ def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path,
     gpt2(tmp_path)
     with pytest.raises(ValueError, match="another"):  # no name that the configuration knows
         families.open_folder(tmp_path, None)
+
+
+@pytest.mark.parametrize(("key", "value"), [("model_type", "opt"), ("n_positions", 65)])
+def test_what_every_model_of_the_family_has_is_held_against_a_configuration_that_says_otherwise(key: str, value: Any):
+    theirs = GPT2.described(config.Model())
+    del theirs["n_positions"]
+    GPT2.section({**theirs, "architectures": ["GPT2Model"]}, "config.json")
+    with pytest.raises(ValueError, match=rf"config.json has {key}={value!r}, expected .* \(\[model\] name\)"):
+        GPT2.section({**theirs, key: value}, "config.json")
 
 
 def test_what_to_section_adds_is_compared_too():

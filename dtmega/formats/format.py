@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dtmega import config
@@ -40,10 +40,10 @@ class Format:
     """One program's form of one family.
 
     Attributes:
-        kind: what its configuration calls the family, under model_type.
         rules: between our tensors and theirs.
         keys: of the configuration.
-        fixed: what its configuration says of every model of the family.
+        fixed: what their configuration says of every model that is one here, model_type among it. All but the classes
+            (architectures) is held against a configuration of theirs, where it says something of it.
         base: prefix of most of their names, without which the files of a bare base model have them.
         ignored: matches the end of names of what is stored and is no weight.
         heads: of a model, for rules with that word.
@@ -52,16 +52,20 @@ class Format:
         from_section: further entries of their configuration, of [model].
     """
 
-    kind: str
     rules: tuple[Rule, ...]
     keys: tuple[Key, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any]
     base: str = ""
     ignored: str = r"(?!)"
     heads: Callable[[config.Model], Heads] = lambda model: Heads(model.n_heads, model.n_heads)
     refuse: Callable[[config.Model], object] = _nothing
     to_section: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     from_section: Callable[[config.Model], dict[str, Any]] = _nothing
+
+    @property
+    def kind(self) -> str:
+        """What they call the family."""
+        return self.fixed["model_type"]
 
     def section(self, theirs: Mapping[str, Any], file: str) -> dict[str, Any]:
         """The [model] section, but for its name, that a configuration of theirs describes.
@@ -70,12 +74,12 @@ class Format:
             file: for messages.
 
         Raises:
-            ValueError: of another family, or without a size.
+            ValueError: of another family, of what no model here is, or without a size.
         """
-        if theirs.get("model_type") != self.kind:
-            raise ValueError(
-                f"{file} has model_type={theirs.get('model_type')!r:.80}, expected '{self.kind}' ([model] name)"
-            )
+        for name, value in self.fixed.items():
+            said = theirs.get(name)
+            if said not in (None, value) and name != "architectures":
+                raise ValueError(f"{file} has {name}={said!r:.80}, expected {value!r} ([model] name)")
         section: dict[str, Any] = {}
         for key in self.keys:
             names = [name for name in key.theirs if theirs.get(name) is not None]

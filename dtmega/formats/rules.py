@@ -106,30 +106,23 @@ def translate(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) 
     Raises:
         ValueError: a tensor that no rule names, or part of what one rule joins.
     """
-    rows = _table(rules)
-    joined: dict[tuple[Rule, tuple[str, ...], str], dict[int, str]] = {}
-    for name in sorted(shapes, key=_natural):
-        rule, number, layers, suffix = _match(rows, name)
-        joined.setdefault((rule, layers, suffix), {})[number] = name
+    table = _table(rules)
+    used = dict.fromkeys(_match(table, name) for name in sorted(shapes, key=_natural))
     found = Translation({}, {})
-    for (rule, layers, suffix), members in joined.items():
-        patterns = _several(rule.ours)
-        if len(members) < len(patterns):
-            lost = next(pattern for i, pattern in enumerate(patterns) if i not in members)
-            raise ValueError(f"'{lost.format(*layers)}{suffix}' is missing, which stands in one rule with {members}")
-        ours = {members[i]: shapes[members[i]] for i in range(len(patterns))}
-        _add(found, ours, rule, (layers, suffix), heads)
+    for rule, place in used:
+        names = [place.name(pattern) for pattern in _several(rule.ours)]
+        if lost := [name for name in names if name not in shapes]:
+            raise ValueError(f"'{lost[0]}' is missing, which stands in one rule with the others of {names}")
+        _add(found, {name: shapes[name] for name in names}, rule, place, heads)
     return found
 
 
-def _add(
-    found: Translation, ours: Mapping[str, Shape], rule: Rule, number: tuple[tuple[str, ...], str], heads: Heads
-) -> None:
-    """The tensors of one rule, for one layer."""
+def _add(found: Translation, ours: Mapping[str, Shape], rule: Rule, place: _Place, heads: Heads) -> None:
+    """The tensors of one rule at one place."""
     our_rows = {name: shape[0] for name, shape in ours.items()}
     total = sum(our_rows.values())
     _, *width = next(iter(ours.values()))
-    their_rows = _their_rows(rule, number, total, heads)
+    their_rows = _their_rows(rule, place, total, heads)
     view = next((word for word in VIEWS if word in rule.words), "")
     runs = [(0, 0, total)]
     if "heads" in rule.words:
@@ -145,17 +138,16 @@ def _add(
         found.theirs[name] = Made(stored(view, (rows, *width)), _merged(its), here=view, there="")
 
 
-def _their_rows(rule: Rule, number: tuple[tuple[str, ...], str], total: int, heads: Heads) -> dict[str, int]:
+def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads) -> dict[str, int]:
     """Name -> rows, as ours count them."""
-    layers, suffix = number
     patterns = _several(rule.theirs)
     if "stack" in rule.words:
-        return {patterns[0].format(*layers, i) + suffix: 1 for i in range(total)}
+        return {place.name(patterns[0], i): 1 for i in range(total)}
     parts = (heads.n, heads.n_kv, heads.n_kv) if len(patterns) == 3 and "heads" in rule.words else (1,) * len(patterns)
     if total % sum(parts):
         raise ValueError(f"{total} rows of '{rule.ours}' cannot be cut into {sum(parts)} equal parts")
     share = total // sum(parts)
-    return {pattern.format(*layers) + suffix: share * part for pattern, part in zip(patterns, parts, strict=True)}
+    return {place.name(pattern): share * part for pattern, part in zip(patterns, parts, strict=True)}
 
 
 def _by_head(total: int, heads: Heads) -> list[tuple[int, int, int]]:
@@ -230,23 +222,39 @@ def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule, int]]:
-    """Pattern of each of our names -> its rule, and its number there."""
+class _Place(NamedTuple):
+    """Where in a model a rule applies.
+
+    Attributes:
+        layers: numbers that stand for `{}`.
+        suffix: weight or bias, or nothing where the rule names a tensor.
+    """
+
+    layers: tuple[str, ...]
+    suffix: str
+
+    def name(self, pattern: str, *more: int) -> str:
+        """The tensor there; `more` are numbers of a stack."""
+        return pattern.format(*self.layers, *more) + self.suffix
+
+
+def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
+    """Pattern of each of our names -> its rule."""
     found = []
     for rule in rules:
         assert rule.words <= {*WORDS}, rule
-        for number, name in enumerate(_several(rule.ours)):
-            suffix = r"(weight|bias)" if name.endswith(".") else "()"
-            found.append((re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + suffix), rule, number))
+        for name in _several(rule.ours):
+            suffix = "(weight|bias)" if name.endswith(".") else "()"
+            found.append((re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + suffix), rule))
     return found
 
 
-def _match(table: Sequence[tuple[re.Pattern[str], Rule, int]], name: str) -> tuple[Rule, int, tuple[str, ...], str]:
-    """The rule of one of our names, which of its names that is, the numbers in it, and weight or bias."""
-    for pattern, rule, number in table:
+def _match(table: Sequence[tuple[re.Pattern[str], Rule]], name: str) -> tuple[Rule, _Place]:
+    """The rule of one of our names, and the place in the model."""
+    for pattern, rule in table:
         if match := pattern.fullmatch(name):
             *layers, suffix = match.groups()
-            return rule, number, tuple(layers), suffix
+            return rule, _Place(tuple(layers), suffix)
     raise ValueError(f"'{name}' is in no rule of the format")
 
 

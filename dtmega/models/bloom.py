@@ -174,7 +174,6 @@ def _refuse(model: config.Model) -> None:
 
 # transformers' BloomForCausalLM. Rows of its fused QKV have the order of ours, so nothing is permuted.
 HF = Format(
-    kind="bloom",
     rules=(
         Rule("embed.", "transformer.word_embeddings."),
         Rule("embed_norm.", "transformer.word_embeddings_layernorm."),
