@@ -157,7 +157,7 @@ def _chosen(
     where = f"{source}: [{section}] {kinds.tells}"
     for override in overrides:
         if (override.section, override.key) == (section, kinds.tells):
-            value = override.text
+            value = _parse_text(kinds.owners(kinds.tells)[kinds.default], override.text)
             where = override.option
     if value not in list(kinds.classes):
         raise ConfigError(f"{where}: expected {' or '.join(kinds.classes)}, got {value!r:.{SHOWN}}")

@@ -119,7 +119,9 @@ def test_a_key_of_another_family_is_refused_with_whose_it_is(
         load(tmp_path, toml, "--train.steps", "1", *overrides)
 
 
-@pytest.mark.parametrize("argv", [["--model.path", "x", "--model.name", "hf"], ["--model.name=hf", "--model.path=x"]])
+@pytest.mark.parametrize(
+    "argv", [["--model.path", "x", "--model.name", "hf"], ["--model.name=bloom", '--model.name="hf"', "--model.path=x"]]
+)
 def test_keys_of_a_family_may_come_before_its_name(tmp_path: Path, argv: list[str]):
     assert load(tmp_path, "[model]\nname = 'bloom'", "--train.steps", "1", *argv).model == Transformers(path="x")
 
