@@ -142,8 +142,8 @@ def test_given_stages_are_taken():
 def test_given_stages_of_two_stacks_leave_the_ends_of_each_beside_its_layers():
     names = ["embed", "encoder.0", "encoder.1", "encoder.norm", "decoder.embed", "decoder.0", "decoder.1", "head"]
     pieces = [Piece(name, 1, 1, 1) for name in names]
-    stages = pieces_of_stages(pieces, SEQ_LEN, config.Pipeline(stages=[[0], [1, 2], [3]]), 3)
-    assert stages == [names[:2], names[2:6], names[6:]]
+    stages = pieces_of_stages(pieces, SEQ_LEN, config.Pipeline(stages=[[0], [1], [2, 3]]), 3)
+    assert stages == [names[:2], names[2:5], names[5:]]
 
 
 @pytest.mark.parametrize(
