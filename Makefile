@@ -3,15 +3,21 @@
 # make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
 PYTHON ?= python3
 
-.PHONY: train test test-full
+.PHONY: train test types tests test-full
 
 train: .venv/installed
 	.venv/bin/torchrun train.py --config bloom.toml $(ARGS)
 
+# The types beside the tests: where both cores are not busy, they are at the tests' beginning and end.
 test: .venv/installed-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	$(MAKE) --no-print-directory -j 2 types tests
+
+types:
 	.venv/bin/basedpyright
+
+tests:
 	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: test

@@ -44,7 +44,7 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
         total: the same for the whole run; where the decay ends if [optim] decay is 0.
     """
     peak, low = optim.lr, optim.min_lr
-    end = optim.decay or max(total, optim.warmup)
+    end = optim.decay or total
     if progress <= optim.warmup:
         return peak * progress / optim.warmup
     if optim.schedule == "constant":

@@ -132,8 +132,12 @@ def ran(tmp_path_factory) -> dict[str, Path]:
         "async -> pp 2": rest("pp 2, ZBV", folder / "async", folder / "async-pp", keys | ASYNC),
         "full disk": Training(2, keys | two, folder / "full", full_disk),
         "full disk, async": Training(2, keys | two | ASYNC, folder / "full-async", full_disk),
+        # So many events that a queue of ten would be full.
         "no metrics": Training(
-            1, short | {"log.tensorboard": True, "run.timeout_s": 60}, folder / "no metrics", no_room_for_metrics
+            1,
+            short | {"log.tensorboard": True, "log.interval": 1, "run.timeout_s": 60},
+            folder / "no metrics",
+            no_room_for_metrics,
         ),
         "damaged": Training(
             2, keys | two, folder / "damaged", partial(damaged_newest, whole_run.folder, folder / "damaged")

@@ -70,6 +70,7 @@ def test_ranks_are_named_and_of_many_the_first_sixteen():
     assert output.name_ranks([0, 1]) == "ranks 0, 1"
     sixteen = "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15"
     assert output.name_ranks([*range(16)]) == f"ranks {sixteen}"
+    assert output.name_ranks([*range(17)]) == f"ranks {sixteen} and 1 more"
     assert output.name_ranks([*range(19)]) == f"ranks {sixteen} and 3 more"
 
 

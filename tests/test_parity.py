@@ -35,7 +35,7 @@ def text(tmp_path_factory) -> dict[str, str]:
 
 
 # Fewer than in the README's table, with everything in them: warm-up, decay, three evaluations.
-SHORT = {"train.steps": 6, "eval.interval": 3, "optim.warmup": 2}
+SHORT = {"train.steps": 4, "eval.interval": 2, "optim.warmup": 1}
 
 
 @pytest.fixture(scope="session")
