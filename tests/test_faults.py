@@ -6,6 +6,7 @@ import contextlib
 import errno
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -73,10 +74,14 @@ def no_room_for_metrics() -> Iterator[None]:
         made._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
         return made
 
-    def flush(self: EventsWriter) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    write = EventsWriter.write_event
 
-    with replaced(train, "Metrics", metrics), replaced(EventsWriter, "flush", flush):
+    def write_event(self: EventsWriter, event: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, event)
+
+    with replaced(train, "Metrics", metrics), replaced(EventsWriter, "write_event", write_event):
         yield
 
 

@@ -226,6 +226,20 @@ def test_losses_of_given_logits_have_the_shape_of_the_target_and_its_gradients()
     torch.testing.assert_close(total, losses.sum())
 
 
+def test_a_target_is_looked_for_from_where_the_columns_are_said_to_begin():
+    generator = torch.Generator().manual_seed(1)
+    logits, target = torch.randn(7, 81, generator=generator), torch.randint(50, 131, (7,), generator=generator)
+    losses = vocab_parallel_cross_entropy(logits, target, vocab_start=50, n_valid=131)
+    torch.testing.assert_close(losses.double(), truth(logits, target - 50))
+
+
+def test_smoothing_adds_up_logits_of_bf16_in_fp32():
+    # Of 1,000 logits around 8 the sum has a rounding of 16 in bf16, a thousandth of which would be in each loss.
+    logits = (8 + torch.randn(7, 1000, generator=torch.Generator().manual_seed(1))).bfloat16()
+    losses = vocab_parallel_cross_entropy(logits, torch.arange(7), label_smoothing=0.5)
+    torch.testing.assert_close(losses.double(), truth(logits, torch.arange(7), label_smoothing=0.5), rtol=1e-6, atol=0)
+
+
 def test_given_logits_are_left_untouched_though_some_are_padding():
     logits = torch.randn(5, 131, generator=torch.Generator().manual_seed(1)).requires_grad_()
     before = logits.detach().clone()

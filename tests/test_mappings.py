@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dtmega.plans import mappings
+from tests import ranks
 
 TP, S, D = 3, 6, 5
 Tensors = list[Tensor]  # of each rank
@@ -96,6 +96,7 @@ def moved(compiled: bool) -> dict[tuple[str, int], dict[str, Any]]:
             (dx,) = torch.autograd.grad(y, x, gradient)
             left = torch.equal(x, inputs[rank]) and torch.equal(gradient, gradients[rank])
             found[name, batch] = {"y": y.detach() + 0, "dx": dx + 0, "inputs are as they were": left}
+            found[name, batch]["is a view"] = y._is_view()
     return found
 
 
@@ -115,3 +116,8 @@ def test_a_move_and_its_gradient_are_those_of_the_closed_form(name: str, compile
             torch.testing.assert_close(found["y"], y)
             torch.testing.assert_close(found["dx"], dx)
             assert found["inputs are as they were"]
+
+
+@pytest.mark.parametrize("name", ["whole", "whole of the last"])
+def test_what_is_made_whole_is_no_view_which_fsdp2_would_warn_of_at_the_end_of_a_block(name: str):
+    assert not any(on_three(False)[rank][name, batch]["is a view"] for rank in range(TP) for batch in (1, 2))

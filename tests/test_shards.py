@@ -143,6 +143,7 @@ def test_they_tile_what_fsdp2_cuts_after_tp():
     # GPT-2's [q | k | v] stays in three parts; what FSDP2 and tp have both cut along one dim is one box.
     assert ((12, 6), "_S(1, 3)") in several
     assert ((12, 6), "S(0)") not in several
+    assert not any(found["fsdp"][(12, 6), "S(0)"]["in parts"] for found in on_four())
 
 
 def test_a_plain_tensor_is_one_box_and_a_view():
