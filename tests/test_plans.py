@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import attention, config, families, plans
 from dtmega import loss as loss_room
-from dtmega.models.bloom import Attention, Block, Bloom
-from dtmega.models.layers import KeyedDropout
+from dtmega.models.bloom import Block, Bloom
+from dtmega.models.layers import FusedAttention, KeyedDropout
 from dtmega.plans import bloom
 from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, VocabEmbedding
 from dtmega.rule import alibi_slopes, attention_rule
@@ -187,7 +187,7 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     found = {}
     table = {p.removeprefix("layers.*."): s for p, s in bloom.plan(cfg, sequence_parallel).items() if "layers" in p}
     attn_table = {p.removeprefix("attn."): s for p, s in table.items() if p.startswith("attn.")}
-    for kind, cls, plan in (("attention", Attention, attn_table), ("block", Block, table)):
+    for kind, cls, plan in (("attention", FusedAttention, attn_table), ("block", Block, table)):
         whole, ours = cls(cfg), cls(cfg)
         ours.load_state_dict(whole.state_dict())
         plans.apply_plan(ours, mesh, plan)

@@ -10,42 +10,14 @@ import math
 from collections.abc import Collection
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config, keyed
-from dtmega.attention import attention
+from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
-from dtmega.models.layers import KeyedDropout, LMHead
+from dtmega.models.layers import FusedAttention, GeluMLP, KeyedDropout, LMHead, set_dropout_keys
 from dtmega.models.stage import Stage
 from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
-
-
-class Attention(nn.Module):
-    """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM."""
-
-    def __init__(self, cfg: config.Bloom) -> None:
-        super().__init__()
-        self.head_dim = cfg.head_dim
-        self.qkv = nn.Linear(cfg.hidden_size, 3 * cfg.hidden_size)
-        self.out = nn.Linear(cfg.hidden_size, cfg.hidden_size)
-        self.dropout = KeyedDropout(cfg.attention_dropout)
-
-    def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
-        dropout = self.dropout.of_probabilities(head_ids, sample_ids)
-        return self.out(attention(q, k, v, rule, dropout).transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, cfg: config.Bloom) -> None:
-        super().__init__()
-        self.up = nn.Linear(cfg.hidden_size, cfg.ffn)
-        self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -55,10 +27,10 @@ class Block(nn.Module):
         super().__init__()
         self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
         self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
-        self.attn = Attention(cfg)
+        self.attn = FusedAttention(cfg)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
         self.mlp_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
-        self.mlp = MLP(cfg)
+        self.mlp = GeluMLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
     def forward(
@@ -151,9 +123,7 @@ class Bloom(Stage):
     def init_buffers(self, seed: int) -> None:
         self.slopes.copy_(alibi_slopes(self.cfg.n_heads))
         self.head_ids.copy_(torch.arange(self.cfg.n_heads))
-        for name, module in self.named_modules():
-            if isinstance(module, KeyedDropout):
-                module.key.fill_(keyed.key(seed, name))
+        set_dropout_keys(self, seed)
 
     def init_std(self, name: str) -> float | None:
         """What writes to the residual is scaled down by sqrt(2 L) (Megatron `scaled_init_method_normal`)."""

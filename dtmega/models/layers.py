@@ -1,4 +1,4 @@
-"""Pieces that models share: keyed dropout, and the language-model head that owns the loss."""
+"""Pieces that models share: keyed dropout, Megatron's attention and feed-forward, the head that owns the loss."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config, keyed
-from dtmega.attention import Dropout
+from dtmega.attention import Dropout, attention
 from dtmega.loss import linear_cross_entropy
+from dtmega.rule import AttentionRule
 
 
 class KeyedDropout(nn.Module):
@@ -45,6 +46,41 @@ class KeyedDropout(nn.Module):
             return None
         assert sample_ids is not None
         return Dropout(self.p, self.key, head_ids, sample_ids)
+
+
+def set_dropout_keys(model: nn.Module, seed: int) -> None:
+    """Give each dropout site of a model, or of a stage of it, the key that its name has with this seed."""
+    for name, module in model.named_modules():
+        if isinstance(module, KeyedDropout):
+            module.key.fill_(keyed.key(seed, name))
+
+
+class FusedAttention(nn.Module):
+    """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM."""
+
+    def __init__(self, cfg: config.DroppingModel) -> None:
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.qkv = nn.Linear(cfg.hidden_size, 3 * cfg.hidden_size)
+        self.out = nn.Linear(cfg.hidden_size, cfg.hidden_size)
+        self.dropout = KeyedDropout(cfg.attention_dropout)
+
+    def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
+        dropout = self.dropout.of_probabilities(head_ids, sample_ids)
+        return self.out(attention(q, k, v, rule, dropout).transpose(1, 2).flatten(2))
+
+
+class GeluMLP(nn.Module):
+    """A feed-forward with GELU in its approximation by tanh, as Megatron's, BLOOM's and GPT-2's."""
+
+    def __init__(self, cfg: config.OwnModel) -> None:
+        super().__init__()
+        self.up = nn.Linear(cfg.hidden_size, cfg.ffn)
+        self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class LMHead(nn.Module):
