@@ -91,8 +91,6 @@ class OwnModel(Model):
     """The keys of every family that is written here."""
 
     pad_vocab_to_multiple: int = key(1, "rows of the embedding; rows beyond V never enter the softmax", ge=1)
-    hidden_dropout: float = key(0.0, "on the embedding and on each residual branch", ge=0, lt=1)
-    attention_dropout: float = key(0.0, "on the attention probabilities", ge=0, lt=1)
     init_std: float = key(0.02, "std of N(0, std); the layers that write to the residual get std / sqrt(2 L)", gt=0)
     z_loss: float = key(0.0, "weight of log(Z)^2 in the training loss (PaLM: 1e-4)", ge=0)
 
@@ -114,10 +112,24 @@ class OwnModel(Model):
         return self.hidden_size // self.n_heads
 
 
-class Bloom(OwnModel):
+class DroppingModel(OwnModel):
+    """The keys of every family that may be trained with dropout."""
+
+    hidden_dropout: float = key(0.0, "on the embedding and on each residual branch", ge=0, lt=1)
+    attention_dropout: float = key(0.0, "on the attention probabilities", ge=0, lt=1)
+
+
+class Bloom(DroppingModel):
     name: Literal["bloom"] = key("bloom", "the family of models")
     layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
     apply_residual_connection_post_layernorm: bool = key(False, "the residual is the LayerNorm's output (BERT's order)")
+
+
+class GPT(DroppingModel):
+    name: Literal["gpt"] = key("gpt", "the family of models")
+    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
+    max_position_embeddings: int = key(1024, "learned positions, so the longest sequence that it can read", ge=1)
+    tied: bool = key(True, "the head is the embedding")
 
 
 class Transformers(Model):
@@ -338,7 +350,7 @@ class Compile(Section):
 
 class Config(Section):
     run: Run = Run()
-    model: Annotated[Bloom | Transformers, Field(discriminator="name")] = Bloom()
+    model: Annotated[Bloom | GPT | Transformers, Field(discriminator="name")] = Bloom()
     data: Data = Data()
     batch: Batch = Batch()
     optim: Optim = Optim()

@@ -23,12 +23,13 @@ from dtmega.hf import config_json, ours
 from dtmega.hf import export as hf_export
 from dtmega.hf.files import has_weights
 from dtmega.mesh import World
-from dtmega.models import bloom, count, hf_resolve
+from dtmega.models import bloom, count, gpt, hf_resolve
 from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
 from dtmega.models.stage import Stage
 from dtmega.plans import apply_plan, check_plan, shard_buffers
 from dtmega.plans.bloom import plan as bloom_plan
+from dtmega.plans.gpt import plan as gpt_plan
 from dtmega.plans.hf.load import materialize
 from dtmega.plans.hf.load import open_folder as open_theirs
 from dtmega.plans.hf.parallel import cut_stage, plan_for
@@ -297,6 +298,7 @@ class Transformers:
 
 FAMILIES: dict[str, Family] = {
     "bloom": Own(bloom.Bloom, bloom_plan, {"hf": bloom.HF}),
+    "gpt": Own(gpt.GPT, gpt_plan, {"hf": gpt.HF}),
     "hf": Transformers(),
 }
 

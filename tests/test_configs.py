@@ -18,6 +18,14 @@ PUBLISHED = [
     ("176b", 176_247_271_424, 70, 14336, 112, 6.0e-5, 6e-6, 2048, 16),
 ]
 SIZES = [row[0] for row in PUBLISHED]
+# name, parameters, L, D, H, peak lr, global batch. Sizes and parameters from huggingface.co/openai-community; GPT-2's
+# recipe was not published, that of GPT-3 for such sizes was (arXiv 2005.14165, table 2.1): 0.5M or 1M tokens a batch.
+GPT2 = [
+    ("gpt2", 124_439_808, 12, 768, 12, 6.0e-4, 2**9),
+    ("gpt2-medium", 354_823_168, 24, 1024, 16, 3.0e-4, 2**9),
+    ("gpt2-large", 774_030_080, 36, 1280, 20, 2.5e-4, 2**9),
+    ("gpt2-xl", 1_557_611_200, 48, 1600, 25, 2.0e-4, 2**10),
+]
 
 
 def load(size: str) -> config.Config:
@@ -61,6 +69,34 @@ def test_a_published_model_has_its_published_recipe_and_no_other_key(row):
         "eval": {"interval": 1000, "steps": 1, "prompt": ""},
         "log": {"interval": 1},
         "checkpoint": {"interval": 100 if size == "176b" else 250},
+        "precision": {"params": "bfloat16", "reduce": "float32"},
+    }
+
+
+def test_every_published_gpt2_has_a_config():
+    assert {p.stem for p in config.CONFIGS_DIR.glob("gpt2*.toml")} == {row[0] for row in GPT2}
+
+
+@pytest.mark.parametrize("row", GPT2, ids=[row[0] for row in GPT2])
+def test_a_published_gpt2_has_its_published_sizes_and_the_recipe_of_the_gpt3_of_its_size(row):
+    name, parameters, n_layers, hidden_size, n_heads, lr, global_batch_size = row
+    assert cost.parameters(families.pieces(config.load(["--config", name]).model)) == parameters
+    assert tomli.loads((config.CONFIGS_DIR / f"{name}.toml").read_text()) == {
+        "run": {"dir": f"runs/{name}"},
+        "model": {
+            **{"name": "gpt", "n_layers": n_layers, "hidden_size": hidden_size, "n_heads": n_heads},
+            **{"vocab_size": 50_257, "max_position_embeddings": 1024},
+            **{"hidden_dropout": 0.1, "attention_dropout": 0.1},
+        },
+        "data": {"path": "data/webtext", "tokenizer": "gpt2", "seq_len": 1024},
+        "batch": {"micro_batch_size": 4, "global_batch_size": global_batch_size},
+        "optim": {
+            **{"lr": lr, "min_lr": pytest.approx(lr / 10), "schedule": "cosine", "unit": "tokens"},
+            **{"warmup": 375_000_000, "decay": 260_000_000_000},
+            **{"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_grad": 1.0},
+        },
+        "train": {"tokens": 300_000_000_000},
+        "eval": {"interval": 1000},
         "precision": {"params": "bfloat16", "reduce": "float32"},
     }
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dtmega import config, families
-from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Heads, Rule, Translation, translate
 from dtmega.formats.sources import BY_TOKEN, Translated
 from dtmega.hf import export, ours
+from dtmega.models.gpt import HF
 from tests.test_hf import Memory
 
 H, G, K, D, F, E = 4, 2, 3, 5, 6, 3  # heads, groups of them, width of one, features in, out, experts
@@ -177,33 +177,7 @@ def test_tensors_that_do_not_fit_the_rules_are_refused(rule: Rule, shapes: dict[
         translate([rule], shapes, Heads(2, 2))
 
 
-# ------------------------------------------------------------------------- a GPT-2, by a format that stands only here
-
-GPT2 = Format(
-    rules=(
-        Rule("embed.", "transformer.wte."),
-        Rule("positions.", "transformer.wpe."),
-        Rule("layers.{}.attn_norm.", "transformer.h.{}.ln_1."),
-        Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads"),
-        Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose"),
-        Rule("layers.{}.mlp_norm.", "transformer.h.{}.ln_2."),
-        Rule("layers.{}.mlp.up.", "transformer.h.{}.mlp.c_fc.", "transpose"),
-        Rule("layers.{}.mlp.down.", "transformer.h.{}.mlp.c_proj.", "transpose"),
-        Rule("norm.", "transformer.ln_f."),
-        Rule("head.", "lm_head."),
-    ),
-    keys=(
-        Key("vocab_size", ("vocab_size",)),
-        Key("hidden_size", ("n_embd",)),
-        Key("n_layers", ("n_layer",)),
-        Key("n_heads", ("n_head",)),
-        Key("ffn_hidden_size", ("n_inner",), 0, resolved="ffn"),
-        Key("layer_norm_eps", ("layer_norm_epsilon",), 1e-5),
-    ),
-    fixed={"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 64},
-    base="transformer.",
-    ignored=r"\.attn\.(masked_)?bias",
-)
+# ------------------------------------------------------------------------------ a GPT-2, whose tensors have all forms
 
 
 def gpt2(folder: Path) -> Any:
@@ -214,43 +188,19 @@ def gpt2(folder: Path) -> Any:
     return model
 
 
-def named(shapes: dict[str, tuple[int, ...]], tied: tuple[str, str]) -> nn.Module:
-    """A module with parameters of these names."""
-    root = nn.Module()
-    for name, shape in shapes.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in dict(module.named_children()):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, nn.Parameter(torch.empty(shape)))
-    first, second = (root.get_submodule(name.removesuffix(".weight")) for name in tied)
-    second.register_parameter("weight", first.get_parameter("weight"))
-    return root
-
-
 @pytest.fixture
 def ours_of_gpt2(tmp_path: Path) -> tuple[Any, config.Model, nn.Module]:
-    """transformers' model, in tmp_path / "theirs"; its [model] section, and a module with the parameters that ours
-    would have.
-    """
+    """transformers' model, in tmp_path / "theirs"; its [model] section, and our model on meta."""
     model = gpt2(tmp_path / "theirs")
-    section = GPT2.section(json.loads((tmp_path / "theirs" / "config.json").read_text()), "config.json")
-    d, f = section["hidden_size"], 4 * section["hidden_size"]
-    shapes = {"embed.weight": (131, d), "positions.weight": (64, d), "head.weight": (131, d)}
-    for i in range(2):
-        linear = {"attn.qkv": (3 * d, d), "attn.out": (d, d), "mlp.up": (f, d), "mlp.down": (d, f)}
-        for name, shape in linear.items():
-            shapes |= {f"layers.{i}.{name}.weight": shape, f"layers.{i}.{name}.bias": shape[:1]}
-    for norm in ("norm", *(f"layers.{i}.{name}_norm" for i in range(2) for name in ("attn", "mlp"))):
-        shapes |= {f"{norm}.weight": (d,), f"{norm}.bias": (d,)}
-    return model, config.Bloom.model_validate(section), named(shapes, ("embed.weight", "head.weight"))
+    _, section = families.open_folder(tmp_path / "theirs", None)
+    with torch.device("meta"):
+        whole = families.of(section).build(section)
+    return model, section, whole
 
 
 def test_a_gpt2_computes_with_our_rows_what_transformers_computes_with_its_own(tmp_path: Path, ours_of_gpt2):
     model, section, whole = ours_of_gpt2
-    source = ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+    source = ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
     attention = model.transformer.h[1].attn
     x = torch.eye(section.hidden_size)  # so that each product is one number, without rounding
     qkv = nn.functional.linear(x, source.read("layers.1.attn.qkv.weight"), source.read("layers.1.attn.qkv.bias"))
@@ -276,12 +226,12 @@ def test_a_gpt2_goes_through_our_form_and_back_to_the_bit(tmp_path: Path, ours_o
         tensors |= {"transformer.h.0.attn.bias": torch.ones(1), "transformer.h.1.attn.masked_bias": torch.ones(1)}
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
-    source = ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+    source = ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
     assert "head.weight" not in source.tensors
     held = Memory({name: source.read(name).contiguous() for name in source.tensors})
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
-    theirs = ours.translated(held, GPT2, section, lambda _: whole)
-    export.export(theirs, tmp_path / "out", GPT2.described(section), None, None, **alone)
+    theirs = ours.translated(held, HF, section, lambda _: whole)
+    export.export(theirs, tmp_path / "out", HF.described(section), None, None, **alone)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     again, info = loaded
     assert not any(info.values())
@@ -298,10 +248,10 @@ def test_a_gpt2_that_lacks_a_tensor_or_has_another_form_is_refused_by_their_name
     c_fc = tensors.pop("transformer.h.1.mlp.c_fc.weight")
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"has no 'transformer.h.1.mlp.c_fc.weight' in its safetensors files"):
-        ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+        ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
     save_file(tensors | {"transformer.h.1.mlp.c_fc.weight": c_fc.T.contiguous()}, file)
     with pytest.raises(ValueError, match=r"'transformer.h.1.mlp.c_fc.weight' of .* is \[256, 64\], but .* \[64, 256\]"):
-        ours.opened(tmp_path / "theirs", GPT2, section, lambda _: whole)
+        ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
 
 
 # ------------------------------------------------------------------------------------- the formats of our own families
@@ -331,30 +281,27 @@ def test_a_configuration_of_theirs_describes_the_model_that_it_was_written_of(na
     assert form.described(again) == form.described(model)
 
 
-def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path, monkeypatch):
-    family: Any = families.FAMILIES["bloom"]
-    monkeypatch.setitem(families.FAMILIES, "another", dataclasses.replace(family, formats={"hf": GPT2}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ValueError, match=r"has model_type='llama', expected one of bloom, gpt2 \(\[model\] name\)"):
+def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ValueError, match=r"has model_type='mamba', expected one of bloom, gpt2.* \(\[model\] name\)"):
         families.open_folder(tmp_path, None)
     gpt2(tmp_path)
-    with pytest.raises(ValueError, match="another"):  # no name that the configuration knows
-        families.open_folder(tmp_path, None)
+    assert families.open_folder(tmp_path, None)[1].name == "gpt"
 
 
-@pytest.mark.parametrize(("key", "value"), [("model_type", "opt"), ("n_positions", 65)])
+@pytest.mark.parametrize(("key", "value"), [("model_type", "opt"), ("activation_function", "relu")])
 def test_what_every_model_of_the_family_has_is_held_against_a_configuration_that_says_otherwise(key: str, value: Any):
-    theirs = GPT2.described(config.Bloom())
-    del theirs["n_positions"]
-    GPT2.section({**theirs, "architectures": ["GPT2Model"]}, "config.json")
+    theirs = HF.described(config.GPT())
+    del theirs["activation_function"]
+    HF.section({**theirs, "architectures": ["GPT2Model"]}, "config.json")
     with pytest.raises(ValueError, match=rf"config.json has {key}={value!r}, expected .* \(\[model\] name\)"):
-        GPT2.section({**theirs, key: value}, "config.json")
+        HF.section({**theirs, key: value}, "config.json")
 
 
 def test_what_to_section_adds_is_compared_too():
-    form = dataclasses.replace(GPT2, to_section=lambda theirs: {"z_loss": theirs["z"]})
-    theirs = GPT2.described(config.Bloom()) | {"z": 0.5}
+    form = dataclasses.replace(HF, to_section=lambda theirs: {"z_loss": theirs["z"]})
+    theirs = HF.described(config.GPT()) | {"z": 0.5}
     assert form.section(theirs, "config.json")["z_loss"] == 0.5
     with pytest.raises(ValueError, match=r"is of a model with z_loss=0.5, not 0.0 \(\[model\] z_loss\)"):
-        form.check(theirs, "config.json", config.Bloom())
-    form.check(theirs, "config.json", config.Bloom(z_loss=0.5))
+        form.check(theirs, "config.json", config.GPT())
+    form.check(theirs, "config.json", config.GPT(z_loss=0.5))

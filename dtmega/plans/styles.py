@@ -157,6 +157,18 @@ class VocabEmbedding(_Vocabulary):
         return self.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), group_of(module))
 
 
+class PositionEmbedding(Style):
+    """nn.Embedding of learned positions, whole on every rank: [B, S] -> [B, S/tp, D] of its part, or [B, S, D]."""
+
+    placements: ClassVar[dict[str, Placement]] = {"weight": Replicate()}
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            group = group_of(module)
+            x = x.chunk(group.size(), 1)[group.rank()]
+        return F.embedding(x, local(module.weight))
+
+
 class VocabHead(_Vocabulary):
     """A head like `models.layers.LMHead` cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
 

@@ -1,0 +1,174 @@
+"""GPT as Megatron trains it, and GPT-2 (Radford et al. 2019): learned positions, LayerNorm first, GELU, a tied head.
+
+BLOOM with an embedding of positions where that has ALiBi and a LayerNorm; attention and feed-forward are the same, and
+stand in layers.py. Written as if for one device, as all models here: first and last modules are optional, and head
+counts come from tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.formats.format import Format, Key
+from dtmega.formats.rules import Rule
+from dtmega.models.layers import FusedAttention, GeluMLP, KeyedDropout, LMHead, set_dropout_keys
+from dtmega.models.stage import Stage
+from dtmega.rule import AttentionRule, attention_rule
+
+
+class Block(nn.Module):
+    """x + drop(attn(LN x)), then x + drop(mlp(LN x))."""
+
+    def __init__(self, cfg: config.GPT) -> None:
+        super().__init__()
+        self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.attn = FusedAttention(cfg)
+        self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
+        self.mlp_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.mlp = GeluMLP(cfg)
+        self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
+
+    def forward(
+        self, h: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None, places: Tensor
+    ) -> Tensor:
+        attended = self.attn(self.attn_norm(h), rule, head_ids, sample_ids)
+        h = h + self.attn_dropout(attended, sample_ids, places)
+        return h + self.mlp_dropout(self.mlp(self.mlp_norm(h)), sample_ids, places)
+
+
+class GPT(Stage):
+    """The model, or the part of it that one pipeline stage holds.
+
+    Attributes:
+        head_ids: a buffer with one entry per head; a plan shards it as it shards the heads.
+    """
+
+    cfg: config.GPT
+    head_ids: Tensor  # [H] int32
+
+    def __init__(self, cfg: config.GPT) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.longest = cfg.max_position_embeddings
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
+        self.positions: nn.Embedding | None = nn.Embedding(cfg.max_position_embeddings, cfg.hidden_size)
+        self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
+        self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.head: LMHead | None = LMHead(cfg)
+        self.ties = (("embed.weight", "head.weight"),) if cfg.tied else ()
+        self.tie()
+        self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers.values())
+
+    def keep(self, pieces: Collection[str]) -> None:
+        if "embed" not in pieces:
+            self.embed = self.positions = self.embed_dropout = None
+        if "head" not in pieces:
+            self.norm = self.head = None
+        for name in [name for name in self.layers if f"layers.{name}" not in pieces]:
+            del self.layers[name]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        places: Tensor,
+    ) -> Tensor:
+        """One microbatch through the layers this stage holds.
+
+        Args:
+            tokens: [B, S] int64, or on later stages the hidden state [B, S, D], or its part under a plan that cuts S.
+            labels: [B, S] int64; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
+            position_ids: [B, S] int64, which of the learned positions each token has; None: its place.
+            document_ids: [B, S] int64; attention stays inside a document.
+            places: [B, S] int64, the global index of each token in its sample, below `longest`.
+
+        Returns:
+            The fp32 sum of token losses, without labels the logits [B, S, V]; on earlier stages the hidden state.
+
+        Raises:
+            ValueError: dropout in training without sample_ids.
+        """
+        if self.training and sample_ids is None and max(self.cfg.hidden_dropout, self.cfg.attention_dropout) > 0:
+            raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
+        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
+        rule = attention_rule(places, causal=True, document_ids=document_ids, fused=fused)
+        h = tokens
+        if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
+            h = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
+            h = self.embed_dropout(h, sample_ids, places)
+        for layer in self.layers.values():
+            h = layer(h, rule, self.head_ids, sample_ids, places)
+        if self.norm is not None and self.head is not None:
+            h = self.head(self.norm(h), labels)
+        return h
+
+    def init_buffers(self, seed: int) -> None:
+        self.head_ids.copy_(torch.arange(self.cfg.n_heads))
+        set_dropout_keys(self, seed)
+
+    def init_std(self, name: str) -> float | None:
+        """What writes to the residual is scaled down by sqrt(2 L), as in GPT-2 and Megatron."""
+        if name.endswith("bias") or "norm" in name:
+            return None
+        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+            return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
+        return self.cfg.init_std
+
+
+def _described(model: config.Model) -> dict[str, Any]:
+    """What they have two keys for, and we one."""
+    assert isinstance(model, config.GPT)
+    return {"embd_pdrop": model.hidden_dropout}
+
+
+# transformers' GPT2LMHeadModel. Its linears are Conv1D, [in, out], and its fused QKV is not by head.
+HF = Format(
+    rules=(
+        Rule("embed.", "transformer.wte."),
+        Rule("positions.", "transformer.wpe."),
+        Rule("layers.{}.attn_norm.", "transformer.h.{}.ln_1."),
+        Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads"),
+        Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose"),
+        Rule("layers.{}.mlp_norm.", "transformer.h.{}.ln_2."),
+        Rule("layers.{}.mlp.up.", "transformer.h.{}.mlp.c_fc.", "transpose"),
+        Rule("layers.{}.mlp.down.", "transformer.h.{}.mlp.c_proj.", "transpose"),
+        Rule("norm.", "transformer.ln_f."),
+        Rule("head.", "lm_head."),
+    ),
+    base="transformer.",
+    ignored=r"\.attn\.(masked_)?bias",  # causal masks that old versions of transformers stored
+    fixed={
+        **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new"},
+        **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    },
+    keys=(
+        Key("vocab_size", ("vocab_size",)),
+        Key("max_position_embeddings", ("n_positions",)),
+        Key("hidden_size", ("n_embd",)),
+        Key("n_layers", ("n_layer",)),
+        Key("n_heads", ("n_head",)),
+        Key("ffn_hidden_size", ("n_inner",), 0, resolved="ffn"),
+        Key("layer_norm_eps", ("layer_norm_epsilon",), 1e-5),
+        Key("tied", ("tie_word_embeddings",), True),
+        Key("hidden_dropout", ("embd_pdrop", "resid_pdrop"), 0.1, free=True),
+        Key("attention_dropout", ("attn_pdrop",), 0.1, free=True),
+        Key("init_std", ("initializer_range",), 0.02, free=True),
+    ),
+    from_section=_described,
+)
