@@ -85,6 +85,12 @@ def test_a_sample_ends_after_n_tokens_before_the_end_of_document_and_where_posit
     assert max(model.lengths, default=0) <= (longest or 64)
 
 
+def test_a_sample_on_several_ranks_ends_where_positions_that_they_can_share_end():
+    model = Counting(7)
+    assert generate(model, [1], 9, vocab_size=50, eod_id=40, seed=1, multiple=3, temperature=0) == [2, 3, 4, 5, 6]
+    assert {length % 3 for length in model.lengths} == {0}
+
+
 def test_a_prompt_of_nothing_or_of_all_positions_is_refused():
     with pytest.raises(ValueError, match=r"the prompt has no tokens.*--prompt"):
         generate(Counting(None), [], 3, vocab_size=50, eod_id=10, seed=1)

@@ -42,6 +42,7 @@ def sections(**overrides: object) -> config.Config:
         (2, {"mesh__tp": 2, "model__ffn_hidden_size": 1001}, "tp=2 does not divide ffn_hidden_size=1001"),
         (2, {"mesh__tp": 2, "data__seq_len": 255}, r"tp=2 does not divide seq_len=255 \(\[mesh\] tp, \[data\] seq_len"),
         (4, {"mesh__tp": 4, "model__vocab_size": 9}, "tp=4 ranks x 3 rows leave a rank without any of 9"),
+        (1, {"model__name": "gpt", "data__seq_len": 1025}, r"seq_len=1025 is more than the 1024 positions of the mod"),
         (1, {"pipeline__draw": "x.svg"}, r"there is no pipeline for \[pipeline\] draw: expected pp > 1, got 1"),
         (
             1,

@@ -43,7 +43,7 @@ def generate(
     """
     if not tokens:
         raise ValueError("the prompt has no tokens; give at least one character (--prompt)")
-    longest = model.longest or sys.maxsize
+    longest = (model.longest or sys.maxsize) // multiple * multiple  # padding must end there, and divide
     if len(tokens) >= longest:
         raise ValueError(
             f"the prompt has {counted(len(tokens), 'token')}, and the model positions for {longest} (--prompt)"
