@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
+from dtmega.hf.folder import aliases
 from dtmega.models.hf_directory import build, initial_values, read_config
 from dtmega.models.stage import Stage
 
@@ -72,10 +73,7 @@ class HF(Stage):
         self.is_first = self.is_last = True
         self.longest = getattr(self.hf.config, "max_position_embeddings", None)
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        self.ties = tuple(tuple(found) for found in names.values() if len(found) > 1)
+        self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
 
     def forward(
         self,
