@@ -113,8 +113,8 @@ def wire(
         held: numbers of the stages on this rank.
 
     Raises:
-        ValueError: layers that are not Megatron's, whose weights have other shapes; a pipeline that gathers a weight
-            several times a step, since how often depends on the schedule.
+        ValueError: layers that are not Megatron's, or ends that are not BLOOM's, whose weights have other shapes; a
+            pipeline that gathers a weight several times a step, since how often depends on the schedule.
     """
     d, f = cfg.model.hidden_size, cfg.model.ffn
     # Two LayerNorms 4D, QKV 3D^2 + 3D, output D^2 + D, MLP 2DF + F + D.
@@ -124,6 +124,13 @@ def wire(
         raise ValueError(
             f"no formula for the layers of this model: {odd[0]} has {layers_there[odd[0]]} elements, expected "
             f"Megatron's {megatrons} ([model] name)"
+        )
+    ends = parameters(pieces) - sum(layers_there.values())
+    blooms = cfg.model.padded_vocab_size * d + 4 * d
+    if ends != blooms:
+        raise ValueError(
+            f"no formula for the ends of this model: embedding and head have {ends} elements, expected {blooms}, of "
+            f"V rows and two LayerNorms ([model] name)"
         )
     stages = stages or [[piece.name for piece in pieces]]
     pp, data, shard, tp = sizes["pp"], sizes["dp_replicate"] * sizes["dp_shard"], sizes["dp_shard"], sizes["tp"]

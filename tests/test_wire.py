@@ -233,6 +233,14 @@ def test_layers_that_are_not_megatrons_have_no_formula():
         cost.wire(cfg, pieces, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
 
 
+def test_ends_with_learned_positions_have_no_formula():
+    keys = settings({"mesh": {"tp": 2}}, 2, 4)
+    keys["model"] |= {"name": "gpt", "max_position_embeddings": 12}
+    cfg = config.validate(keys, "test")
+    with pytest.raises(ValueError, match=r"no formula for the ends of this model: .* \(\[model\] name\)"):
+        cost.wire(cfg, families.pieces(cfg.model), mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
+
+
 def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():
     ((counted, expected),) = ranks.run(2, wasteful, [settings({"mesh": {"tp": 2}}, 3, 1)])[0]
     assert counted - expected == {("tp = shards = model = world", "all-gather", 3 * 8 * 16 * 4): 2 * 3 + 1}
