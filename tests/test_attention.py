@@ -100,6 +100,7 @@ def said_twice(words: tuple[str, ...], queries: Tensor, keys: Tensor) -> tuple[d
     has_ids = "documents" in words or "padding" in words
     has_keys = keys is not queries
     n_keys = keys.shape[1]
+    key_ids = ids.flip(1)[:, :n_keys] if has_keys else ids
     prefix = in_order(n_keys) < torch.tensor([[20], [70]])
     both_ways = "causal" not in words
     keywords: dict[str, Any] = {
@@ -110,7 +111,7 @@ def said_twice(words: tuple[str, ...], queries: Tensor, keys: Tensor) -> tuple[d
         "table": R.bucketed(WEIGHT, 20, both_ways) if "table" in words else None,
         "document_ids": ids if has_ids else None,
         "key_places": keys if has_keys else None,
-        "key_document_ids": ids[:, :n_keys] if has_ids and has_keys else None,
+        "key_document_ids": key_ids if has_ids and has_keys else None,
     }
     distance = distances(queries, keys)
     allowed = distance <= 0 if "causal" in words else torch.ones_like(distance, dtype=torch.bool)
@@ -119,7 +120,7 @@ def said_twice(words: tuple[str, ...], queries: Tensor, keys: Tensor) -> tuple[d
     if "window" in words:
         allowed = allowed & (distance > -25) & (distance < 25)
     if has_ids:
-        allowed = allowed & (ids[:, None, :, None] == ids[:, None, None, :n_keys])
+        allowed = allowed & (ids[:, None, :, None] == key_ids[:, None, None, :])
     added = torch.zeros(2, H, S, n_keys, dtype=torch.float64)
     if "slopes" in words:
         added = added + SLOPES[:, None, None] * distance
