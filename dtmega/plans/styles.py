@@ -96,6 +96,52 @@ class Column(Style):
         return F.linear(self.enter(x, group_of(module)), local(module.weight), local(module.bias))
 
 
+class KVColumn(Column):
+    """nn.Linear to keys or values of `kv_heads` heads: a Column, or where tp is a multiple of kv_heads, copied.
+
+    Each of tp / kv_heads ranks then has the whole weight and computes the one head that its heads of queries need; the
+    weight's gradient is the sum of the ranks' parts.
+    """
+
+    def __init__(self, kv_heads: int, sequence_parallel: bool = True) -> None:
+        super().__init__(sequence_parallel)
+        self.kv_heads = kv_heads
+        self.copied = False
+
+    @property
+    def partial_gradients(self) -> set[str]:
+        return {"weight", "bias"} if self.copied else set()
+
+    def check(self, module: nn.Module, tp: int) -> None:
+        if self.kv_heads % tp and tp % self.kv_heads:
+            raise ValueError(
+                f"tp={tp} and n_kv_heads={self.kv_heads}: neither divides the other, so heads of keys can neither be "
+                f"cut nor copied evenly ([mesh] tp, [model] n_kv_heads)"
+            )
+        if self.kv_heads % tp == 0:
+            super().check(module, tp)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh.size())
+        self.copied = self.kv_heads % device_mesh.size() > 0
+        placement = Replicate() if self.copied else Shard(0)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, distribute(parameter, device_mesh, placement))
+        module.forward = types.MethodType(self._function, module)
+        return module
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        if not self.copied:
+            return super().forward(module, x)
+        group = group_of(module)
+        head = group.rank() * self.kv_heads // group.size()
+
+        def mine(parameter: Any) -> Any:
+            return None if parameter is None else local(parameter).unflatten(0, (self.kv_heads, -1))[head]
+
+        return F.linear(self.enter(x, group), mine(module.weight), mine(module.bias))
+
+
 class Row(Style):
     """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D]; without sequence parallelism to [B, S, D].
 
@@ -110,11 +156,13 @@ class Row(Style):
 
 
 class Norm(Style):
-    """nn.LayerNorm with the same weights on every rank, on the tokens of the rank: [B, S/tp, D] or [B, S, D]."""
+    """nn.LayerNorm or nn.RMSNorm with the same weights on every rank, on its tokens: [B, S/tp, D] or [B, S, D]."""
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Replicate(), "bias": Replicate()}
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
+        if isinstance(module, nn.RMSNorm):
+            return F.rms_norm(x, module.normalized_shape, local(module.weight), module.eps)
         return F.layer_norm(x, module.normalized_shape, local(module.weight), local(module.bias), module.eps)
 
 
