@@ -70,7 +70,7 @@ class Model(Section):
     hidden_size: int = key(256, "D", ge=1)
     n_layers: int = key(4, "L", ge=1)
     n_heads: int = key(8, "H; must divide hidden_size", ge=1)
-    ffn_hidden_size: int = key(0, "F; 0 = 4 D", ge=0)
+    ffn_hidden_size: int = key(0, "F; 0 = 4 D, or for llama 8/3 D up to a multiple of 256", ge=0)
     label_smoothing: float = key(0.0, "of the training loss", ge=0, lt=1)
 
     @property
@@ -130,6 +130,46 @@ class GPT(DroppingModel):
     layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
     max_position_embeddings: int = key(1024, "learned positions, so the longest sequence that it can read", ge=1)
     tied: bool = key(True, "the head is the embedding")
+
+
+class Llama(OwnModel):
+    name: Literal["llama"] = key("llama", "the family of models")
+    n_kv_heads: int = key(0, "heads of keys and values, which groups of heads share; 0 = n_heads", ge=0)
+    rms_norm_eps: float = key(1e-5, "epsilon of every RMSNorm", gt=0)
+    tied: bool = key(False, "the head is the embedding")
+    max_position_embeddings: int = key(4096, "the longest sequence that it is for", ge=1)
+    rope_theta: float = key(10_000.0, "base of the rotary frequencies", gt=0)
+    rope_factor: float = key(1.0, "divides low rotary frequencies, as in Llama 3.1; 1 = none", ge=1)
+    rope_low_freq_factor: float = key(1.0, "a low one turns fewer times than this in rope_original_length", gt=0)
+    rope_high_freq_factor: float = key(4.0, "a high one turns more often than this, and is not divided", gt=0)
+    rope_original_length: int = key(8192, "the longest sequence before low ones were divided", ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Llama:
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"n_kv_heads={self.n_kv_heads} does not divide n_heads={self.n_heads} "
+                f"([model] n_kv_heads, [model] n_heads)"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of channels, and hidden_size / n_heads = {self.head_dim} is odd "
+                f"([model] hidden_size, [model] n_heads)"
+            )
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            raise ValueError(
+                f"rope_low_freq_factor={self.rope_low_freq_factor} is not below rope_high_freq_factor="
+                f"{self.rope_high_freq_factor} ([model] rope_low_freq_factor, [model] rope_high_freq_factor)"
+            )
+        return self
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 256)) * 256
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
 
 
 class Transformers(Model):
@@ -350,7 +390,7 @@ class Compile(Section):
 
 class Config(Section):
     run: Run = Run()
-    model: Annotated[Bloom | GPT | Transformers, Field(discriminator="name")] = Bloom()
+    model: Annotated[Bloom | GPT | Llama | Transformers, Field(discriminator="name")] = Bloom()
     data: Data = Data()
     batch: Batch = Batch()
     optim: Optim = Optim()

@@ -23,7 +23,7 @@ from dtmega.hf import config_json, ours
 from dtmega.hf import export as hf_export
 from dtmega.hf.files import has_weights
 from dtmega.mesh import World
-from dtmega.models import bloom, count, gpt, hf_resolve
+from dtmega.models import bloom, count, gpt, hf_resolve, llama
 from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
 from dtmega.models.stage import Stage
@@ -33,6 +33,7 @@ from dtmega.plans.gpt import plan as gpt_plan
 from dtmega.plans.hf.load import materialize
 from dtmega.plans.hf.load import open_folder as open_theirs
 from dtmega.plans.hf.parallel import cut_stage, plan_for
+from dtmega.plans.llama import plan as llama_plan
 from dtmega.plans.styles import Plan
 
 
@@ -299,6 +300,7 @@ class Transformers:
 FAMILIES: dict[str, Family] = {
     "bloom": Own(bloom.Bloom, bloom_plan, {"hf": bloom.HF}),
     "gpt": Own(gpt.GPT, gpt_plan, {"hf": gpt.HF}),
+    "llama": Own(llama.Llama, llama_plan, {"hf": llama.HF}),
     "hf": Transformers(),
 }
 

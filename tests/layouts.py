@@ -1,4 +1,4 @@
-"""One debug model and the layouts it is trained on: for `test_parity.py` and the table of `benchmarks/parity.py`."""
+"""One debug model per family and the layouts it is trained on: for `test_parity.py` and `benchmarks/parity.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,6 +56,19 @@ DEBUG = {
     "compile.enable": False,
 }
 
+DROPOUT = ("model.hidden_dropout", "model.attention_dropout")
+# Positions that start again in each document must reach every stage and rank.
+RESTARTING = {"data.reset_position_ids": True, "data.reset_attention_mask": True}
+# Every family that is written here -> its debug model: BLOOM's but for what is its own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bloom": DEBUG,
+    "gpt": DEBUG | RESTARTING | {"model.name": "gpt", "model.max_position_embeddings": 32},
+    # Half as many heads of keys as the 4 ranks that it is cut over.
+    "llama": {k: v for k, v in DEBUG.items() if k not in DROPOUT}
+    | RESTARTING
+    | {"model.name": "llama", "model.n_kv_heads": 2, "model.ffn_hidden_size": 64},
+}
+
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 V131 = {"model.vocab_size": 131}
@@ -68,7 +81,7 @@ TP2 = {"mesh.tp": 2} | FOURS
 AS_USED = {"data.num_workers": 1, "log.tensorboard": True}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
-TRUTH_KEYS = {"model.vocab_size", "precision.params"}
+TRUTH_KEYS = {"model.name", "model.vocab_size", "precision.params"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -97,11 +110,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16, tp 2": (2, BF16 | TP2),
     "bf16, dp_shard 2": (2, BF16 | {"mesh.dp_shard": 2}),
 }
+# All of these are BLOOM's; of each, another family needs what its own plan, model and pieces could get wrong.
+EACH = ("tp 2", "tp 4", "dp_shard 2 x tp 2", "pp 2, 1F1B", "recompute full, tp 2")
+for _family in [name for name in FAMILIES if name != "bloom"]:
+    for _name in EACH:
+        _n, _keys = LAYOUTS[_name]
+        LAYOUTS[f"{_family}, {_name}"] = (_n, {"model.name": _family} | _keys)
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
 # for rounding (softmax does not see them), and AdamW makes steps of full length of it.
 BF16_BOUND = {"loss": 2e-3, "grad_norm": 1e-2, "model": 2e-2}
+
+
+def debug_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """All keys of the debug model that `keys` are about, of the family that they name."""
+    return {**FAMILIES[keys.get("model.name", "bloom")], **keys}
 
 
 def truth_keys(keys: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +214,7 @@ def write_text(folder: Path) -> dict[str, str]:
 
 def train_debug_model(n: int, keys: dict[str, Any], folder: Path, plant: Callable[[], None] | None = None) -> Run:
     """The debug model with these keys on n processes, in `folder`."""
-    every = DEBUG | {"run.dir": str(folder / "run")} | keys
+    every = debug_keys(keys) | {"run.dir": str(folder / "run")}
     flags = [word for k, v in every.items() for word in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
     ranks.run(n, one_rank, ["--config", str(ROOT / "configs" / "bloom.toml"), *flags], str(folder), plant)
     return Run(folder)

@@ -26,6 +26,17 @@ GPT2 = [
     ("gpt2-large", 774_030_080, 36, 1280, 20, 2.5e-4, 2**9),
     ("gpt2-xl", 1_557_611_200, 48, 1600, 25, 2.0e-4, 2**10),
 ]
+# name, parameters, V, D, L, H, heads of keys, F, longest sequence, theta, peak lr. Llama 2 from arXiv 2307.09288, table
+# 1, Llama 3 from arXiv 2407.21783, table 3; what these leave out, and the parameters, from the model cards and
+# config.json on huggingface.co/meta-llama.
+LLAMAS = [
+    ("2-7b", 6_738_415_616, 32_000, 4096, 32, 32, 32, 11_008, 4096, 1e4, 3.0e-4),
+    ("2-13b", 13_015_864_320, 32_000, 5120, 40, 40, 40, 13_824, 4096, 1e4, 3.0e-4),
+    ("2-70b", 68_976_648_192, 32_000, 8192, 80, 64, 8, 28_672, 4096, 1e4, 1.5e-4),
+    ("3-8b", 8_030_261_248, 128_256, 4096, 32, 32, 8, 14_336, 8192, 5e5, 3.0e-4),
+    ("3-70b", 70_553_706_496, 128_256, 8192, 80, 64, 8, 28_672, 8192, 5e5, 1.5e-4),
+    ("3.2-1b", 1_235_814_400, 128_256, 2048, 16, 32, 8, 8192, 131_072, 5e5, 2e-5),
+]
 
 
 def load(size: str) -> config.Config:
@@ -99,6 +110,30 @@ def test_a_published_gpt2_has_its_published_sizes_and_the_recipe_of_the_gpt3_of_
         "eval": {"interval": 1000},
         "precision": {"params": "bfloat16", "reduce": "float32"},
     }
+
+
+def test_every_published_llama_has_a_config():
+    assert {p.stem for p in config.CONFIGS_DIR.glob("llama-*.toml")} == {f"llama-{row[0]}" for row in LLAMAS}
+
+
+@pytest.mark.parametrize("row", LLAMAS, ids=[row[0] for row in LLAMAS])
+def test_a_published_llama_has_its_published_sizes_and_recipe(row):
+    name, parameters, vocab_size, hidden_size, n_layers, n_heads, kv_heads, ffn, longest, theta, lr = row
+    cfg = config.load(["--config", f"llama-{name}.toml"])
+    model = cfg.model
+    assert isinstance(model, config.Llama)
+    assert cost.parameters(families.pieces(model)) == parameters
+    assert (model.vocab_size, model.hidden_size, model.n_layers) == (vocab_size, hidden_size, n_layers)
+    assert (model.n_heads, model.kv_heads, model.ffn) == (n_heads, kv_heads, ffn)
+    assert (model.max_position_embeddings, model.rope_theta, model.rms_norm_eps) == (longest, theta, 1e-5)
+    assert (model.tied, model.rope_factor) == ((True, 32.0) if name == "3.2-1b" else (False, 1.0))
+    assert (cfg.optim.lr, cfg.data.seq_len, cfg.precision.params) == (lr, min(longest, 8192), "bfloat16")
+    if name != "3.2-1b":  # whose recipe is ours
+        assert cfg.batch.global_batch_size * cfg.data.seq_len == 2**22
+        assert cfg.optim.min_lr == pytest.approx(lr / {"2": 10, "3": 100}[name[0]])
+        assert cfg.optim.warmup == {"2": 2000, "3": 8000}[name[0]]
+        assert cfg.optim.eps == {"2": 1e-5, "3": 1e-8}[name[0]]
+        assert cfg.train.tokens == {"2": 2e12, "3": 15e12}[name[0]]
 
 
 def test_the_configuration_for_models_of_transformers_fine_tunes():

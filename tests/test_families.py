@@ -11,9 +11,11 @@ import pytest
 from dtmega import config, families, parallelize, train
 from dtmega.declared import Kinds
 from dtmega.startup import same_job
+from tests import layouts
 from tests.test_house import REPO, arrows, modules
 from tests.test_train import losses, run
 
+OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.Own)}
 # Files whose subject is one family, or a format of other people's files.
 OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.hf.")
 
@@ -35,7 +37,8 @@ def test_no_file_asks_which_family_it_is(module):
 
 
 def test_only_families_imports_the_models_and_plans_of_families():
-    of_one = {"dtmega.models.bloom", "dtmega.models.hf", "dtmega.models.hf_resolve", "dtmega.plans.bloom"}
+    of_one = {f"dtmega.{room}.{name}" for room in ("models", "plans") for name in OWN}
+    of_one |= {"dtmega.models.hf", "dtmega.models.hf_resolve"}
     asking = {module for module, targets in arrows(REPO).items() if targets & of_one}
     assert {module for module in asking if not module.startswith(OF_A_FAMILY)} == {"dtmega.families"}
 
@@ -43,6 +46,31 @@ def test_only_families_imports_the_models_and_plans_of_families():
 def test_every_name_of_the_configuration_has_a_record():
     names = Kinds.of(config.Config.model_fields["model"]).classes
     assert families.FAMILIES.keys() == names.keys()
+
+
+def rows_of_the_guide() -> list[tuple[str, str]]:
+    """The table of docs/adding-a-model.md: place, and the test that fails without it."""
+    lines = (REPO / "docs" / "adding-a-model.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    return [(place.strip("`"), test.strip("` ")) for place, _, test in rows]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_family_of_the_house_is_in_every_place(name: str):
+    files = [place.replace("NAME", name) for place, _ in rows_of_the_guide() if "NAME" in place]
+    assert len(files) == 4
+    assert [file for file in files if not (REPO / file).is_file()] == []
+    assert config.load(["--config", f"{name}.toml"]).model.name == name
+    assert name in layouts.FAMILIES
+    assert {f"{name}, {layout}" for layout in layouts.EACH} <= layouts.LAYOUTS.keys() or name == "bloom"
+    assert "hf" in OWN[name].formats
+    assert f"{name}.toml" in (REPO / "README.md").read_text()
+
+
+def test_the_tests_that_the_guide_names_are_there():
+    for _, test in rows_of_the_guide()[:-1]:
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (REPO / file).read_text(), test
 
 
 def test_the_ranks_of_a_run_compare_the_libraries_of_its_family(tmp_path, corpus, monkeypatch):

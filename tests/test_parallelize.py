@@ -25,6 +25,8 @@ from tests.operations import Operations
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
+SIX_HEADS = {"model__name": "llama", "model__hidden_size": 48, "model__n_heads": 6, "model__n_kv_heads": 2}
+
 
 def sections(**overrides: object) -> config.Config:
     """A configuration with 8 heads and 8 microbatches; keys are section__key."""
@@ -42,6 +44,7 @@ def sections(**overrides: object) -> config.Config:
         (2, {"mesh__tp": 2, "model__ffn_hidden_size": 1001}, "tp=2 does not divide ffn_hidden_size=1001"),
         (2, {"mesh__tp": 2, "data__seq_len": 255}, r"tp=2 does not divide seq_len=255 \(\[mesh\] tp, \[data\] seq_len"),
         (4, {"mesh__tp": 4, "model__vocab_size": 9}, "tp=4 ranks x 3 rows leave a rank without any of 9"),
+        (3, {"mesh__tp": 3, **SIX_HEADS}, r"tp=3 and n_kv_heads=2: neither divides the other.* \(\[mesh\] tp"),
         (1, {"model__name": "gpt", "data__seq_len": 1025}, r"seq_len=1025 is more than the 1024 positions of the mod"),
         (1, {"pipeline__draw": "x.svg"}, r"there is no pipeline for \[pipeline\] draw: expected pp > 1, got 1"),
         (

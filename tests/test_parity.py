@@ -1,4 +1,4 @@
-"""The layout never changes the numbers: one debug model, many layouts, and one process as the truth."""
+"""The layout never changes the numbers: a debug model of each family, many layouts, and one process as the truth."""
 
 import json
 from collections.abc import Callable
@@ -14,12 +14,13 @@ from dtmega.data.loader import IGNORED
 from dtmega.pipelining.tied import Tied
 from dtmega.plans import styles
 from tests.layouts import (
-    DEBUG,
+    FAMILIES,
     FP32,
     LAYOUTS,
     TP2,
     Run,
     bound_of,
+    debug_keys,
     deviation,
     keeping_initial,
     train_debug_model,
@@ -56,6 +57,7 @@ def run(tmp_path_factory, text):
 # compares with one process, for fewer steps. V = 131 on tp 2 is in test_resume.py.
 FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
 FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2"}
+FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x tp 2
 FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
@@ -81,7 +83,7 @@ def trained(request, tmp_path_factory, text) -> dict[str, Pair]:
     trainings = []
     for what, (n, keys) in wanted.items():
         plant = partial(keeping_initial, str(folders[what]))
-        trainings.append(Training(n, DEBUG | text | SHORT | keys, folders[what] / "run", plant))
+        trainings.append(Training(n, debug_keys(text | SHORT | keys), folders[what] / "run", plant))
     train_all(trainings)
     runs = {what: Run(left) for what, left in folders.items()}
     return {name: Pair(runs[name], runs[str(truth_of[name])]) for name in names}

@@ -1,0 +1,28 @@
+"""Llama over the tp axis: what `models/llama.py` names, and how each is cut."""
+
+from __future__ import annotations
+
+from dtmega import config
+from dtmega.plans.styles import Column, KVColumn, Norm, Plan, Row, VocabEmbedding, VocabHead
+
+
+def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
+    """The table of a model. Heads and the feed-forward are cut evenly, the vocabulary as it comes.
+
+    Heads of keys that are fewer than ranks are copied. Collectives are those of `plans/bloom.py`.
+    """
+    sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
+    return {
+        "embed": VocabEmbedding(sp),
+        "layers.*.attn_norm": Norm(sp),
+        "layers.*.attn.q": Column(sp, **heads),
+        "layers.*.attn.k": KVColumn(model.kv_heads, sp),
+        "layers.*.attn.v": KVColumn(model.kv_heads, sp),
+        "layers.*.attn.out": Row(sp, **heads),
+        "layers.*.mlp_norm": Norm(sp),
+        "layers.*.mlp.gate": Column(sp, **ffn),
+        "layers.*.mlp.up": Column(sp, **ffn),
+        "layers.*.mlp.down": Row(sp, **ffn),
+        "norm": Norm(sp),
+        "head": VocabHead(sp),
+    }
