@@ -116,6 +116,8 @@ for _family in [name for name in FAMILIES if name != "bloom"]:
     for _name in EACH:
         _n, _keys = LAYOUTS[_name]
         LAYOUTS[f"{_family}, {_name}"] = (_n, {"model.name": _family} | _keys)
+# Learned positions are added to a hidden state that is cut along the sequence, or is not.
+LAYOUTS["gpt, tp 2, no sequence parallel"] = (2, {"model.name": "gpt"} | LAYOUTS["tp 2, no sequence parallel"][1])
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
