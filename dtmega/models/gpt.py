@@ -132,7 +132,7 @@ class GPT(Stage):
 
 
 def _described(model: config.Model) -> dict[str, Any]:
-    """What they have two keys for, and we one."""
+    """The rate of the embedding's dropout, which has a key of its own there."""
     assert isinstance(model, config.GPT)
     return {"embd_pdrop": model.hidden_dropout}
 
