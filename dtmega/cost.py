@@ -99,6 +99,7 @@ def wire(
     loss_chunk_tokens: int,
     stages: Sequence[Sequence[str]] = (),
     held: Sequence[int] = (0,),
+    splits_backward: bool = False,
 ) -> list[Traffic]:
     """What one rank puts on the wire in one step of the training loop, of `global_batch_size` sequences.
 
@@ -111,6 +112,7 @@ def wire(
         loss_chunk_tokens: tokens whose logits live at once (`loss.py`).
         stages: the names of the pieces of each stage of the pipeline; none without one.
         held: numbers of the stages on this rank.
+        splits_backward: the schedule of the pipeline runs backward in two parts.
 
     Raises:
         ValueError: layers that are not Megatron's, or ends that are not BLOOM's, whose weights have other shapes; a
@@ -156,7 +158,7 @@ def wire(
     for number in held:
         layers = sum(name in layers_there for name in stages[number])
         ends = len(stages[number]) - layers
-        found += _tp_traffic(cfg, n, layers, ends, hidden_bytes, tp, shard)
+        found += _tp_traffic(cfg, n, layers, ends, hidden_bytes, tp, shard, splits_backward)
         found += _fsdp_traffic(cfg, n, layers, ends, pp, tp, shard)
         # Each way one message per boundary and microbatch, the hidden state (arXiv:2104.04473, section 3.2), of which
         # sequence parallelism left S/tp; a neighbour on the same rank takes it from memory.
@@ -174,17 +176,22 @@ def wire(
     return [traffic for traffic in found if traffic.ops and ranks[traffic.axis] > 1]
 
 
-def _tp_traffic(cfg: Config, n: int, layers: int, ends: int, hidden_bytes: int, tp: int, shard: int) -> list[Traffic]:
+def _tp_traffic(
+    cfg: Config, n: int, layers: int, ends: int, hidden_bytes: int, tp: int, shard: int, splits_backward: bool
+) -> list[Traffic]:
     """Of one stage; `ends`: how many of embedding and head it has.
 
     A layer has two parallel regions, each entered and left, forward and backward: 4 all-reduces (arXiv:1909.08053,
     section 3), with sequence parallelism 4 all-gathers and 4 reduce-scatters (arXiv:2205.05198, section 4.2.2). The
-    embedding is a region only left and the head one only entered (its dX leaves backward): 1 each. Recompute, of either
-    mode, goes forward through a layer again; to leave the last region only if dropout after it needs what comes.
+    embedding is a region only left and the head one only entered (its dX leaves backward): 1 each. What a layer's
+    regions gathered is not kept: backward gathers it again, 6 all-gathers in all, unless it runs in two parts.
+    Recompute, of either mode, goes forward through a layer again, which is where it gathers; to leave the last region
+    only if dropout after it needs what comes.
     """
-    passes, entered, left = 4 * layers + ends, 0, 0
+    passes, left = 4 * layers + ends, 0
+    entered = 0 if splits_backward else 2 * layers
     if cfg.recompute.mode != "none":
-        entered, left = 2 * layers, (2 if getattr(cfg.model, "hidden_dropout", 0) else 1) * layers
+        left = (2 if getattr(cfg.model, "hidden_dropout", 0) else 1) * layers
     if not cfg.mesh.sequence_parallel:
         return [Traffic("hidden state", "tp", "all-reduce", n * (passes + left), hidden_bytes)]
     # Weights on every rank that saw S/tp of the tokens: a layer's two norms and two biases, a norm at each end. fp32.

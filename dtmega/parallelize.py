@@ -22,7 +22,7 @@ from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import Tied, shared
-from dtmega.plans import sum_partial_gradients
+from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.recompute import recompute
 from dtmega.shards import local
 
@@ -196,6 +196,8 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
     blocks = stage.blocks()
+    if cfg.recompute.mode != "none" or schedule.splits_backward(cfg, world.sizes["pp"]):
+        keep_gathered(stage)
     if cfg.recompute.mode != "none":
         recompute(blocks, selective=cfg.recompute.mode == "selective")
     if compiling(cfg, world.device):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtmega import loss as loss_room
 from dtmega.plans.hf.logits import VocabLogits
-from dtmega.plans.hf.vocab import VocabHead
+from dtmega.plans.hf.vocab import LogitsHead
 
 B, S, D, V = 2, 5, 8, 13
 LABELS = torch.tensor([[3, -100, 12, 0, 7], [-100, -100, 1, 5, 11]])
@@ -27,8 +27,8 @@ def head(bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
     return module
 
 
-def fused(module: nn.Linear) -> tuple[nn.Linear, VocabHead]:
-    word = VocabHead(fused=True)
+def fused(module: nn.Linear) -> tuple[nn.Linear, LogitsHead]:
+    word = LogitsHead(fused=True)
     word.fuse(module)
     word.labelled = True
     return module, word
@@ -132,16 +132,16 @@ def test_a_forward_without_labels_or_with_a_fused_loss_switched_off_has_plain_lo
     torch.testing.assert_close(module(hidden()), head(True)(hidden()))
 
 
-def changed(module: nn.Linear, word: VocabHead) -> None:
+def changed(module: nn.Linear, word: LogitsHead) -> None:
     with torch.no_grad():
         module.weight.mul_(2)
 
 
-def freed(module: nn.Linear, word: VocabHead) -> None:
+def freed(module: nn.Linear, word: LogitsHead) -> None:
     module.weight.untyped_storage().resize_(0)
 
 
-def gathered_again(module: nn.Linear, word: VocabHead) -> None:
+def gathered_again(module: nn.Linear, word: LogitsHead) -> None:
     word.gathered_by_fsdp = True
     module(hidden())
 

@@ -36,9 +36,10 @@ from dtmega.plans.hf import command, parallel
 from dtmega.plans.hf.load import materialize
 from dtmega.plans.hf.logits import VocabLogits
 from dtmega.plans.hf.packed import ConvColumn
-from dtmega.plans.hf.regions import Enter
-from dtmega.plans.hf.styles import Stack, Whole
+from dtmega.plans.hf.regions import EnterHeads
+from dtmega.plans.hf.styles import Stack
 from dtmega.plans.hf.verify import Verification, verify
+from dtmega.plans.styles import Enter, Whole
 from tests import hf_models, ranks
 from tests.hf_models import MODELS, VARIANTS, Case
 from tests.ranks import message
@@ -381,17 +382,17 @@ def planted(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
 
     def norms_of_heads(table: Any, model: Any) -> None:
         for norm in ("q_norm", "k_norm"):
-            table[f"model.layers.*.self_attn.{norm}"] = Whole()
+            table[f"model.layers.*.self_attn.{norm}"] = Whole(Stack())
 
     def heads_not_counted(table: Any, model: Any) -> None:
-        table["model.decoder.layers.*.self_attn"] = Enter(Stack(sequence_parallel=False))
+        table["model.decoder.layers.*.self_attn"] = Enter(Stack())
 
     def slopes_of_fewer_heads(table: Any, model: Any) -> None:
-        table["transformer.h.*.self_attention"] = Enter(Stack(sequence_parallel=False), divide=("num_heads",))
+        table["transformer.h.*.self_attention"] = EnterHeads(Stack(), divide=("num_heads",))
         model.transformer.num_heads //= mesh.size()
 
     def contiguous_qkv(table: Any, model: Any) -> None:
-        table["transformer.h.*.attn.c_attn"] = ConvColumn()
+        table["transformer.h.*.attn.c_attn"] = ConvColumn(Stack())
 
     verified("nothing", "bloom", lambda table, model: None)
     verified("gradients of norms of heads", "qwen3", norms_of_heads)
@@ -608,10 +609,10 @@ def test_collectives_are_those_that_the_plan_prints():
             "_reduce_scatter_base_": 2 * n_layers,
             "allgather_": 1,
         }
-        # Norms and head; before the first block.
+        # Norms and head; leave attention and feed-forward, gather again what enters them, and before the first block.
         assert backward == {
             "allreduce_": n_norms + 1,
-            "_allgather_base_": 2 * n_layers + 1,
+            "_allgather_base_": 2 * n_layers + 2 * n_layers + 1,
             "_reduce_scatter_base_": 2 * n_layers,
         }
         forward, backward = found["collectives"]["sequence parallel False"]

@@ -1,4 +1,4 @@
-"""Files plans/hf/{styles,packed,vocab}.py: each word, cut over four ranks, gives the numbers of one whole module."""
+"""The words of plans/ and plans/hf/: each, cut over four ranks, gives the numbers of one whole module."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dtmega.plans.apply import apply_plan
-from dtmega.plans.hf import styles
 from dtmega.plans.hf.generic import GlobalLinear
 from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow, PackedColumn
-from dtmega.plans.hf.regions import Enter
-from dtmega.plans.hf.styles import HeadColumns, SharedColumn, Stack, Whole
-from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
+from dtmega.plans.hf.regions import EnterHeads
+from dtmega.plans.hf.styles import GatheredColumn, HeadColumns, SplitRow, Stack
+from dtmega.plans.hf.vocab import LogitsHead
+from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row
+from dtmega.plans.vocabulary import VocabEmbedding
 from tests import ranks
 
 TP, B, S, D, F, V = 4, 2, 8, 8, 24, 11
@@ -53,7 +53,7 @@ class Use(NamedTuple):
     Attributes:
         word: of the stack that it stands in.
         given, got: what a rank has of the input and of the output.
-        summed: the gradient of the input on each rank is a term of the whole one.
+        inside: of an Enter around it.
         cut: the hidden state of the stack is cut along S.
     """
 
@@ -61,7 +61,7 @@ class Use(NamedTuple):
     module: Callable[[], nn.Module]
     given: Part
     got: Part
-    summed: bool = False
+    inside: bool = False
     cut: bool = False
 
 
@@ -79,7 +79,7 @@ def conv(out: int = F) -> Callable[[], nn.Module]:
 
 
 def entering(word: type[Any]) -> Callable[[Stack], Any]:
-    return lambda stack: word(stack, enters=True)
+    return lambda stack: word(stack).entering()
 
 
 def padded(row: int) -> Callable[[], nn.Module]:
@@ -87,39 +87,37 @@ def padded(row: int) -> Callable[[], nn.Module]:
 
 
 USES = {
-    "column": Use(styles.Column, linear(), all_of, features, summed=True),
-    "column without bias": Use(styles.Column, linear(bias=False), all_of, features, summed=True),
-    "entering column": Use(entering(styles.Column), linear(), all_of, features),
-    "entering column, cut": Use(entering(styles.Column), linear(), tokens, features, cut=True),
-    "row": Use(styles.Row, linear(), features, all_of),
-    "row without bias": Use(styles.Row, linear(bias=False), features, all_of),
-    "row, cut": Use(styles.Row, linear(), features, tokens, cut=True),
-    "gathered column": Use(styles.GatheredColumn, linear(), all_of, all_of),
-    "gathered column, uneven": Use(styles.GatheredColumn, linear(V), all_of, all_of),
-    "split row": Use(styles.SplitRow, linear(), all_of, all_of),
-    "shared column": Use(lambda s: SharedColumn(KV_HEADS, s), linear(), all_of, head_of_keys, summed=True),
-    "entering shared column": Use(
-        lambda s: SharedColumn(KV_HEADS, s, enters=True), linear(bias=False), all_of, head_of_keys
-    ),
-    "packed column": Use(PackedColumn, linear(), all_of, of_each_part(2)),
-    "packed column, cut": Use(PackedColumn, linear(), tokens, of_each_part(2), cut=True),
-    "packed column without bias": Use(PackedColumn, linear(bias=False), all_of, of_each_part(2)),
-    "conv column": Use(ConvColumn, conv(), all_of, features, summed=True),
+    "column": Use(Column, linear(), all_of, features, inside=True),
+    "column without bias": Use(Column, linear(bias=False), all_of, features, inside=True),
+    "entering column": Use(entering(Column), linear(), all_of, features),
+    "entering column, cut": Use(entering(Column), linear(), tokens, features, cut=True),
+    "row": Use(Row, linear(), features, all_of),
+    "row without bias": Use(Row, linear(bias=False), features, all_of),
+    "row, cut": Use(Row, linear(), features, tokens, cut=True),
+    "gathered column": Use(lambda s: GatheredColumn(), linear(), all_of, all_of),
+    "gathered column, uneven": Use(lambda s: GatheredColumn(), linear(V), all_of, all_of),
+    "split row": Use(lambda s: SplitRow(), linear(), all_of, all_of),
+    "shared column": Use(lambda s: KVColumn(KV_HEADS, s), linear(), all_of, head_of_keys, inside=True),
+    "entering shared column": Use(lambda s: KVColumn(KV_HEADS, s).entering(), linear(bias=False), all_of, head_of_keys),
+    "packed column": Use(entering(PackedColumn), linear(), all_of, of_each_part(2)),
+    "packed column, cut": Use(entering(PackedColumn), linear(), tokens, of_each_part(2), cut=True),
+    "packed column without bias": Use(entering(PackedColumn), linear(bias=False), all_of, of_each_part(2)),
+    "conv column": Use(ConvColumn, conv(), all_of, features, inside=True),
     "entering conv column, cut": Use(entering(ConvColumn), conv(), tokens, features, cut=True),
     "conv row": Use(ConvRow, conv(), features, all_of),
     "conv row, cut": Use(ConvRow, conv(), features, tokens, cut=True),
-    "packed conv": Use(ConvPacked, conv(), all_of, of_each_part(3), summed=True),
-    "norm": Use(Whole, lambda: nn.LayerNorm(D), all_of, all_of),
-    "norm, cut": Use(Whole, lambda: nn.LayerNorm(D), tokens, tokens, cut=True),
+    "packed conv": Use(ConvPacked, conv(), all_of, of_each_part(3), inside=True),
+    "norm": Use(Norm, lambda: nn.LayerNorm(D), all_of, all_of),
+    "norm, cut": Use(Norm, lambda: nn.LayerNorm(D), tokens, tokens, cut=True),
     # Of heads: [B, S, H, K] after a view, here of one number for each; the last dim stays whole.
-    "norm of heads": Use(lambda s: Whole(s, of_heads=True), lambda: nn.LayerNorm(D), tokens, tokens),
+    "norm of heads": Use(lambda s: Norm(s, of_heads=True), lambda: nn.LayerNorm(D), tokens, tokens),
     "columns of heads": Use(HeadColumns, lambda: nn.Embedding(V, D), all_of, features),
-    "vocabulary": Use(lambda s: VocabEmbedding(), lambda: nn.Embedding(V, D), all_of, all_of),
+    "vocabulary": Use(lambda s: VocabEmbedding(Stack()), lambda: nn.Embedding(V, D), all_of, all_of),
     # A rank has three rows.
-    "vocabulary with padding in a first row": Use(lambda s: VocabEmbedding(), padded(6), all_of, all_of),
-    "vocabulary with padding in a last row": Use(lambda s: VocabEmbedding(), padded(8), all_of, all_of),
-    "head": Use(lambda s: VocabHead(fused=False), linear(V), all_of, all_of),
-    "fused head without labels": Use(lambda s: VocabHead(fused=True), linear(V, bias=False), all_of, all_of),
+    "vocabulary with padding in a first row": Use(lambda s: VocabEmbedding(Stack()), padded(6), all_of, all_of),
+    "vocabulary with padding in a last row": Use(lambda s: VocabEmbedding(Stack()), padded(8), all_of, all_of),
+    "head": Use(lambda s: LogitsHead(fused=False), linear(V), all_of, all_of),
+    "fused head without labels": Use(lambda s: LogitsHead(fused=True), linear(V, bias=False), all_of, all_of),
 }
 
 
@@ -155,7 +153,7 @@ def deviations(use: Use, mesh: DeviceMesh) -> dict[str, float]:
     stack = Stack(sequence_parallel=use.cut)
     stack.cut = use.cut
     holder = nn.Sequential(module)
-    apply_plan(holder, mesh, {"0": use.word(stack)})
+    apply_plan(holder, mesh, {"0": use.word(stack)} | ({"": Enter(stack)} if use.inside else {}))
     given = use.given(x, rank).clone()
     if given.is_floating_point():
         given.requires_grad_()
@@ -164,10 +162,7 @@ def deviations(use: Use, mesh: DeviceMesh) -> dict[str, float]:
 
     found = {"output": error(ours, use.got(out, rank))}
     if given.is_floating_point():
-        gradient = given.grad
-        if use.summed:
-            dist.all_reduce(gradient)
-        found["gradient of the input"] = error(gradient, use.given(leaf.grad, rank))
+        found["gradient of the input"] = error(given.grad, use.given(leaf.grad, rank))
     for (name, p), q in zip(module.named_parameters(), whole.parameters(), strict=True):
         assert isinstance(p, DTensor), name
         found[f"gradient of {name}"] = error(p.grad.full_tensor(), q.grad)
@@ -189,7 +184,7 @@ def losses(mesh: DeviceMesh) -> dict[str, float]:
                 torch.manual_seed(0)
                 head, x = nn.Linear(D, V, bias), torch.randn(B, S, D, requires_grad=True)
                 if cut:
-                    word = VocabHead(fused=True)
+                    word = LogitsHead(fused=True)
                     apply_plan(nn.Sequential(head), mesh, {"0": word})
                     word.labelled = True
                 loss = nn.functional.cross_entropy(head(x).view(-1, V), labels, **options)
@@ -203,7 +198,7 @@ def losses(mesh: DeviceMesh) -> dict[str, float]:
 def tokens_outside(mesh: DeviceMesh) -> list[str]:
     """What is raised for ids below and above the vocabulary."""
     module = nn.Embedding(V, D)
-    apply_plan(nn.Sequential(module), mesh, {"0": VocabEmbedding()})
+    apply_plan(nn.Sequential(module), mesh, {"0": VocabEmbedding(Stack())})
     found: list[str] = []
     for token in (-1, V):
         with pytest.raises(IndexError) as raised:
@@ -252,30 +247,38 @@ class OwnEmbedding(nn.Embedding):
 def enter() -> tuple[Any, nn.Module]:
     module = nn.Module()
     module.num_heads = 6  # pyright: ignore[reportArgumentType]
-    return Enter(Stack(False), divide=("num_heads",)), module
+    return EnterHeads(Stack(), divide=("num_heads",)), module
 
 
 REFUSED: dict[str, tuple[Any, nn.Module, int, str]] = {
-    "a column of another forward": (styles.Column(), OwnLinear(D, F), 4, "would replace the forward of OwnLinear"),
-    "a row of another forward": (styles.Row(), OwnLinear(D, F), 4, "would replace the forward of OwnLinear"),
-    "a column that is uneven": (styles.Column(), nn.Linear(D, 6), 4, "tp=4 does not divide 6: dim 0 of 'weight'"),
-    "a row that is uneven": (styles.Row(), nn.Linear(6, D), 4, "tp=4 does not divide 6: dim 1 of 'weight'"),
-    "a gathered column without rows": (styles.GatheredColumn(), nn.Linear(D, 9), 4, "leaves a rank without any of 9"),
+    "a column of another forward": (Column(), OwnLinear(D, F), 4, "would replace the forward of OwnLinear"),
+    "a row of another forward": (Row(), OwnLinear(D, F), 4, "would replace the forward of OwnLinear"),
+    "a column that is uneven": (Column(), nn.Linear(D, 6), 4, "tp=4 does not divide 6: dim 0 of 'weight'"),
+    "a row that is uneven": (Row(), nn.Linear(6, D), 4, "tp=4 does not divide 6: dim 1 of 'weight'"),
+    "a gathered column without rows": (GatheredColumn(), nn.Linear(D, 9), 4, "leaves a rank without any of 9"),
     "a packed column that is uneven": (PackedColumn(), nn.Linear(D, 12), 4, "'weight' of Linear in 2 parts"),
-    "a packed conv that is uneven": (ConvPacked(), conv(36)(), 8, "columns of Conv1D in 3 parts"),
+    "a packed conv that is uneven": (ConvPacked(), conv(36)(), 8, "'weight' of Conv1D in 3 parts"),
     "a conv that is none": (ConvColumn(), nn.Linear(D, F), 4, "would replace the forward of Linear"),
     "heads of another module": (HeadColumns(), nn.Linear(D, F), 4, "would replace the forward of Linear"),
-    "rows of one rank": (VocabEmbedding(), nn.Embedding(9, D), 4, "leave a rank without any of 9"),
-    "a norm of rows": (VocabEmbedding(), nn.Embedding(V, D, max_norm=1.0), 4, "is for nn.Embedding without max_norm"),
+    "rows of one rank": (VocabEmbedding(Stack()), nn.Embedding(9, D), 4, "leave a rank without any of 9"),
+    "a norm of rows": (
+        VocabEmbedding(Stack()),
+        nn.Embedding(V, D, max_norm=1.0),
+        4,
+        "is for nn.Embedding without max_norm",
+    ),
     "scaled gradients": (
-        VocabEmbedding(),
+        VocabEmbedding(Stack()),
         nn.Embedding(V, D, scale_grad_by_freq=True),
         4,
         "is for nn.Embedding without",
     ),
-    "no embedding": (VocabEmbedding(), nn.Linear(D, F), 4, "VocabEmbedding is for nn.Embedding"),
-    "another head": (VocabHead(True), OwnLinear(D, V), 4, "VocabHead is for nn.Linear, not for OwnLinear"),
-    "a head of one rank": (VocabHead(True), nn.Linear(D, 9), 4, "leave a rank without any of 9"),
+    "a norm over tokens": (Norm(), nn.LayerNorm([S, D]), 4, "does not know LayerNorm with {'weight': [8, 8]"),
+    "a norm over batches": (Norm(), nn.BatchNorm1d(D), 4, "does not know BatchNorm1d"),
+    "heads of keys": (KVColumn(3), nn.Linear(D, F), 2, "tp=2 and n_kv_heads=3: neither divides the other"),
+    "no embedding": (VocabEmbedding(Stack()), nn.Linear(D, F), 4, "VocabEmbedding is for nn.Embedding"),
+    "another head": (LogitsHead(True), OwnLinear(D, V), 4, "would replace the forward of OwnLinear"),
+    "a head of one rank": (LogitsHead(True), nn.Linear(D, 9), 4, "leave a rank without any of 9"),
     "heads that are uneven": (*enter(), 4, "tp=4 does not divide num_heads=6 of Module"),
     "a linear of DTensors": (
         GlobalLinear(True),
@@ -285,13 +288,16 @@ REFUSED: dict[str, tuple[Any, nn.Module, int, str]] = {
     ),
 }
 TAKEN: list[tuple[Any, nn.Module, int]] = [
-    (styles.Column(), nn.Linear(D, 8), 4),
-    (styles.GatheredColumn(), nn.Linear(D, 10), 4),
+    (Column(), nn.Linear(D, 8), 4),
+    (GatheredColumn(), nn.Linear(D, 10), 4),
     (PackedColumn(), nn.Linear(D, 16), 4),
     (ConvPacked(), conv(24)(), 8),
-    (VocabEmbedding(), OwnEmbedding(10, D, padding_idx=1), 4),
-    (VocabHead(True), nn.Linear(D, 10), 4),
+    (VocabEmbedding(Stack()), OwnEmbedding(10, D, padding_idx=1), 4),
+    (LogitsHead(True), nn.Linear(D, 10), 4),
     (*enter(), 3),
+    (Norm(), nn.LayerNorm(D, elementwise_affine=False), 4),
+    (KVColumn(2), nn.Linear(D, 8), 4),
+    (KVColumn(4), nn.Linear(D, 8), 2),
     (GlobalLinear(True), nn.Linear(D, 9), 4),
 ]
 

@@ -23,7 +23,8 @@ from dtmega import loss as loss_room
 from dtmega.models.bloom import Block, Bloom
 from dtmega.models.layers import FusedAttention, KeyedDropout
 from dtmega.plans import bloom
-from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, VocabEmbedding
+from dtmega.plans.styles import Column, Row, SequenceShard, ShardBuffer, Whole
+from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 from dtmega.rule import alibi_slopes, attention_rule
 from tests import ranks
 from tests.ranks import message
@@ -144,7 +145,7 @@ def linears(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     x, g = torch.randn(7, 12, 13 * tp), torch.randn(7, 12, 17 * tp)
     part = rows if sequence_parallel else torch.clone
     found = {}
-    for kind, style in (("column", Column(sequence_parallel)), ("row", Row(sequence_parallel))):
+    for kind, style in (("column", Column(sequence_parallel).entering()), ("row", Row(sequence_parallel))):
         linear = nn.Linear(13 * tp, 17 * tp)
         weight, bias = linear.weight.detach(), linear.bias.detach()
         truth = {
@@ -160,7 +161,7 @@ def linears(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
         x_here = outer(x).requires_grad_()
         y = linear(x_here)
         (y * inner(g)).sum().backward()
-        plans.sum_partial_gradients(linear, sorted(style.partial_gradients), mesh)
+        plans.sum_partial_gradients(linear, sorted(style.partial_gradients(linear, tp)), mesh)
         assert isinstance(linear.weight.grad, DTensor)
         assert isinstance(linear.bias.grad, DTensor)
         assert x_here.grad is not None
@@ -186,7 +187,7 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     rule, rule_here = (attention_rule(places, causal=True, slopes=s) for s in (slopes, rows(slopes, 0)))
     found = {}
     table = {p.removeprefix("layers.*."): s for p, s in bloom.plan(cfg, sequence_parallel).items() if "layers" in p}
-    attn_table = {p.removeprefix("attn."): s for p, s in table.items() if p.startswith("attn.")}
+    attn_table = {p[len("attn.") :]: s for p, s in table.items() if p == "attn" or p.startswith("attn.")}
     for kind, cls, plan in (("attention", FusedAttention, attn_table), ("block", Block, table)):
         whole, ours = cls(cfg), cls(cfg)
         ours.load_state_dict(whole.state_dict())
@@ -317,13 +318,14 @@ def test_dropout_masks_are_bit_equal_to_those_of_one_process(tp: int, sequence_p
 
 
 @pytest.mark.parametrize("tp", HEADS)
-def test_sequence_parallel_collectives_are_four_a_layer_and_pass_one_a_loss_chunk_and_one_a_step(tp: int):
+def test_sequence_parallel_collectives_are_four_a_layer_and_pass_and_two_gathers_again_in_backward(tp: int):
     n_layers, n_chunks = 2, B * S // 16
     ends = 1 + 1  # embedding and head
     for found in on(tp):
         step, after = found["collectives, sequence parallel True"]
-        both_ways = 2 * (2 * n_layers) + ends
-        assert step == {"_allgather_base_": both_ways, "_reduce_scatter_base_": both_ways, "allgather_": n_chunks}
+        both_ways, again = 2 * (2 * n_layers) + ends, 2 * n_layers
+        gathers = {"_allgather_base_": both_ways + again, "allgather_": n_chunks}
+        assert step == {**gathers, "_reduce_scatter_base_": both_ways}
         assert after == {"allreduce_": 1}
 
 
@@ -427,12 +429,12 @@ def refusals() -> dict[str, str]:
         "ffn": apply({}, ffn_hidden_size=31),
         "rows": message(parallelize_module, nn.Linear(4, 5), mesh, Column()),
         "vocabulary": apply({}, vocab_size=1),
-        "wrong module": apply({"layers.*.attn.qkv": VocabEmbedding()}),
+        "wrong module": apply({"layers.*.attn.qkv": VocabHead()}),
         "twice": message(plans.apply_plan, model, mesh, table),
         "buffers twice": message(plans.shard_buffers, model, mesh, table),
         "buffer": message(plans.apply_plan, small(3), mesh, {"slopes": ShardBuffer(3)}),
         "no places": message(parallelize_module, nn.Linear(4, 4), mesh, SequenceShard()),
-        "tied in two ways": apply({"head": Row()}),
+        "tied in two ways": apply({"head": Whole()}),
         "odd sequence": message(model, tokens[:, :23]),
         "token V": message(model, torch.full((1, 2), V), error=IndexError),
         "token -1": message(model, torch.full((1, 2), -1), error=IndexError),
@@ -463,7 +465,7 @@ def test_blocks_compile_without_graph_breaks_and_share_one_graph():
         # torch 2.11 loses the gradient of a collective that writes to a given tensor; compiled, it ends in a copy_.
         assert found["compiled"]["in place"] == []
         # torch 2.11 breaks the graph at a bound method that is bound once more; 2.13 does not.
-        assert found["compiled"]["plain functions"] == [True] * (2 * 8 + 5)  # of each layer; the ends, norms, a dropout
+        assert found["compiled"]["plain functions"] == [True] * (2 * 10 + 5)  # of layers; ends, norms, a dropout
 
 
 def test_a_meta_model_is_cut_and_tied_weights_stay_one_parameter():
@@ -510,12 +512,12 @@ def test_a_buffer_is_cut_along_the_dim_that_the_plan_names():
             "tp=2 ranks x 1 rows leave a rank without any of 1: dim 0 of 'weight' [1, 48] of Embedding "
             "([mesh] tp, [model] vocab_size)",
         ),
-        ("wrong module", "VocabEmbedding is for modules with ['weight'], but Linear has 'bias'"),
+        ("wrong module", "VocabHead is for a head with vocab_size and loss_terms(), not Linear"),
         ("twice", "VocabEmbedding cannot cut 'weight' of Embedding: another style did ((Shard(dim=0),))"),
         ("buffers twice", "'slopes' of the plan: expected a buffer with 6 in dim 0, got [3]"),
         ("buffer", "tp=2 does not divide 3, dim 0 of buffer 'slopes' ([mesh] tp)"),
         ("no places", "SequenceShard is for modules that are given places, Linear is not"),
-        ("tied in two ways", "a tied parameter [131, 48] is cut in two ways: [(Shard(dim=0),), (Shard(dim=1),)]"),
+        ("tied in two ways", "a tied parameter [131, 48] is cut in two ways: [(Shard(dim=0),), (Replicate(),)]"),
         (
             "odd sequence",
             "tp=2 does not divide a sequence of 23 tokens "

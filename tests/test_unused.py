@@ -18,8 +18,7 @@ from dtmega import config, families, optim
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import _targets, tensors_of
 from dtmega.models.stage import Stage
-from dtmega.plans.hf.styles import Whole
-from dtmega.plans.styles import Plan
+from dtmega.plans.styles import Plan, Whole
 from tests.layouts import DEBUG, FP32, write_text
 from tests.resumed import Record, Training, train_all
 
@@ -70,7 +69,8 @@ def build(honest: Any, cfg: config.Bloom) -> Stage:
 
 
 def plan(honest: Any, cfg: config.Bloom, sequence_parallel: bool) -> Plan:
-    return {**honest(cfg, sequence_parallel), "layers.1.unused": Whole(), "layers.2.scale": Whole()}
+    word = Whole(sequence_parallel)
+    return {**honest(cfg, sequence_parallel), "layers.1.unused": word, "layers.2.scale": word}
 
 
 @contextlib.contextmanager

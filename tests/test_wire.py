@@ -19,6 +19,7 @@ from dtmega.data.loader import StepBatch
 from dtmega.mesh import World
 from dtmega.optim import Spikes, build_optimizer
 from dtmega.parallelize import parallelize
+from dtmega.pipelining.schedule import splits_backward
 from dtmega.pipelining.split import plan_stages
 from dtmega.plans import mappings
 from tests import ranks
@@ -63,7 +64,7 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp 2, no sequence parallel, recompute": (2, 1, {**TP2_ALONE, "recompute": {"mode": "selective"}}),
     "dp_shard 2, bf16": (2, 1, {"mesh": {"dp_shard": 2}, "precision": {"params": "bfloat16"}}),
     "dp_replicate 2 x dp_shard 2, bf16 sums": (4, 1, {**HSDP, "precision": {"reduce": "bfloat16"}}),
-    "pp 2, ZBV": (2, 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}}),
+    "pp 2 x tp 2, ZBV": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}, **V32}),
     "pp 2 x dp_shard 2": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32}),
     "pp 2 x tp 2, bf16": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "precision": {"params": "bfloat16"}, **V32}),
     "dp_shard 2, more metrics": (2, 1, {"mesh": {"dp_shard": 2}, "log": {"num_zeros": True, "params_norm": True}}),
@@ -133,7 +134,9 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
         pieces, pipeline = families.pieces(cfg.model), {}
         if world.sizes["pp"] > 1:
             stages = plan_stages(cfg, pieces, world.sizes["pp"])
-            pipeline = {"stages": stages.pieces, "held": stages.ranks[world.coordinate("pp")]}
+            splits = splits_backward(cfg, world.sizes["pp"])
+            held = stages.ranks[world.coordinate("pp")]
+            pipeline = {"stages": stages.pieces, "held": held, "splits_backward": splits}
         expected: Counter[tuple[str, str, int]] = Counter()
         for _, axis, kind, ops, payload_bytes in cost.wire(cfg, pieces, world.sizes, CHUNK_TOKENS, **pipeline):
             expected[wire.names[groups[axis].group_name], kind, payload_bytes] += ops

@@ -47,10 +47,7 @@ def check(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, 
                 f"{n_microbatches} microbatches, but {name} needs {broken} ([batch] global_batch_size, rampup and "
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
-    if cfg.pipeline.csv:
-        splits = any(action.kind in "IW" for row in csv_table(cfg.pipeline.csv, pp) for action in row)
-    else:
-        splits = SCHEDULES[cfg.pipeline.schedule].splits_backward
+    splits = splits_backward(cfg, pp)
     # Both gave exact gradients when tried; the second backward costs more than the bubbles that it fills.
     if splits and compiled:
         raise ValueError(
@@ -62,6 +59,15 @@ def check(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, 
             f"{name} runs backward in two parts, and each would recompute a block, the second once for every weight "
             f"([recompute] mode = 'none', or [pipeline] schedule)"
         )
+
+
+def splits_backward(cfg: config.Config, pp: int) -> bool:
+    """Does backward run in two parts, first for inputs, later for weights?"""
+    if pp == 1:
+        return False
+    if cfg.pipeline.csv:
+        return any(action.kind in "IW" for row in csv_table(cfg.pipeline.csv, pp) for action in row)
+    return SCHEDULES[cfg.pipeline.schedule].splits_backward
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:

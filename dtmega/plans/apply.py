@@ -1,6 +1,6 @@
 """Tensor parallelism as a table: pattern of names -> how that module is cut over the tp axis.
 
-table = plans.bloom.plan(cfg.model)
+table = plans.bloom.plan(cfg.model)              # styles.py has the words
 partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
 shard_buffers(model, mesh, table)              # once the buffers have values
 sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
-from dtmega.plans.styles import Plan, ShardBuffer, Style, distribute
+from dtmega.plans.base import Style, distribute
+from dtmega.plans.styles import Enter, Plan, ShardBuffer
 from dtmega.shards import local
 
 
@@ -38,13 +39,16 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
         Names of the parameters whose gradients `sum_partial_gradients` must sum.
 
     Raises:
-        ValueError: a pattern that matches nothing, a matrix in no pattern, a size that the axis does not divide.
+        ValueError: a pattern that matches nothing, a matrix in no pattern, a size that the axis does not divide, an
+            input that is taken in twice or not at all.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(parameter, []).append((module, name))
     partial: set[tuple[nn.Module, str]] = set()
+    entered: list[str] = []
+    inside: list[str] = []
     for pattern, style in plan.items():
         for name, found in _matches(model, pattern):
             if isinstance(style, ShardBuffer):
@@ -52,7 +56,11 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
             elif found is not None:
                 parallelize_module(found, mesh, style, src_data_rank=None)
                 if isinstance(style, Style):
-                    partial |= {(found, p) for p in style.partial_gradients}
+                    partial |= {(found, p) for p in style.partial_gradients(found, mesh.size())}
+                if isinstance(style, Style | Enter):
+                    entered += [name] * style.enters
+                    inside += [name] * style.inside
+    _check_regions(entered, inside)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim >= 2 and not isinstance(parameter, DTensor):
             raise ValueError(f"no row of the plan cuts {name} {list(parameter.shape)}: a matrix needs a style")
@@ -82,6 +90,17 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
                 _check_buffer(name, found, style, tp)
             elif isinstance(style, Style):
                 style.check(found, tp)
+
+
+def keep_gathered(model: nn.Module) -> None:
+    """Regions keep their gathered input for backward, where gathering it again would cost more than it saves.
+
+    That is in blocks that are computed again, where backward has gathered it just now; and where backward runs in two
+    parts, of which only torch's own product can run one without the other.
+    """
+    for module in model.modules():
+        if hasattr(module, "gathers_again"):
+            module.gathers_again = False  # pyright: ignore[reportArgumentType]
 
 
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
@@ -136,6 +155,17 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ValueError(f"'{pattern}' of the plan matches nothing in {type(model).__name__}{hint}")
     return found
+
+
+def _check_regions(entered: list[str], inside: list[str]) -> None:
+    """A rank's features come from an input that was taken in once: never, or twice, gives wrong gradients silently."""
+    for name in inside:
+        around = [e for e in entered if e in ("", name) or name.startswith(f"{e}.")]
+        if len(around) != 1:
+            raise ValueError(
+                f"the input of {name} is taken in by {around or 'nothing'} of the plan, expected one: an Enter on a "
+                f"module around it, or Column(...).entering()"
+            )
 
 
 def _check_buffer(name: str, buffer: Any, style: ShardBuffer, tp: int) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dtmega import config
-from dtmega.plans.styles import Column, Norm, Plan, Row, SequenceShard, ShardBuffer, VocabEmbedding, VocabHead
+from dtmega.plans.styles import Column, Enter, Norm, Plan, Row, SequenceShard, ShardBuffer
+from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
     """The table of a model. Heads and the feed-forward are cut evenly, the vocabulary as it comes.
 
     Four collectives a layer and direction of the pass: with sequence parallelism two all-gathers and two
-    reduce-scatters, without two all-reduces.
+    reduce-scatters, without two all-reduces; and in backward the two all-gathers again.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     table: Plan = {
         "embed": VocabEmbedding(sp),
         "embed_norm": Norm(sp),
         "layers.*.attn_norm": Norm(sp),
+        "layers.*.attn": Enter(sp),
         "layers.*.attn.qkv": Column(sp, **heads),
         "layers.*.attn.out": Row(sp, **heads),
         "layers.*.mlp_norm": Norm(sp),
+        "layers.*.mlp": Enter(sp),
         "layers.*.mlp.up": Column(sp, **ffn),
         "layers.*.mlp.down": Row(sp, **ffn),
         "norm": Norm(sp),

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from dtmega import config
-from dtmega.plans.styles import (
-    Column,
-    Norm,
-    Plan,
-    PositionEmbedding,
-    Row,
-    SequenceShard,
-    ShardBuffer,
-    VocabEmbedding,
-    VocabHead,
-)
+from dtmega.plans.styles import Column, Enter, Norm, Plan, Row, SequenceShard, ShardBuffer
+from dtmega.plans.vocabulary import PositionEmbedding, VocabEmbedding, VocabHead
 
 
 def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
@@ -23,9 +14,11 @@ def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
         "embed": VocabEmbedding(sp),
         "positions": PositionEmbedding(sp),
         "layers.*.attn_norm": Norm(sp),
+        "layers.*.attn": Enter(sp),
         "layers.*.attn.qkv": Column(sp, **heads),
         "layers.*.attn.out": Row(sp, **heads),
         "layers.*.mlp_norm": Norm(sp),
+        "layers.*.mlp": Enter(sp),
         "layers.*.mlp.up": Column(sp, **ffn),
         "layers.*.mlp.down": Row(sp, **ffn),
         "norm": Norm(sp),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dtmega import config
-from dtmega.plans.styles import Column, KVColumn, Norm, Plan, Row, VocabEmbedding, VocabHead
+from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
+from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
@@ -15,11 +16,13 @@ def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
     return {
         "embed": VocabEmbedding(sp),
         "layers.*.attn_norm": Norm(sp),
+        "layers.*.attn": Enter(sp),
         "layers.*.attn.q": Column(sp, **heads),
         "layers.*.attn.k": KVColumn(model.kv_heads, sp),
         "layers.*.attn.v": KVColumn(model.kv_heads, sp),
         "layers.*.attn.out": Row(sp, **heads),
         "layers.*.mlp_norm": Norm(sp),
+        "layers.*.mlp": Enter(sp),
         "layers.*.mlp.gate": Column(sp, **ffn),
         "layers.*.mlp.up": Column(sp, **ffn),
         "layers.*.mlp.down": Row(sp, **ffn),

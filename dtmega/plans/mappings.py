@@ -10,7 +10,8 @@
 
 `copy` and `add_up` open and close a region where each rank computes its part from the same input; with sequence
 parallelism `gather` and `scatter` do, and between regions each rank keeps its part of the sequence. `part` and `whole`
-go between what every rank has and what each has a part of, where both sides compute the same as one process.
+go between what every rank has and what each has a part of, where both sides compute the same as one process. Rows
+[N/tp, D] are gathered and scattered along N: any order of tokens is good that comes back the same.
 """
 
 from __future__ import annotations
@@ -53,12 +54,17 @@ def whole(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     return cast(Tensor, _Whole.apply(x, group, dim, size))
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What `gather` gives, without a gradient."""
+    if x.ndim == 2:
+        return _all_gather(x, group)
     parts = _all_gather(x, group).unflatten(0, (group.size(), -1))
     return parts.transpose(0, 1).flatten(1, 2)  # [tp, B, S/tp, D] -> [B, S, D]; no copy if B = 1
 
 
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if x.ndim == 2:
+        return _reduce_scatter(x, group)
     parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [B, S, D] -> [tp, B, S/tp, D]
     return _reduce_scatter(parts.flatten(0, 1), group)
 
@@ -133,7 +139,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
@@ -148,7 +154,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad_outputs[0], ctx.group), None
+        return gathered(grad_outputs[0], ctx.group), None
 
 
 class _Part(torch.autograd.Function):

@@ -1,99 +1,109 @@
-"""How one module is cut over the tp axis: torch's `ParallelStyle`s whose modules compute on local tensors.
+"""The words of a plan: how one module is cut over the tp axis, in models of the house and in those of transformers.
 
-Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), else
-[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, which is what FSDP2, gradient clipping
-and checkpoints read. The module's forward takes the local part of it (FSDP2 hands it the same kind of DTensor, gathered
-over FSDP2's own axes), so that DTensor dispatches no operation of the hot path.
+    word               on                         what it does
+    Enter              attention, feed-forward    its input is taken in once for all Columns inside of it
+    Column             nn.Linear                  cut by output features; its input is whole
+    KVColumn           nn.Linear                  a Column for keys or values whose heads may be fewer than ranks
+    Row                nn.Linear                  cut by input features; the ranks' products are summed, which leaves
+    Norm               LayerNorm, RMSNorm         whole on every rank, on the tokens (or heads) of this rank
+    Whole              anything                   the same for a module of which nothing is known
+    VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
+    PositionEmbedding  nn.Embedding               (vocabulary.py) whole on every rank, which looks up its places
+    VocabHead          a head that owns the loss  (vocabulary.py) cut by rows
+    SequenceShard      a dropout site             takes the places of its part of the sequence
+    ShardBuffer        a buffer                   cut like the heads that it is of
 
-The gradient of a replicated parameter that sees S/tp of the tokens is this rank's part {U_tp}. It stays so through
-backward; a style names such parameters in `partial_gradients`, to be summed once a step (`plans.sum_partial_gradients`;
-Megatron's `allreduce_layernorm_grads`).
+base.py says what they have in common, products.py how matrices are multiplied.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.loss import linear_cross_entropy
-from dtmega.plans import mappings
+from dtmega.plans import mappings, products
+from dtmega.plans.base import Stack, Style, as_function, computing_on, local
+from dtmega.plans.products import product
 
 
-class Style(ParallelStyle):
-    """Parameters as DTensors, and `forward` in place of the module's own.
+class Enter(ParallelStyle):
+    """On a module whose linears share its input: taken in once, [B, S/tp, D] -> [B, S, D].
+
+    What is gathered is not kept but gathered again for backward; without sequence parallelism the input is whole
+    already, and its gradient is summed. The input is the first positional argument, or `hidden_states`; the module's
+    own forward stays.
 
     Args:
-        sequence_parallel: the hidden state between modules is cut along S.
-        sizes: what tp must divide, by its key in [model].
+        stack: as for a Style.
+        also: keyword arguments that are hidden states too, whole on every rank (an encoder's output).
     """
 
-    placements: ClassVar[dict[str, Placement]]
+    enters, inside = True, False
+    cost = ("backward all-reduce", "all-gather, backward all-gather and reduce-scatter")
 
-    def __init__(self, sequence_parallel: bool = True, **sizes: int) -> None:
-        self.sequence_parallel = sequence_parallel
-        self.sizes = sizes
-        self.enter = mappings.gather if sequence_parallel else mappings.copy
-        self.leave = mappings.scatter if sequence_parallel else mappings.add_up
-        # One function for all modules of a style: with one for each, torch.compile would compile each block anew.
+    def __init__(self, stack: Stack | bool = True, also: tuple[str, ...] = ()) -> None:
+        self.stack = stack if isinstance(stack, Stack) else Stack(stack)
+        self.also = also
         self._function = as_function(self.forward)
 
-    @property
-    def partial_gradients(self) -> set[str]:
-        """Parameters whose gradient on each rank is that of its own tokens."""
-        return {n for n, p in self.placements.items() if p == Replicate()} if self.sequence_parallel else set()
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def check(self, module: nn.Module, tp: int) -> None:
-        """Raises ValueError where tp ranks cannot share the module, or the style is not for it."""
-        kind, owner = type(self).__name__, type(module).__name__
-        for key, size in self.sizes.items():
-            if size % tp:
-                raise ValueError(f"tp={tp} does not divide {key}={size} ([mesh] tp, [model] {key})")
-        for name, parameter in module.named_parameters(recurse=False):
-            placement, shape = self.placements.get(name), list(parameter.shape)
-            if placement is None:
-                raise ValueError(f"{kind} is for modules with {list(self.placements)}, but {owner} has '{name}'")
-            if isinstance(parameter, DTensor):
-                raise ValueError(f"{kind} cannot cut '{name}' of {owner}: another style did ({parameter.placements})")
-            if isinstance(placement, Shard):
-                self.check_size(f"dim {placement.dim} of '{name}' {shape} of {owner}", shape[placement.dim], tp)
-
-    def check_size(self, what: str, size: int, tp: int) -> None:
-        if size % tp:
-            raise ValueError(f"tp={tp} does not divide {size}: {what} ([mesh] tp)")
+        """Anything goes."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh.size())
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, distribute(parameter, device_mesh, self.placements[name]))
+        self.group = device_mesh.get_group()
         module.forward = types.MethodType(self._function, module)
+        module.gathers_again = True  # pyright: ignore[reportArgumentType]
         return module
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        entered = self.stack.enter(args[0] if args else kwargs["hidden_states"], self.group, module.gathers_again)
+        if args:
+            args = (entered, *args[1:])
+        else:
+            kwargs["hidden_states"] = entered
+        for name in self.also:
+            if kwargs.get(name) is not None:
+                kwargs[name] = mappings.copy(kwargs[name], self.group)
+        self.other_inputs(module, kwargs)
+        return products.again(type(module).forward(module, *args, **kwargs), entered)
+
+    def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
+        """Change what else the module is given."""
 
 
 class Column(Style):
-    """nn.Linear cut by output features: [B, S/tp, D] -> [B, S, F/tp]; without sequence parallelism from [B, S, D].
+    """nn.Linear cut by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
 
     Fused projections stay one product: rows ordered [head, (q, k, v), K] are cut between heads.
     """
 
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
+    inside = True
+
+    def entering(self) -> Column:
+        """The same as a region of its own, which takes in [B, S/tp, D] where the sequence is cut."""
+        self.enters, self.cost = True, Enter.cost
+        return self
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        return F.linear(self.enter(x, group_of(module)), local(module.weight), local(module.bias))
+        if not self.enters:
+            return self.multiply(module, x)
+        entered = self.stack.enter(x, self.group, module.gathers_again)
+        return products.again(self.multiply(module, entered), entered)
+
+    def multiply(self, module: Any, x: Tensor) -> Tensor:
+        return product(x, self.matrix(module), local(module.bias))
 
 
 class KVColumn(Column):
@@ -103,43 +113,40 @@ class KVColumn(Column):
     weight's gradient is the sum of the ranks' parts.
     """
 
-    def __init__(self, kv_heads: int, sequence_parallel: bool = True) -> None:
-        super().__init__(sequence_parallel)
-        self.kv_heads = kv_heads
-        self.copied = False
+    of_heads = True
 
-    @property
-    def partial_gradients(self) -> set[str]:
-        return {"weight", "bias"} if self.copied else set()
+    def __init__(self, kv_heads: int, stack: Stack | bool = True) -> None:
+        super().__init__(stack)
+        self.kv_heads = kv_heads
+
+    def placement(self, name: str, tp: int) -> Placement | None:
+        return super().placement(name, tp) if self.kv_heads % tp == 0 else Replicate()
 
     def check(self, module: nn.Module, tp: int) -> None:
-        if self.kv_heads % tp and tp % self.kv_heads:
-            raise ValueError(
-                f"tp={tp} and n_kv_heads={self.kv_heads}: neither divides the other, so heads of keys can neither be "
-                f"cut nor copied evenly ([mesh] tp, [model] n_kv_heads)"
-            )
-        if self.kv_heads % tp == 0:
-            super().check(module, tp)
+        check_kv_heads(self.kv_heads, tp, "n_kv_heads", "[mesh] tp, [model] n_kv_heads")
+        super().check(module, tp)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh.size())
-        self.copied = self.kv_heads % device_mesh.size() > 0
-        placement = Replicate() if self.copied else Shard(0)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, distribute(parameter, device_mesh, placement))
-        module.forward = types.MethodType(self._function, module)
-        return module
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        if not self.copied:
-            return super().forward(module, x)
-        group = group_of(module)
+    def multiply(self, module: Any, x: Tensor) -> Tensor:
+        group = self.group
+        if self.kv_heads % group.size() == 0:
+            return super().multiply(module, x)
         head = group.rank() * self.kv_heads // group.size()
 
         def mine(parameter: Any) -> Any:
-            return None if parameter is None else local(parameter).unflatten(0, (self.kv_heads, -1))[head]
+            if parameter is None:
+                return None
+            return self.stack.shared(parameter, group, of_heads=True).unflatten(0, (self.kv_heads, -1))[head]
 
-        return F.linear(self.enter(x, group), mine(module.weight), mine(module.bias))
+        return product(x, mine(module.weight), mine(module.bias))
+
+
+def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") -> None:
+    """Raises ValueError where heads of keys can neither be cut evenly nor copied evenly."""
+    if kv_heads % tp and tp % kv_heads:
+        raise ValueError(
+            f"tp={tp} and {key}={kv_heads}: neither divides the other, so heads of keys can neither be cut nor copied "
+            f"evenly ({change})"
+        )
 
 
 class Row(Style):
@@ -148,92 +155,72 @@ class Row(Style):
     The ranks' products are summed, and the bias is added once, to the sum.
     """
 
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
+    cost = ("all-reduce", "reduce-scatter, backward all-gather")
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        out = self.leave(F.linear(x, local(module.weight)), group_of(module))
-        return out if module.bias is None else out + local(module.bias)
+        out = self.stack.leave(product(x, self.matrix(module)), self.group)
+        return out if module.bias is None else out + self.stack.shared(module.bias, self.group, self.of_heads)
 
 
-class Norm(Style):
-    """nn.LayerNorm or nn.RMSNorm with the same weights on every rank, on its tokens: [B, S/tp, D] or [B, S, D]."""
+class Whole(Style):
+    """A module that computes on every rank with all of its parameters, by its own forward, whatever it is.
 
-    placements: ClassVar[dict[str, Placement]] = {"weight": Replicate(), "bias": Replicate()}
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        if isinstance(module, nn.RMSNorm):
-            return F.rms_norm(x, module.normalized_shape, local(module.weight), module.eps)
-        return F.layer_norm(x, module.normalized_shape, local(module.weight), local(module.bias), module.eps)
-
-
-class _Vocabulary(Style):
-    """A weight [V, D] cut by rows as DTensor cuts: ceil(V / tp) a rank, the last one may have fewer."""
-
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0)}
-
-    def check_size(self, what: str, size: int, tp: int) -> None:
-        if size <= (tp - 1) * -(-size // tp):
-            raise ValueError(
-                f"tp={tp} ranks x {-(-size // tp)} rows leave a rank without any of {size}: {what} "
-                f"([mesh] tp, [model] vocab_size)"
-            )
-
-    def first_row(self, weight: DTensor) -> int:
-        return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
-
-
-class VocabEmbedding(_Vocabulary):
-    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D]; its gradient is of the rank's rows only.
-
-    A token outside [0, V) fails as on one device: an IndexError on CPU, a device assert on CUDA.
-
-    Raises:
-        ValueError: in forward, S that tp does not divide.
+    Args:
+        of_heads: it sees only this rank's heads.
     """
 
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        tp = module.weight.device_mesh.size()
-        if self.sequence_parallel and x.shape[1] % tp:
-            raise ValueError(
-                f"tp={tp} does not divide a sequence of {x.shape[1]} tokens "
-                f"([mesh] tp, [data] seq_len, or [mesh] sequence_parallel = false)"
-            )
-        weight, start = local(module.weight), self.first_row(module.weight)
-        in_range = (x >= 0) & (x < module.weight.shape[0])
-        elsewhere = in_range & ((x < start) | (x >= start + weight.shape[0]))
-        rows = F.embedding((x - start).masked_fill(elsewhere, 0), weight)
-        return self.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), group_of(module))
+    def __init__(self, stack: Stack | bool = True, of_heads: bool = False) -> None:
+        super().__init__(stack)
+        self.of_heads = of_heads
+        if self.stack.sums_in_backward:
+            each = "backward all-reduce of the weight"
+            self.cost = (each if of_heads else "", each if of_heads or self.stack.sequence_parallel else "")
+
+    def placement(self, name: str, tp: int) -> Placement | None:
+        return Replicate()
+
+    def check_class(self, module: nn.Module) -> None:
+        """Anything goes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return super()._apply(module, device_mesh) if any(True for _ in module.parameters(recurse=False)) else module
+
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        group = self.group
+        with computing_on(module, lambda parameter: self.stack.shared(parameter, group, self.of_heads)):
+            return type(module).forward(module, *args, **kwargs)
 
 
-class PositionEmbedding(Style):
-    """nn.Embedding of learned positions, whole on every rank: [B, S] -> [B, S/tp, D] of its part, or [B, S, D]."""
+class Norm(Whole):
+    """A LayerNorm or RMSNorm of the last dim, [B, S/tp, D] or [B, S, D], or `of_heads` [B, S, H/tp, K].
 
-    placements: ClassVar[dict[str, Placement]] = {"weight": Replicate()}
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        if self.sequence_parallel:
-            group = group_of(module)
-            x = x.chunk(group.size(), 1)[group.rank()]
-        return F.embedding(x, local(module.weight))
-
-
-class VocabHead(_Vocabulary):
-    """A head like `models.layers.LMHead` cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
-
-    The module has `vocab_size` (V without padding rows) and `loss_terms()` (keywords of `linear_cross_entropy`).
-    Each rank computes the same loss, from its own columns and one exchange of a few numbers a token.
+    For nn.LayerNorm and nn.RMSNorm, and by its structure a class of transformers: named so, with a weight and perhaps a
+    bias of one dim and nothing else; it computes by its own forward, since they differ in precision and in offsets.
     """
 
-    def forward(self, module: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        group, mesh, weight = group_of(module), module.weight.device_mesh, local(module.weight)
-        h = self.enter(x, group)
-        if labels is None:
-            logits, shape = F.linear(h, weight), torch.Size((*h.shape[:2], module.weight.shape[0]))
-            stride = (shape[1] * shape[2], shape[2], 1)
-            cut = DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
-            return cut.full_tensor()[..., : module.vocab_size]
-        start, terms = self.first_row(module.weight), module.loss_terms()
-        return linear_cross_entropy(h.flatten(0, 1), weight, labels.flatten(), vocab_start=start, group=group, **terms)
+    def known(self) -> tuple[type[nn.Module], ...]:
+        return nn.LayerNorm, nn.RMSNorm
+
+    def check_class(self, module: nn.Module) -> None:
+        own = dict(module.named_parameters())
+        alike = type(module).__name__.endswith(tuple(known.__name__ for known in self.known()))
+        plain = own.keys() <= {"weight", "bias"} and not list(module.buffers())
+        if not alike or not plain or any(p.ndim != 1 for p in own.values()):
+            shapes = {name: list(p.shape) for name, p in own.items()}
+            raise ValueError(
+                f"Norm is for LayerNorm, RMSNorm and their like, with vectors as weights: it does not know "
+                f"{type(module).__name__} with {shapes}"
+            )
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        if type(module) not in self.known():
+            return super().forward(module, x)
+        group, shape, eps = self.group, module.normalized_shape, module.eps
+        weight = self.stack.shared(module.weight, group, self.of_heads)
+        if type(module) is nn.RMSNorm:
+            return F.rms_norm(x, shape, weight, eps)
+        return F.layer_norm(x, shape, weight, self.stack.shared(module.bias, group, self.of_heads), eps)
 
 
 class SequenceShard(ParallelStyle):
@@ -267,31 +254,3 @@ class ShardBuffer:
 
 
 Plan = Mapping[str, ParallelStyle | ShardBuffer]
-
-
-def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """The DTensor of a parameter that every rank holds whole, or of one on meta; nothing is communicated."""
-    cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
-    return nn.Parameter(cut, requires_grad=parameter.requires_grad)
-
-
-def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function that calls a method of a style, to be bound to a module.
-
-    The method itself is bound already, to the style. Bound once more to a module it is a call that Dynamo of torch 2.11
-    does not follow: a graph break in every block.
-    """
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return method(module, *args, **kwargs)
-
-    return forward
-
-
-def group_of(module: Any) -> ProcessGroup:
-    return module.weight.device_mesh.get_group()
-
-
-def local(parameter: Any) -> Any:
-    """This rank's part. The gradient comes back with the parameter's placement, and for a replicated one unsummed."""
-    return None if parameter is None else parameter.to_local()

@@ -16,7 +16,7 @@ NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 
 @dataclass(frozen=True)
 class Attention:
-    """The module whose input all projections share; see `regions.Enter` for the rest."""
+    """The module whose input all projections share; see `regions.EnterHeads` for the rest."""
 
     also: tuple[str, ...] = ()
     alibi: bool = False

@@ -17,12 +17,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
+from dtmega.plans.base import as_function, distribute
 from dtmega.plans.hf.native import block_names
 from dtmega.plans.hf.plan import HFPlan, add_head, dropouts
 from dtmega.plans.hf.regions import Guard
 from dtmega.plans.hf.styles import Stack
-from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
-from dtmega.plans.styles import as_function, distribute
+from dtmega.plans.hf.vocab import LogitsHead
+from dtmega.plans.vocabulary import VocabEmbedding
 
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
@@ -79,7 +80,7 @@ class GlobalEmbedding(VocabEmbedding):
         return DTensor.from_local(super().forward(module, x), module.weight.device_mesh, [Replicate()], run_check=False)
 
 
-class GlobalHead(VocabHead):
+class GlobalHead(LogitsHead):
     """As ever, and from here on the results are plain tensors."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class GlobalForward(ParallelStyle):
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        Guard(Stack(sequence_parallel=False), drops=False)._apply(module, device_mesh)
+        Guard(Stack(), drops=False)._apply(module, device_mesh)
         module.config.use_cache = False
         if getattr(module, "generation_config", None) is not None:
             module.generation_config.use_cache = False
@@ -140,7 +141,7 @@ def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
         inside = any(name.startswith(f"{block}.") for block in plan.blocks)
         short = ".".join(name.split(".")[-2:])
         if module is embedding:
-            style: ParallelStyle = GlobalEmbedding()
+            style: ParallelStyle = GlobalEmbedding(Stack())
         elif inside and isinstance(module, nn.Linear) and re.fullmatch(rf"([^.]+\.)?{COLUMN}", short):
             style = GlobalLinear(by_output=True)
         elif inside and isinstance(module, nn.Linear) and re.fullmatch(rf"([^.]+\.)?{ROW}", short):

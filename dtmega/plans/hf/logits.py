@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from dtmega.loss import IGNORED, linear_cross_entropy
 from dtmega.plans import mappings
 from dtmega.plans.loss import vocab_parallel_cross_entropy
+from dtmega.plans.products import product
 
 _T: Any = torch.Tensor
 # What answers from shape, dtype and device alone.
@@ -70,7 +71,7 @@ class Parts(NamedTuple):
     def columns(self) -> Tensor:
         """The logits [..., V_local] of this rank."""
         h, bias = self.scaled()
-        logits = F.linear(h, self.weight, bias)
+        logits = product(h, self.weight, bias)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtmega.plans.hf import styles
 from dtmega.plans.hf.packed import PackedColumn
 from dtmega.plans.hf.plan import (
     HFPlan,
@@ -20,25 +19,25 @@ from dtmega.plans.hf.plan import (
     add_head,
     add_rest,
     base_model,
-    check_kv_heads,
     joined,
     matching,
 )
 from dtmega.plans.hf.regions import Counts
-from dtmega.plans.hf.styles import Stack, Whole
-from dtmega.plans.hf.vocab import VocabEmbedding
+from dtmega.plans.hf.styles import GatheredColumn, SplitRow, Stack
+from dtmega.plans.styles import Column, KVColumn, Row, Whole, check_kv_heads
+from dtmega.plans.vocabulary import VocabEmbedding
 
 WORDS: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": lambda: styles.Column(enters=True),
-    "rowwise": styles.Row,
-    "colwise_gather_output": styles.GatheredColumn,
-    "colwise_rep": styles.GatheredColumn,
-    "rowwise_split_input": styles.SplitRow,
-    "rowwise_rep": styles.SplitRow,
-    "packed_colwise": PackedColumn,
-    "replicated_with_grad_allreduce": lambda: Whole(of_heads=True),
-    "embedding_rowwise": VocabEmbedding,
-    "replicate": Whole,
+    "colwise": lambda: Column(Stack()).entering(),
+    "rowwise": lambda: Row(Stack()),
+    "colwise_gather_output": GatheredColumn,
+    "colwise_rep": GatheredColumn,
+    "rowwise_split_input": SplitRow,
+    "rowwise_rep": SplitRow,
+    "packed_colwise": lambda: PackedColumn(Stack()).entering(),
+    "replicated_with_grad_allreduce": lambda: Whole(Stack(), of_heads=True),
+    "embedding_rowwise": lambda: VocabEmbedding(Stack()),
+    "replicate": lambda: Whole(Stack()),
 }
 
 
@@ -55,10 +54,12 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
     strings = {joined(prefix, name): string for name, string in (config.base_model_tp_plan or {}).items()}
     strings |= type(model)._tp_plan or {}
     plan = HFPlan(config.model_type, tp, False, {}, block_names(model), native=tp > 1)
-    add_guard(plan, model, Stack(sequence_parallel=False), "")
+    add_guard(plan, model, Stack(), "")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
-        plan.table[next(name for name, module in model.named_modules() if module is embedding)] = VocabEmbedding()
+        plan.table[next(name for name, module in model.named_modules() if module is embedding)] = VocabEmbedding(
+            Stack()
+        )
     whole: list[str] = []
     for pattern, string in strings.items():
         found = [module for _, module in matching(model, pattern)]
@@ -94,7 +95,9 @@ def check_heads(config: Any, tp: int) -> None:
     heads = getattr(config, key, None)
     if heads and heads % tp:
         raise ValueError(f"tp={tp} does not divide {key}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
-    check_kv_heads(config, "num_key_value_heads", tp)
+    kv_key = "num_key_value_heads"
+    if kv_heads := getattr(config, kv_key, None):
+        check_kv_heads(kv_heads, tp, kv_key)
 
 
 def copy_heads(plan: HFPlan, model: Any) -> None:
@@ -107,13 +110,13 @@ def copy_heads(plan: HFPlan, model: Any) -> None:
     if not kv_heads or kv_heads % tp == 0:
         return
     shared = [name for name in plan.table if name.rpartition(".")[2] in ("k_proj", "v_proj")]
-    if not shared or any(type(plan.table[name]) is not styles.Column for name in shared):
+    if not shared or any(type(plan.table[name]) is not Column for name in shared):
         raise ValueError(
             f"tp={tp} does not divide num_key_value_heads={kv_heads}, and the plan of transformers for "
             f"'{plan.family}' has no k_proj and v_proj whose heads could be copied ([mesh] tp)"
         )
     for name in shared:
-        plan.table[name] = styles.SharedColumn(kv_heads, enters=True)
+        plan.table[name] = KVColumn(kv_heads, Stack()).entering()
         # One head of keys for all heads of queries that are here.
         plan.table[name.rpartition(".")[0]] = Counts({"num_key_value_groups": model.config.num_attention_heads // tp})
 

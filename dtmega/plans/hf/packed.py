@@ -6,30 +6,27 @@ order of transformers, on any layout. A checkpoint must not take such a shard fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.plans import mappings
-from dtmega.plans.hf.styles import Row, Stack, Word, as_it_is
-from dtmega.plans.styles import group_of, local
+from dtmega.plans.base import Style, local
+from dtmega.plans.products import product
+from dtmega.plans.styles import Column, Row
 
 
-class PackedColumn(Word):
+class PackedColumn(Column):
     """nn.Linear whose output is `parts` matrices of the same size side by side: each of them is cut.
 
     The bias stays whole: FSDP2 cuts dim 0 as well, and a vector cut so twice is put together in the wrong order.
     """
 
-    parts: ClassVar[int] = 2
-    placements: ClassVar[dict[str, Placement]] = {"weight": _StridedShard(0, split_factor=2), "bias": Replicate()}
-
-    def __init__(self, stack: Stack | None = None) -> None:
-        super().__init__(stack)
-        self.cost = ("backward all-reduce", "all-gather, backward reduce-scatter")
+    parts = 2
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": _StridedShard(0, split_factor=2), "bias": Replicate()}
+    of_heads = True  # the bias
 
     def check(self, module: nn.Module, tp: int) -> None:
         super().check(module, tp)
@@ -37,56 +34,38 @@ class PackedColumn(Word):
             size = parameter.shape[-1] if name == "bias" else parameter.shape[self.placements["weight"].dim]  # pyright: ignore[reportAttributeAccessIssue]
             self.check_size(f"'{name}' of {type(module).__name__} in {self.parts} parts", size, self.parts * tp)
 
+    def multiply(self, module: Any, x: Tensor) -> Tensor:
+        return product(x, self.matrix(module), self.bias(module))
+
     def bias(self, module: Any) -> Any:
         if module.bias is None:
             return None
-        group = group_of(module)
-        return mappings.copy(local(module.bias), group).view(self.parts, group.size(), -1)[:, group.rank()].flatten()
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        return F.linear(self.enter(x, group_of(module)), local(module.weight), self.bias(module))
+        whole = self.stack.shared(module.bias, self.group, self.of_heads)
+        return whole.view(self.parts, self.group.size(), -1)[:, self.group.rank()].flatten()
 
 
-class _Conv(Word):
+class _Conv(Style):
     """Conv1D: nn.Linear with the weight [in, out]."""
 
-    @property
-    def exact(self) -> type[nn.Module]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def known(self) -> tuple[type[nn.Module], ...]:
         from transformers.pytorch_utils import Conv1D
 
-        return Conv1D
+        return (Conv1D,)
+
+    def matrix(self, module: Any) -> Tensor:
+        return local(module.weight).t()
 
 
-class ConvColumn(_Conv):
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Shard(0)}
-
-    def __init__(self, stack: Stack | None = None, enters: bool = False) -> None:
-        super().__init__(stack)
-        self.enter = self.stack.enter if enters else as_it_is
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        return self.enter(x, group_of(module)) @ local(module.weight) + local(module.bias)
+class ConvColumn(_Conv, Column):
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1), "bias": Shard(0)}
 
 
-class ConvRow(_Conv):
-    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Replicate()}
-    cost = Row.cost
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        group = group_of(module)
-        return self.leave(x @ local(module.weight), group) + self.stack.shared(module.bias, group)
+class ConvRow(_Conv, Row):
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Replicate()}
 
 
-class ConvPacked(_Conv):
+class ConvPacked(_Conv, PackedColumn):
     """GPT-2's [q | k | v] side by side: a contiguous cut would give a rank q and half of k."""
 
-    parts: ClassVar[int] = 3
-    placements: ClassVar[dict[str, Placement]] = {"weight": _StridedShard(1, split_factor=3), "bias": Replicate()}
-
-    def check(self, module: nn.Module, tp: int) -> None:
-        super().check(module, tp)
-        columns = module.get_parameter("weight").shape[1]
-        self.check_size(f"columns of {type(module).__name__} in {self.parts} parts", columns, self.parts * tp)
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        return x @ local(module.weight) + PackedColumn.bias(self, module)  # pyright: ignore[reportArgumentType]
+    parts = 3
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": _StridedShard(1, split_factor=3), "bias": Replicate()}

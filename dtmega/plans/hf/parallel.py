@@ -16,7 +16,7 @@ from dtmega.plans.hf.generic import COST, generic_plan
 from dtmega.plans.hf.native import native_plan
 from dtmega.plans.hf.plan import HFPlan, family_plan
 from dtmega.plans.hf.verify import verify
-from dtmega.plans.hf.vocab import VocabHead
+from dtmega.plans.hf.vocab import LogitsHead
 from dtmega.shards import dim_to_cut
 
 
@@ -122,7 +122,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
         head = made.head
     else:
         module = model.get_output_embeddings()
-        head = VocabHead(fused=True) if isinstance(module, nn.Linear) else None
+        head = LogitsHead(fused=True) if isinstance(module, nn.Linear) else None
         if head is not None:
             head.fuse(module)
     if head is not None:
@@ -182,7 +182,7 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ValueError(f"{error}: load the same weights on every rank, or seed all alike") from None
 
 
-def watch_labels(model: nn.Module, head: VocabHead) -> None:
+def watch_labels(model: nn.Module, head: LogitsHead) -> None:
     def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         head.labelled = kwargs.get("labels") is not None
 

@@ -12,12 +12,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.plans.hf import families, styles
+from dtmega.plans.base import Style
+from dtmega.plans.hf import families
 from dtmega.plans.hf.families import Attention, Family
 from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow
-from dtmega.plans.hf.regions import Counts, Ends, Enter, Guard
-from dtmega.plans.hf.styles import Stack, Whole
-from dtmega.plans.hf.vocab import VocabEmbedding, VocabHead
+from dtmega.plans.hf.regions import Counts, Ends, EnterHeads, Guard
+from dtmega.plans.hf.styles import HeadColumns, Stack
+from dtmega.plans.hf.vocab import LogitsHead
+from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row, Whole, check_kv_heads
+from dtmega.plans.vocabulary import VocabEmbedding
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
@@ -41,7 +44,7 @@ class HFPlan:
     sequence_parallel: bool
     table: dict[str, ParallelStyle]
     blocks: list[str]
-    head: VocabHead | None = None
+    head: LogitsHead | None = None
     parameters: dict[str, list[str]] = field(default_factory=dict)
     native: bool = False
     notes: list[str] = field(default_factory=list)
@@ -49,9 +52,7 @@ class HFPlan:
     def __str__(self) -> str:
         lines = [("module", "placement over tp", "collectives of a forward, and of its backward")]
         for pattern, style in self.table.items():
-            placements = {
-                name: getattr(style, "placements", {}).get(name, Replicate()) for name in self.parameters[pattern]
-            }
+            placements = {name: _placement(style, name, self.tp) for name in self.parameters[pattern]}
             where = ", ".join(f"{name} {_said(placement)}" for name, placement in placements.items())
             cost = getattr(style, "cost", ("", ""))[self.sequence_parallel]
             if where or cost:
@@ -61,6 +62,11 @@ class HFPlan:
         head = f"{self.family}, tp={self.tp}{cut}"
         rows = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in lines]
         return "\n".join([head, *rows, *self.notes])
+
+
+def _placement(style: ParallelStyle, name: str, tp: int) -> Placement:
+    found = style.placement(name, tp) if isinstance(style, Style) else getattr(style, "placements", {}).get(name)
+    return found or Replicate()
 
 
 def _said(placement: Placement) -> str:
@@ -107,23 +113,26 @@ def _style(word: str | Attention, stack: Stack | None, family: Family, config: A
     if isinstance(word, Attention):
         assert stack is not None
         groups = {word.groups: heads // tp // max(1, kv_heads // tp)} if word.groups else {}
-        return Enter(stack, also=word.also, alibi=word.alibi, divide=word.divide, set=groups)
+        return EnterHeads(stack, also=word.also, alibi=word.alibi, divide=word.divide, set=groups)
     if word == families.FEED_FORWARD:
         assert stack is not None
         return Enter(stack)
     if word == families.KV_COLUMN:
-        return styles.SharedColumn(kv_heads, stack) if kv_heads % tp else styles.Column(stack)
+        assert stack is not None
+        return KVColumn(kv_heads, stack)
+    if word == families.VOCAB:
+        return VocabEmbedding(Stack())
+    assert stack is not None
     return {
-        families.VOCAB: VocabEmbedding,
-        families.COLUMN: lambda: styles.Column(stack),
-        families.ENTERING_COLUMN: lambda: styles.Column(stack, enters=True),
-        families.ROW: lambda: styles.Row(stack),
+        families.COLUMN: lambda: Column(stack),
+        families.ENTERING_COLUMN: lambda: Column(stack).entering(),
+        families.ROW: lambda: Row(stack),
         families.CONV_COLUMN: lambda: ConvColumn(stack),
         families.CONV_ROW: lambda: ConvRow(stack),
         families.CONV_PACKED: lambda: ConvPacked(stack),
-        families.HEAD_COLUMNS: lambda: styles.HeadColumns(stack),
-        families.NORM: lambda: Whole(stack),
-        families.HEAD_NORM: lambda: Whole(stack, of_heads=True),
+        families.HEAD_COLUMNS: lambda: HeadColumns(stack),
+        families.NORM: lambda: Norm(stack),
+        families.HEAD_NORM: lambda: Norm(stack, of_heads=True),
     }[word]()
 
 
@@ -131,7 +140,7 @@ def add_guard(plan: HFPlan, model: Any, stack: Stack, owner: str) -> None:
     plan.table[owner] = Guard(stack, bool(dropouts(model)))
 
 
-def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[VocabHead] = VocabHead) -> None:
+def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHead] = LogitsHead) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         plan.head = style(loss_parallel)
@@ -143,7 +152,7 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
 
     A parameter tied to one that has a style (BERT's second name for the head's bias) follows that one.
     """
-    hooks = (Guard, Ends, Counts)
+    hooks = (Guard, Ends, Counts, Enter)
     named = {n for pattern, s in plan.table.items() if not isinstance(s, hooks) for n, _ in matching(model, pattern)}
     styled = {id(p) for name in named for p in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules():
@@ -157,7 +166,7 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
             )
         if name in plan.table:
             raise ValueError(f"{name or type(model).__name__} has parameters of its own, which the plan does not know")
-        plan.table[name] = Whole()
+        plan.table[name] = Whole(Stack())
 
 
 def check(model: Any, device_type: str) -> None:
@@ -189,7 +198,7 @@ def check_sizes(config: Any, family: Family, tp: int) -> None:
     if heads % tp:
         raise ValueError(f"tp={tp} does not divide {family.heads}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
     if family.kv_heads:
-        check_kv_heads(config, family.kv_heads, tp)
+        check_kv_heads(getattr(config, family.kv_heads, None) or heads, tp, family.kv_heads)
     for key in family.sizes:
         size = getattr(config, key, None)
         if size and size % tp:
@@ -197,15 +206,6 @@ def check_sizes(config: Any, family: Family, tp: int) -> None:
     for key, why in family.refused.items():
         if getattr(config, key, None):
             raise ValueError(f"{key}={getattr(config, key)} of a {config.model_type} config: {why}")
-
-
-def check_kv_heads(config: Any, key: str, tp: int) -> None:
-    kv_heads = getattr(config, key, None)
-    if kv_heads and kv_heads % tp and tp % kv_heads:
-        raise ValueError(
-            f"tp={tp} and {key}={kv_heads}: neither divides the other, so heads of keys can neither be cut nor copied "
-            f"evenly ([mesh] tp)"
-        )
 
 
 def dropouts(model: Any) -> list[str]:

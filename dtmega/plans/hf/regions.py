@@ -1,6 +1,6 @@
 """What happens to the hidden state at the edges: of a run of blocks, and of each attention and feed-forward in them.
 
-Hooks only, the modules' own forwards stay. They also refuse what would come back wrong: attention probabilities (a rank
+The modules' own forwards stay. Refused is what would come back wrong: attention probabilities (a rank
 has those of its heads), and dropout whose masks the ranks would not agree on.
 """
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dtmega.plans import mappings
 from dtmega.plans.hf.dropout import check_random_state
 from dtmega.plans.hf.styles import Stack
+from dtmega.plans.styles import Enter
 
 
 class Counts(ParallelStyle):
@@ -39,17 +40,14 @@ class Counts(ParallelStyle):
         return module
 
 
-class Enter(Counts):
-    """The hidden state enters a module whose projections share it; they then compute on local features.
+class EnterHeads(Enter):
+    """The hidden state enters an attention, which is told how many heads are here.
 
     Args:
-        also: keyword arguments that are hidden states of another stack, whole on every rank (T5's encoder output).
         alibi: the keyword argument `alibi` [B H, 1, S] is cut to this rank's heads.
         divide: attributes that count heads or features, in which the module's views are written: a tp-th of each.
         set: attributes with new values.
     """
-
-    cost = ("backward all-reduce", "all-gather, backward reduce-scatter")
 
     def __init__(
         self,
@@ -60,8 +58,8 @@ class Enter(Counts):
         divide: tuple[str, ...] = (),
         set: dict[str, int] | None = None,
     ) -> None:
-        super().__init__(set or {})
-        self.stack, self.also, self.alibi, self.divide = stack, also, alibi, divide
+        super().__init__(stack, also)
+        self.alibi, self.divide, self.set = alibi, divide, set or {}
 
     def check(self, module: nn.Module, tp: int) -> None:
         for name in self.divide:
@@ -69,22 +67,13 @@ class Enter(Counts):
                 raise ValueError(f"tp={tp} does not divide {name}={getattr(module, name)} of {type(module).__name__}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = device_mesh.get_group()
-        for name in self.divide:
-            setattr(module, name, getattr(module, name) // device_mesh.size())
         super()._apply(module, device_mesh)
+        divided = {name: getattr(module, name) // device_mesh.size() for name in self.divide}
+        return Counts(divided | self.set)._apply(module, device_mesh)
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args, kwargs = _changed(args, kwargs, lambda x: self.stack.enter(x, group))
-            for name in self.also:
-                if kwargs.get(name) is not None:
-                    kwargs[name] = mappings.copy(kwargs[name], group)
-            if self.alibi:
-                kwargs["alibi"] = _of_heads(kwargs["alibi"], module.num_heads, group)  # pyright: ignore[reportArgumentType]
-            return args, kwargs
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        return module
+    def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
+        if self.alibi:
+            kwargs["alibi"] = _of_heads(kwargs["alibi"], module.num_heads, self.group)
 
 
 def _changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

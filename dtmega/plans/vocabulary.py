@@ -1,0 +1,121 @@
+"""Both ends of a model over the tp axis: embeddings, and a head cut over the vocabulary.
+
+Any number of rows V is shared as DTensor shares it, ceil(V / tp) a rank and fewer on the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from dtmega.loss import linear_cross_entropy
+from dtmega.plans.base import Style, computing_on, local
+from dtmega.plans.products import product
+
+
+class VocabStyle(Style):
+    """A weight [V, D] cut by rows, and a bias [V] with it."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
+
+    def check_size(self, what: str, size: int, tp: int) -> None:
+        if size <= (tp - 1) * -(-size // tp):
+            raise ValueError(
+                f"tp={tp} ranks x {-(-size // tp)} rows leave a rank without any of {size}: {what} "
+                f"([mesh] tp, [model] vocab_size)"
+            )
+
+    def first_row(self, weight: DTensor) -> int:
+        return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
+
+
+class VocabEmbedding(VocabStyle):
+    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D]; its gradient is of the rank's rows only.
+
+    A subclass that does something to each row (scales it) does so to the rank's rows, by its own forward. A token
+    outside [0, V) fails as on one device: an IndexError on CPU, a device assert on CUDA.
+
+    Raises:
+        ValueError: in forward, S that tp does not divide.
+    """
+
+    cost = ("all-reduce", "reduce-scatter, backward all-gather")
+
+    def check_class(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
+            raise ValueError(
+                f"VocabEmbedding is for nn.Embedding without max_norm and scale_grad_by_freq, not {module}"
+            )
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        tp = module.weight.device_mesh.size()
+        if self.stack.cut and x.shape[1] % tp:
+            raise ValueError(
+                f"tp={tp} does not divide a sequence of {x.shape[1]} tokens "
+                f"([mesh] tp, [data] seq_len, or [mesh] sequence_parallel = false)"
+            )
+        n_rows, start = module.weight.to_local().shape[0], self.first_row(module.weight)
+        in_range = (x >= 0) & (x < module.weight.shape[0])
+        elsewhere = in_range & ((x < start) | (x >= start + n_rows))
+        rows = self.rows(module, (x - start).masked_fill(elsewhere, 0), start, n_rows)
+        return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+    def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
+        """What the module gives for numbers of rows of this rank."""
+        padding: int | None = module.padding_idx
+        with computing_on(module, local):
+            # The row of padding has no gradient, on the rank that has it.
+            if padding is not None:
+                module.padding_idx = padding - start if start <= padding < start + n_rows else None
+            try:
+                return type(module).forward(module, x)
+            finally:
+                module.padding_idx = padding
+
+
+class PositionEmbedding(Style):
+    """nn.Embedding of learned positions, whole on every rank: [B, S] -> [B, S/tp, D] of its part, or [B, S, D]."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Replicate()}
+
+    def known(self) -> tuple[type[nn.Module], ...]:
+        return (nn.Embedding,)
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        if self.stack.cut:
+            x = x.chunk(self.group.size(), 1)[self.group.rank()]
+        return F.embedding(x, local(module.weight))
+
+
+class VocabHead(VocabStyle):
+    """A head like `models.layers.LMHead` cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
+
+    The module has `vocab_size` (V without padding rows) and `loss_terms()` (keywords of `linear_cross_entropy`).
+    Each rank computes the same loss, from its own columns and one exchange of a few numbers a token.
+    """
+
+    def check_class(self, module: nn.Module) -> None:
+        if not hasattr(module, "vocab_size") or not hasattr(module, "loss_terms"):
+            raise ValueError(f"VocabHead is for a head with vocab_size and loss_terms(), not {type(module).__name__}")
+
+    def placement(self, name: str, tp: int) -> Placement | None:
+        return super().placement(name, tp) if name == "weight" else None
+
+    def forward(self, module: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        mesh, weight = module.weight.device_mesh, local(module.weight)
+        h = self.stack.enter(x, self.group)
+        if labels is None:
+            logits, shape = product(h, weight), torch.Size((*h.shape[:2], module.weight.shape[0]))
+            stride = (shape[1] * shape[2], shape[2], 1)
+            cut = DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+            return cut.full_tensor()[..., : module.vocab_size]
+        start, terms = self.first_row(module.weight), module.loss_terms()
+        return linear_cross_entropy(
+            h.flatten(0, 1), weight, labels.flatten(), vocab_start=start, group=self.group, **terms
+        )

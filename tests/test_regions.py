@@ -1,0 +1,235 @@
+"""Claims about the regions of plans/styles.py: layers like a Llama's on four ranks, by numbers, collectives, bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtmega import plans
+from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
+from dtmega.recompute import recompute
+from tests import ranks
+from tests.ranks import message
+
+TP, B, S, H, KV_HEADS, K, FFN, LAYERS = 4, 2, 8, 8, 2, 4, 24, 2
+D = H * K
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(D, D, bias=False)
+        self.k = nn.Linear(D, KV_HEADS * K, bias=False)
+        self.v = nn.Linear(D, KV_HEADS * K)
+        self.out = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, K)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        each = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(D, FFN, bias=False), nn.Linear(D, FFN, bias=False)
+        self.down = nn.Linear(FFN, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = nn.RMSNorm(D, eps=0.1), Attention()
+        self.mlp_norm, self.mlp = nn.LayerNorm(D, eps=0.1), MLP()
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.attn(self.attn_norm(h))
+        return h + self.mlp(self.mlp_norm(h))
+
+
+def table(sp: bool) -> Plan:
+    return {
+        "*.attn_norm": Norm(sp),
+        "*.attn": Enter(sp),
+        "*.attn.q": Column(sp),
+        "*.attn.k": KVColumn(KV_HEADS, sp),
+        "*.attn.v": KVColumn(KV_HEADS, sp),
+        "*.attn.out": Row(sp),
+        "*.mlp_norm": Norm(sp),
+        "*.mlp": Enter(sp),
+        "*.mlp.gate": Column(sp),
+        "*.mlp.up": Column(sp),
+        "*.mlp.down": Row(sp),
+    }
+
+
+def layers() -> nn.Sequential:
+    """Alike in all processes; biases and norms are not left at 0 and 1."""
+    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2)
+    return model
+
+
+class Moves(TorchDispatchMode):
+    """Counts the collectives that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[kind_of(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kind_of(func: Any) -> str:
+    name = str(func).replace("_", "")
+    return next((kind for kind in ("allgather", "reducescatter", "allreduce") if kind in name), "")
+
+
+def counting(counts: Counter[str]) -> Callable[[torch.fx.GraphModule, Any], Any]:
+    """A compiler that counts the collectives of a graph."""
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        counts.update(kind_of(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    return compiler
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    return ((ours - truth).norm() / truth.norm()).item()
+
+
+def measured(mesh: DeviceMesh, sp: bool, how: str) -> dict[str, Any]:
+    """Relative errors of a forward and backward, their moves, and the bytes that forward keeps for backward."""
+    generator = torch.Generator().manual_seed(3)
+    x, towards = (torch.randn(B, S, D, generator=generator) for _ in range(2))
+    whole, model = layers(), layers()
+    partial = plans.apply_plan(model, mesh, table(sp))
+    blocks = list(model.children())
+    if how.startswith(("kept", "recomputed")):
+        plans.keep_gathered(model)
+    if how.startswith("recomputed"):
+        recompute(blocks, selective=how.endswith("selective"))
+    forward, backward = Moves(), Moves()
+    modes: list[Any] = [forward, backward]
+    if how == "compiled":
+        compilers = {"fw_compiler": counting(forward.counts), "bw_compiler": counting(backward.counts)}
+        backend = aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition)
+        for block in blocks:
+            block.compile(fullgraph=True, backend=backend)
+        modes = [contextlib.nullcontext()] * 2  # which a compiled block refuses
+
+    def mine(t: Tensor) -> Tensor:
+        return t.chunk(TP, 1)[mesh.get_local_rank()].clone() if sp else t.clone()
+
+    given, leaf = mine(x).requires_grad_(), x.requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with modes[0], torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = model(given)
+    with modes[1]:
+        (out * mine(towards)).sum().backward()
+    plans.sum_partial_gradients(model, partial, mesh)
+    expected = whole(leaf)
+    (expected * towards).sum().backward()
+    errors = {"output": error(out, mine(expected)), "dx": error(given.grad, mine(leaf.grad))}
+    for (name, p), q in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        errors[name] = error(p.grad.full_tensor(), q[1].grad)
+        if p.placements == (Replicate(),):
+            errors[f"{name} here"] = error(p.grad.to_local(), q[1].grad)
+    return {
+        "errors": errors,
+        "partial": partial,
+        "moves": [{kind: n for kind, n in m.counts.items() if kind} for m in (forward, backward)],
+        "kept_bytes": sum(kept.values()),
+    }
+
+
+HOWS = ("gathered again", "kept", "compiled", "recomputed", "recomputed, selective")
+
+
+def everything() -> dict[Any, Any]:
+    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
+    found: dict[Any, Any] = {(sp, how): measured(mesh, sp, how) for sp in (True, False) for how in HOWS}
+    without = {name: word for name, word in table(True).items() if name != "*.mlp"}
+    found["never"] = message(plans.apply_plan, layers(), mesh, without)
+    found["twice"] = message(plans.apply_plan, layers(), mesh, {**table(True), "*.mlp.up": Column().entering()})
+    return found
+
+
+@functools.cache
+def on_four() -> list[dict[Any, Any]]:
+    return ranks.run(TP, everything)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("sp", [True, False])
+def test_outputs_and_gradients_are_those_of_one_process_with_heads_of_keys_fewer_than_ranks(sp: bool, how: str):
+    for found in on_four():
+        assert {name: e for name, e in found[sp, how]["errors"].items() if not e < 1e-5} == {}
+
+
+def test_a_layer_costs_two_gathers_and_two_scatters_each_way_and_two_gathers_again():
+    both = {"allgather": 2 * LAYERS, "reducescatter": 2 * LAYERS}
+    twice = {**both, "allgather": 4 * LAYERS}
+    for found in on_four():
+        assert found[True, "gathered again"]["moves"] == [both, twice]
+        assert found[True, "kept"]["moves"] == [both, both]
+        for how in ("gathered again", "kept"):
+            assert found[False, how]["moves"] == [{"allreduce": 2 * LAYERS}] * 2
+
+
+def test_a_compiled_block_gathers_again_and_in_backward():
+    for found in on_four():
+        # Of the one graph that both layers share.
+        assert found[True, "compiled"]["moves"] == [
+            {"allgather": 2, "reducescatter": 2},
+            {"allgather": 4, "reducescatter": 2},
+        ]
+
+
+def test_regions_that_gather_again_keep_a_tp_th_of_their_inputs():
+    gathered_bytes, inputs = 4 * B * S * D, 2 * LAYERS
+    for found in on_four():
+        kept, again = (found[True, how]["kept_bytes"] for how in ("kept", "gathered again"))
+        assert kept - again == inputs * (gathered_bytes - gathered_bytes // TP)
+
+
+def test_gradients_of_copied_heads_are_partial_with_and_without_sequence_parallelism():
+    copied = {"k.weight", "v.weight", "v.bias"}
+    for found in on_four():
+        assert {name.partition("attn.")[2] for name in found[False, "kept"]["partial"]} == copied
+        of_tokens = {"0.attn_norm.weight", "0.mlp_norm.weight", "0.mlp_norm.bias", "0.attn.out.bias"}
+        names = {name for name in found[True, "kept"]["partial"] if name.startswith("0.")}
+        assert names == of_tokens | {f"0.attn.{name}" for name in copied}
+
+
+def test_an_input_that_is_taken_in_twice_or_not_at_all_is_refused():
+    for found in on_four():
+        assert "the input of 0.mlp.gate is taken in by nothing of the plan, expected one: an Enter" in found["never"]
+        assert "the input of 0.mlp.up is taken in by ['0.mlp', '0.mlp.up'] of the plan, expected one" in found["twice"]
