@@ -5,41 +5,49 @@ All ranks call these together. A signal ends them between two batches or tokens,
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtmega.data import objectives
 from dtmega.data.loader import eval_batches
+from dtmega.metrics import several
 from dtmega.models.generate import generate
-from dtmega.step import Run, count_tokens, signalled, to
+from dtmega.step import Run, count, signalled, to
 
 
 def evaluate(run: Run, step: int, split: str) -> bool:
     """Report the mean loss of a split, if there is such a split; False if a signal came before the end."""
     if run.text.splits[split] is None:
         return True
-    loss = mean_loss(run, step, split)
-    if loss is None:
+    means = mean_losses(run, step, split)
+    if means is None:
         return False
     report = run.metrics.validation if split == "valid" else run.metrics.test
-    report(step, loss)
+    report(step, objectives.loss(run.model.objective.sums, means), **several(means))
     return True
 
 
-def mean_loss(run: Run, step: int, split: str) -> float | None:
-    """Per token, over the first `eval.steps` global batches of a split; None if a signal came between two of them."""
-    cfg, world, text = run.cfg, run.world, run.text
-    total, n_tokens = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
+def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
+    """Each sum over the first `eval.steps` global batches of a split by its count, by name.
+
+    None if a signal came between two batches.
+    """
+    cfg, world, text, objective = run.cfg, run.world, run.text, run.model.objective
+    totals = torch.zeros(len(objective.sums), dtype=torch.float64, device=world.device)
+    counts: Counter[str] = Counter()
     slices = world.data_rank, world.data_size, cfg.eval.steps
     batches = eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices)
     for batch in run.metrics.evaluating(batches, split, cfg.eval.steps):
         if signalled(run):
             return None
         run.watch.beat(step, "evaluation")
-        total += run.model.losses(to(world.device, batch.microbatches))
-        n_tokens += count_tokens(world, batch)
-    dist.all_reduce(total, group=world.groups["loss"])
-    return total.item() / n_tokens
+        totals += run.model.losses(to(world.device, batch.microbatches))
+        counts.update(count(world, objective, batch))
+    dist.all_reduce(totals, group=world.groups["loss"])
+    return objectives.means(objective.sums, totals, counts)
 
 
 def show_sample(run: Run, step: int) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.cost import Piece
+from dtmega.data.objectives import NEXT_TOKEN, Objective
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Source
 from dtmega.hf import config_json, ours
@@ -44,6 +45,7 @@ class Family(Protocol):
         libraries: whose versions all ranks must share, beside torch.
         directory: [model] path names a directory that the model is read from.
         formats: how other programs store it, by the names that `convert` has for them.
+        objective: what it is trained for.
     """
 
     @property
@@ -54,6 +56,9 @@ class Family(Protocol):
 
     @property
     def formats(self) -> Mapping[str, Format]: ...
+
+    @property
+    def objective(self) -> Objective: ...
 
     def resolve(self, cfg: config.Config) -> config.Config:
         """The configuration with what only the family knows of it.
@@ -106,8 +111,8 @@ class Family(Protocol):
         """Memory for a cut stage on meta: ties hold, buffers have their values, parameters none yet."""
         ...
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int]) -> Tensor:
-        """The tensor that one stage hands to the next, on meta: its local shape and dtype."""
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
+        """What a stage whose last piece is `after` hands to the next one, by name and on meta: local shapes, dtypes."""
         ...
 
     def weights(self, model: config.Model) -> Source | None:
@@ -155,6 +160,7 @@ class Own:
     formats: Mapping[str, Format]
     libraries: tuple[str, ...] = ()
     directory: bool = False
+    objective: Objective = NEXT_TOKEN
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return cfg
@@ -199,8 +205,8 @@ class Own:
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._table(cfg))
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int]) -> Tensor:
-        return _hidden(cfg, sizes["tp"] if cfg.mesh.sequence_parallel else 1)
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
+        return {"hidden": _hidden(cfg, sizes["tp"] if cfg.mesh.sequence_parallel else 1)}
 
     def weights(self, model: config.Model) -> Source | None:
         if not model.init_from:
@@ -228,6 +234,7 @@ class Transformers:
     libraries = ("transformers",)
     directory = True
     formats: Mapping[str, Format] = {}
+    objective = NEXT_TOKEN
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return hf_resolve.resolve(cfg)
@@ -271,8 +278,8 @@ class Transformers:
     def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
         materialize(stage.hf, device)
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int]) -> Tensor:
-        return _hidden(cfg, 1)  # the whole sequence, between stacks of blocks
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
+        return {"hidden": _hidden(cfg, 1)}  # the whole sequence, between stacks of blocks
 
     def weights(self, model: config.Model) -> Source | None:
         if model.init_from and not is_hf_folder(model.init_from):

@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,17 +157,21 @@ class Metrics:
             return batches
         return tqdm(batches, desc=f"{split} loss", total=n, unit=" batches", leave=False, dynamic_ncols=True)
 
-    def validation(self, step: int, loss: float) -> None:
-        """The mean loss over the validation tokens, after `step` steps."""
-        if self.write:
-            self._record(step, val_loss=loss)
-            self._line(step, f"val loss {loss:.4f} | ppl {perplexity(loss):.2f}")
+    def validation(self, step: int, loss: float, **more: float) -> None:
+        """The loss on the validation split after `step` steps; `more` are the means that it is made of."""
+        self._evaluation("val", step, loss, more)
 
-    def test(self, step: int, loss: float) -> None:
-        """The mean loss over the test tokens, of the finished model."""
-        if self.write:
-            self._record(step, test_loss=loss)
-            self._line(step, f"test loss {loss:.4f} | ppl {perplexity(loss):.2f}")
+    def test(self, step: int, loss: float, **more: float) -> None:
+        """The same on the test split, of the finished model."""
+        self._evaluation("test", step, loss, more)
+
+    def _evaluation(self, split: str, step: int, loss: float, more: Mapping[str, float]) -> None:
+        if not self.write:
+            return
+        self._record(step, **{f"{split}_loss": loss}, **{f"{split}_{name}": mean for name, mean in more.items()})
+        parts = [f"{name} {mean:.4f}" for name, mean in more.items()]
+        # Of one loss per token; a weighted sum of several has no perplexity.
+        self._line(step, " | ".join([f"{split} loss {loss:.4f}", *(parts or [f"ppl {perplexity(loss):.2f}"])]))
 
     def saved(self, step: int, checkpoint: int, stall_s: float, error: str, warning: str = "") -> None:
         """After `step`: the checkpoint of step `checkpoint` is there, or is not, and training stood still for it.
@@ -272,6 +276,11 @@ def describe(
             f"run: {config.run.dir}, " + (f"resumed at step {step}" if step else "from the start"),
         ]
     )
+
+
+def several(means: Mapping[str, float]) -> dict[str, float]:
+    """The means that a loss is made of, where they are worth a line of their own: a single one is the loss."""
+    return dict(means) if len(means) > 1 else {}
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:

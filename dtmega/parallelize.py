@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtmega import config, drift, families, optim
+from dtmega.data.objectives import Objective, Tally
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
@@ -36,12 +37,19 @@ class ShardedModel:
         stages: by number; {0: the whole model} without a pipeline.
         partial: by stage, names of the parameters whose gradients are sums over tp.
         reshard: blocks are freed after forward and after each backward.
+        objective: what it is trained for.
     """
 
     def __init__(
-        self, world: World, stages: Mapping[int, Stage], partial: Mapping[int, Sequence[str]], reshard: bool
+        self,
+        world: World,
+        stages: Mapping[int, Stage],
+        partial: Mapping[int, Sequence[str]],
+        reshard: bool,
+        objective: Objective,
     ) -> None:
         self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
+        self.objective = objective
         self.pipeline: Pipeline | None = None
         self.tied: list[Tied] = []
 
@@ -50,28 +58,31 @@ class ShardedModel:
         for stage in self.stages.values():
             init_weights(stage, seed)
 
-    def forward_backward(self, microbatches: Sequence[dict[str, Tensor]], n_tokens: float) -> Tensor:
-        """The gradients of one step: of the sum of all token losses of the global batch, divided by `n_tokens`.
+    def forward_backward(self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float]) -> Tensor:
+        """The gradients of one step: of the weighted sum of all sums over the global batch, each divided by its count.
+
+        Args:
+            counts: of the global batch, by name.
 
         Returns:
-            fp64 scalar: this rank's part of the undivided sum, which the `loss` group adds up.
+            [sums] fp64, in the order of the objective: this rank's part of each, which the `loss` group adds up.
         """
+        tally = Tally(self.objective.sums, self.world.device, counts)
         if self.pipeline is not None:
-            total = self.pipeline.step(microbatches, 1 / n_tokens)
+            self.pipeline.step(microbatches, tally)
         else:
-            total = torch.zeros((), dtype=torch.float64, device=self.world.device)
             (model,) = self.stages.values()
             for i, microbatch in enumerate(microbatches, start=1):
                 sync_gradients(model, i == len(microbatches), reshard=self.reshard)
-                loss = model(**microbatch)
-                (loss / n_tokens).backward()
-                total += loss.detach()
+                in_loss = tally.add_all(model(**microbatch))
+                factors = [torch.full_like(total, factor) for total, factor in in_loss]
+                torch.autograd.backward([total for total, _ in in_loss], factors)
         self._count_missing_gradients_as_zero()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
         for tied in self.tied:
             tied.sum_gradients()
-        return total
+        return tally.totals
 
     def _count_missing_gradients_as_zero(self) -> None:
         """A parameter that no token of this rank has used.
@@ -85,18 +96,20 @@ class ShardedModel:
 
     @torch.no_grad()
     def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """The same sum, forward only and without dropout."""
+        """The same sums, forward only and without dropout."""
         for model in self.stages.values():
             model.eval()
+        tally = Tally(self.objective.sums, self.world.device)
         if self.pipeline is not None:
-            total = self.pipeline.evaluate(microbatches)
+            self.pipeline.evaluate(microbatches, tally)
         else:
             (model,) = self.stages.values()
-            total = torch.stack([model(**microbatch) for microbatch in microbatches]).sum(dtype=torch.float64)
+            for microbatch in microbatches:
+                tally.add_all(model(**microbatch))
         for model in self.stages.values():
             release(model)
             model.train()
-        return total
+        return tally.totals
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """By name in the whole model; a parameter of several stages comes as often as this rank holds it."""
@@ -157,11 +170,11 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
         stages = _split(cut, whole, cut.ranks[world.coordinate("pp")])
     reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
-    model = ShardedModel(world, stages, partial, reshard)
+    model = ShardedModel(world, stages, partial, reshard, families.of(cfg.model).objective)
     if cut is not None:
         model.tied = _tied(world, cut, whole, stages)
-        hidden = families.of(cfg.model).boundary(cfg, world.sizes)
-        model.pipeline = Pipeline(cfg.pipeline, stages, len(cut.pieces), world.groups["pp"], hidden, world.device)
+        boundaries = _boundaries(cfg, world, cut, whole)
+        model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device)
     return model
 
 
@@ -171,6 +184,17 @@ def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage
     for number, stage in stages.items():
         stage.keep(cut.pieces[number])
     return stages
+
+
+def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Stage) -> list[dict[str, Tensor]]:
+    """What each stage but the last hands on, on meta; a gradient is wanted once anything up to there is trained."""
+    family, parts, found, trained = families.of(cfg.model), whole.parts(), [], False
+    for pieces in cut.pieces[:-1]:
+        modules = [module for piece in pieces for module in parts[piece]]
+        trained |= any(p.requires_grad for module in modules for p in module.parameters(recurse=False))
+        tensors = family.boundary(cfg, world.sizes, pieces[-1])
+        found.append({n: t.requires_grad_(trained and t.is_floating_point()) for n, t in tensors.items()})
+    return found
 
 
 def _tied(world: World, cut: Stages, whole: Stage, stages: Mapping[int, Stage]) -> list[Tied]:

@@ -12,7 +12,9 @@ from torch import Tensor
 from dtmega import drift, mesh, optim
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.config import Config
-from dtmega.data.loader import IGNORED, StepBatch, TrainBatches
+from dtmega.data import objectives
+from dtmega.data.loader import StepBatch, TrainBatches
+from dtmega.data.objectives import Objective
 from dtmega.data.text import Text
 from dtmega.mesh import World
 from dtmega.metrics import Metrics
@@ -45,36 +47,54 @@ class Run(NamedTuple):
     digest: str = ""
 
 
-def train_step(run: Run, batch: StepBatch) -> tuple[float, float, bool]:
-    """One optimizer step on one global batch: loss and gradient norm, in which all ranks agree, and if it was skipped.
+class Outcome(NamedTuple):
+    """What came of a step; all ranks agree in it.
 
-    The loss is the sum over all tokens divided by their number, so microbatches and layout cannot change it. A loss or
-    gradient that is not finite, or a spike, changes no weight.
+    Attributes:
+        loss: the weighted sum of the means.
+        skipped: no weight was changed, because of a loss or gradient that is not finite, or a spike.
+        means: of each sum, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    means: dict[str, float]
+
+
+def train_step(run: Run, batch: StepBatch) -> Outcome:
+    """One optimizer step on one global batch.
+
+    Each sum over the whole batch is divided by its count, so microbatches and layout cannot change the loss.
     """
     cfg, world, model = run.cfg, run.world, run.model
     run.watch.enter("forward")
-    n_tokens = count_tokens(world, batch)
+    sums = model.objective.sums
+    counts = count(world, model.objective, batch)
     run.optimizer.zero_grad()
-    total = model.forward_backward(to(world.device, batch.microbatches), n_tokens)
+    totals = model.forward_backward(to(world.device, batch.microbatches), counts)
     run.watch.enter("reduce")
-    dist.all_reduce(total, group=world.groups["loss"])
+    dist.all_reduce(totals, group=world.groups["loss"])
+    means = objectives.means(sums, totals, counts)
+    loss = objectives.loss(sums, means)
     counted, gradients = model.gradients(), model.gradients(every=True)
-    loss, grad_norm = total.item() / n_tokens, optim.total_norm(counted, world.device, world.groups["shards"])
+    grad_norm = optim.total_norm(counted, world.device, world.groups["shards"])
     skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
     run.watch.enter("optimizer")
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()
     mesh.synchronize(world.device)  # on a GPU the update has only been launched
-    return loss, grad_norm, skip
+    return Outcome(loss, grad_norm, skip, means)
 
 
-def count_tokens(world: World, batch: StepBatch) -> float:
-    """Tokens of the global batch that have a loss; at least 1, to divide by."""
-    mine = sum(int((microbatch["labels"] != IGNORED).sum()) for microbatch in batch.microbatches)
-    count = torch.tensor(float(mine), dtype=torch.float64, device=world.device)
-    dist.all_reduce(count, group=world.groups["data"])
-    return max(count.item(), 1.0)
+def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
+    """Each divisor of the objective over the global batch; at least 1, to divide by."""
+    found = [objective.counts(microbatch) for microbatch in batch.microbatches]
+    mine = {name: sum(counts[name] for counts in found) for name in found[0]}
+    counts = torch.tensor([*mine.values()], dtype=torch.float64, device=world.device)
+    dist.all_reduce(counts, group=world.groups["data"])
+    return dict(zip(mine, counts.clamp(min=1).tolist(), strict=True))
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:

@@ -26,7 +26,7 @@ from dtmega.checkpoint.weights import load as load_weights
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import open_text, read_again
 from dtmega.evaluate import evaluate, show_sample
-from dtmega.metrics import Metrics, describe
+from dtmega.metrics import Metrics, describe, several
 from dtmega.optim import Spikes
 from dtmega.parallelize import check, fitted, parallelize
 from dtmega.pipelining.draw import draw_schedule
@@ -153,7 +153,7 @@ def train(run: Run, at: Progress) -> int:
         samples = range(batch.first_sample, batch.first_sample + batch.samples)
         rate = optim.rate_at(cfg, at.step + 1, samples.stop, end)
         optim.set_learning_rate(run.optimizer, rate)
-        loss, grad_norm, skipped = train_step(run, batch)
+        loss, grad_norm, skipped, means = train_step(run, batch)
         step_time_s = time.perf_counter() - step_started
 
         at = Progress(at.step + 1, samples.stop, at.skipped + skipped)
@@ -161,7 +161,7 @@ def train(run: Run, at: Progress) -> int:
         if skipped:
             metrics.skipped(at.step, loss, grad_norm, samples=samples)
         else:
-            more = model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
+            more = several(means) | model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
             metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
         if skipped_in_a_row > cfg.train.max_skipped:
             raise RuntimeError(

@@ -57,7 +57,7 @@ losses: list[float] = []
 for step in range(1, steps + 1):
     microbatches = [{name: t.to(device) for name, t in m.items()} for m in next(batches).microbatches]
     n_tokens = sum(m["labels"].numel() for m in microbatches)
-    loss = model.forward_backward(microbatches, n_tokens).item() / n_tokens
+    loss = model.forward_backward(microbatches, {"tokens": n_tokens}).item() / n_tokens
     gradients = model.gradients()
     norm = optim.total_norm(gradients, device, model.world.groups["shards"])
     optim.clip_gradients(gradients, norm, cfg.optim.clip_grad)

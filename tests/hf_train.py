@@ -32,7 +32,7 @@ from dtmega.optim import Spikes
 from dtmega.parallelize import ShardedModel, check, parallelize
 from dtmega.plans.hf.verify import deviation
 from dtmega.shards import local
-from dtmega.step import count_tokens, train_step
+from dtmega.step import count, train_step
 from tests import hf_models, ranks
 from tests.hf_models import Case
 
@@ -203,10 +203,10 @@ def numbers(world: World, keys: dict[str, Any], directories: dict[Case, str], pa
 def forward_backward(model: ShardedModel, world: World, cfg: config.Config) -> float:
     """The mean loss of the first step."""
     first = microbatches(world, cfg, 0)
-    n_tokens = count_tokens(world, first)
-    total = model.forward_backward(first.microbatches, n_tokens)
+    counts = count(world, model.objective, first)
+    total = model.forward_backward(first.microbatches, counts)
     dist.all_reduce(total, group=world.groups["loss"])
-    return total.item() / n_tokens
+    return total.item() / counts["tokens"]
 
 
 def steps(cfg: config.Config, world: World, model: ShardedModel) -> tuple[list[float], torch.optim.Optimizer]:
@@ -225,7 +225,7 @@ def smoothing(world: World, keys: dict[str, Any], where: str) -> tuple[float, fl
     first = microbatches(world, cfg, 0)
     total = model.losses(first.microbatches)
     dist.all_reduce(total, group=world.groups["loss"])
-    return training, total.item() / count_tokens(world, first)
+    return training, total.item() / count(world, model.objective, first)["tokens"]
 
 
 def rounded(world: World, keys: dict[str, Any], where: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_logits_equal_hugging_face(n_heads, post_layernorm):
 def test_loss_and_every_gradient_equal_hugging_face(n_heads, post_layernorm):
     ours, theirs = pair(n_heads, post_layernorm)
     tokens, labels = batch()
-    loss = ours(tokens, labels)
+    loss = ours(tokens, labels)["lm"]
     truth = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
     loss.backward()
@@ -181,7 +181,7 @@ def test_block_compiled_gives_the_same_loss_and_gradients():
         model = small(6, hidden_dropout=0.1)
         if compiled:
             model.layers["1"].compile(fullgraph=True)
-        loss = model(tokens, labels, torch.tensor([1, 2]))
+        loss = model(tokens, labels, torch.tensor([1, 2]))["lm"]
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for eager, fused in zip(*results, strict=True):

@@ -84,7 +84,7 @@ def test_loss_and_every_gradient_are_those_of_the_definition(keys: dict[str, Any
             if p.ndim == 1:  # else a missing or doubled one would not show
                 p += 0.3 * plain_bloom.normal(1, name, tuple(p.shape)).float()
     weights = leaves(dict(model.named_parameters()))
-    loss, truth = model(**x), plain_bloom.loss(model.cfg, weights, x, SEED, training)
+    loss, truth = model(**x)["lm"], plain_bloom.loss(model.cfg, weights, x, SEED, training)
     loss.backward()
     truth.backward()
     assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
@@ -192,9 +192,9 @@ def train(folder: Path, keys: dict[str, Any]) -> tuple[Record, list[dict[str, Te
     def noted(batches: list[dict[str, Tensor]], microbatches: list[dict[str, Tensor]]) -> None:
         batches.append({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
 
-    def forward_backward(self: ShardedModel, microbatches: list[dict[str, Tensor]], n_tokens: float) -> Tensor:
+    def forward_backward(self: ShardedModel, microbatches: list[dict[str, Tensor]], counts: dict[str, float]) -> Tensor:
         noted(steps, microbatches)
-        return honest_step(self, microbatches, n_tokens)
+        return honest_step(self, microbatches, counts)
 
     def losses(self: ShardedModel, microbatches: list[dict[str, Tensor]]) -> Tensor:
         noted(evaluations, microbatches)

@@ -239,8 +239,9 @@ def spike(monkeypatch) -> int:
     """The step whose gradient is 1000 times too large."""
     honest = ShardedModel.forward_backward
 
-    def forward_backward(self: ShardedModel, microbatches: Any, n_tokens: float) -> torch.Tensor:
-        return honest(self, microbatches, n_tokens / 1000 if 140 in microbatches[0]["sample_ids"] else n_tokens)
+    def forward_backward(self: ShardedModel, microbatches: Any, counts: dict[str, float]) -> torch.Tensor:
+        spike = 140 in microbatches[0]["sample_ids"]
+        return honest(self, microbatches, {name: n / 1000 if spike else n for name, n in counts.items()})
 
     monkeypatch.setattr(ShardedModel, "forward_backward", forward_backward)
     return 71

@@ -78,7 +78,7 @@ def test_logits_and_every_gradient_equal_hugging_face(tmp_path: Path, tied: bool
     ours = ours_in(tmp_path)
     truth = theirs(x["tokens"]).logits
     assert ((ours(x["tokens"]) - truth).norm() / truth.norm()).item() < 1e-5
-    ours(**x).backward()
+    ours(**x)["lm"].backward()
     summed_loss(theirs, x).backward()
     assert {name: e for name, e in errors(ours, theirs).items() if e > 1e-5} == {}
 
@@ -111,7 +111,7 @@ def test_dropout_in_training_is_of_the_same_sites_and_keys_as_blooms(tmp_path: P
         block.attn.resid_dropout = Masked(0.1, f"layers.{i}.attn_dropout", x["sample_ids"])
         block.mlp.dropout = Masked(0.1, f"layers.{i}.mlp_dropout", x["sample_ids"])
     ours = ours_in(tmp_path, hidden_dropout=0.1, attention_dropout=0.2)
-    loss, truth = ours(**x), summed_loss(theirs, x)
+    loss, truth = ours(**x)["lm"], summed_loss(theirs, x)
     assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
     loss.backward()
     truth.backward()

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtmega.parallelize as parallelize_room
 from dtmega import config, cost, evaluate, families, loss, mesh, step
+from dtmega.data.objectives import Tally
 from dtmega.mesh import World
 from dtmega.parallelize import ShardedModel, parallelize
 from dtmega.shards import local
@@ -85,10 +86,10 @@ def test_what_a_step_sums_after_backward_is_handed_to_the_groups_that_it_is_abou
     model = parallelize(cfg, world)
     assert model.pipeline is not None
 
-    def nobody_answers(microbatches: object, scale: float) -> torch.Tensor:
-        assert scale == 1 / (3 * 3 * 8)  # microbatches x B x S, as nobody adds to it
+    def nobody_answers(microbatches: object, tally: Tally) -> None:
+        loss = torch.ones((), requires_grad=True)
+        assert tally.add({"lm": loss}) == [(loss, 1 / (3 * 3 * 8))]  # microbatches x B x S, as nobody adds to it
         zero_gradients(model)
-        return torch.zeros((), dtype=torch.float64)
 
     monkeypatch.setattr(model.pipeline, "step", nobody_answers)
     run: Any = Mock(cfg=cfg, world=world, model=model)
@@ -115,8 +116,8 @@ def test_every_other_collective_of_the_loop_is_handed_to_its_group(pretend, monk
     assert handed(groups, lambda: model.statistics(False, True)) == {("shards", "all-reduce"): 1}
     copies = handed(groups, model.check_copies)
     assert copies == {("dp_replicate", "all-gather"): 1, ("tp", "all-gather"): 1, ("pp 0+2", "all-gather"): 1}
-    monkeypatch.setattr(model, "losses", lambda _: torch.zeros(()))
-    found = handed(groups, lambda: evaluate.mean_loss(run, 0, "valid"))
+    monkeypatch.setattr(model, "losses", lambda _: torch.zeros(1))
+    found = handed(groups, lambda: evaluate.mean_losses(run, 0, "valid"))
     assert found == {("world", "all-reduce"): 1, ("data", "all-reduce"): 1, ("loss", "all-reduce"): 1}
 
 
@@ -155,10 +156,13 @@ class Built(Exception):
 def test_a_pipeline_gets_the_stages_of_its_rank_and_the_shape_of_what_goes_between_them(
     pretend, monkeypatch, keys, shape, dtype, rank, stage
 ):
-    def pipeline(wanted: Any, stages: Any, n_stages: int, group: Any, hidden: torch.Tensor, device: Any) -> None:
-        assert (wanted, list(stages), n_stages, device) == (cfg.pipeline, [stage], 3, torch.device("cpu"))
+    def pipeline(wanted: Any, stages: Any, group: Any, boundaries: Any, device: Any) -> None:
+        assert (wanted, list(stages), device) == (cfg.pipeline, [stage], torch.device("cpu"))
         assert dist.get_process_group_ranks(group) == [rank % 8, rank % 8 + 8, rank % 8 + 16]
-        assert (tuple(hidden.shape), hidden.dtype, hidden.device.type) == (shape, dtype, "meta")
+        assert [[*boundary] for boundary in boundaries] == [["hidden"]] * 2
+        for boundary in boundaries:
+            hidden = boundary["hidden"]
+            assert (tuple(hidden.shape), hidden.dtype, hidden.device.type) == (shape, dtype, "meta")
         raise Built
 
     pretend(rank)

@@ -50,17 +50,18 @@ def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(c
         assert sum(p.numel() for p in stage.parameters()) == there
     tokens = torch.arange(26).view(2, 13)
     labels = torch.where(tokens % 5 == 0, -100, tokens + 1)
-    x = tokens
+    carried = {}
     for stage in stages[:2]:
-        x = stage(x)
+        carried = stage(tokens, **carried)
+        assert carried.keys() == {"hidden"}
     expected = truth.hf(tokens).logits
-    torch.testing.assert_close(stages[2](x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stages[2](tokens, **carried), expected, rtol=1e-4, atol=1e-5)
     # The last one has the sum of the losses, in training with the smoothing of [model].
     for training, smoothing in ((True, 0.1), (False, 0.0)):
         stages[2].train(training)
         options = {"reduction": "sum", "label_smoothing": smoothing}
         loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), **options)
-        torch.testing.assert_close(stages[2](x, labels), loss, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stages[2](tokens, labels, **carried), {"lm": loss}, rtol=1e-4, atol=1e-5)
     names = Counter(stage.full_name(name) for stage in stages for name, _ in stage.named_parameters())
     # A tied weight is on both ends, under one name.
     twice = [truth.full_name(first) for first, _ in truth.ties]

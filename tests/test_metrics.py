@@ -428,3 +428,17 @@ def events(run_dir: Path) -> list[Event]:
             found.append(Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
     return found
+
+
+def test_the_means_that_a_loss_is_made_of_have_names_where_there_are_several(start: Start, tmp_path: Path, capsys):
+    assert metrics.several({"lm": 3.0}) == {}
+    means = metrics.several({"mlm": 3.0, "order": 0.5, "right": 0.75})
+    run = start(interval=1)
+    take(run, 1, 3.5, **means)
+    run.validation(1, 3.25, **means)
+    run.test(6, 3.0, **means)
+    step, validation, test = lines(tmp_path)
+    assert {name: step[name] for name in ("loss", *means)} == {"loss": 3.5, **means}
+    assert validation == {"step": 1, "val_loss": 3.25, "val_mlm": 3.0, "val_order": 0.5, "val_right": 0.75}
+    assert test == {"step": 6, "test_loss": 3.0, "test_mlm": 3.0, "test_order": 0.5, "test_right": 0.75}
+    assert "val loss 3.2500 | mlm 3.0000 | order 0.5000 | right 0.7500\n" in capsys.readouterr().out

@@ -230,7 +230,7 @@ def test_loss_and_gradients_of_a_step_are_torchs_of_the_sum_over_the_given_numbe
     truth = cross_entropy(model)
     gradients = torch.autograd.grad(truth / 7, list(named.values()))
     for _ in range(2):
-        total = model.forward_backward(microbatches(), 7.0)
+        total = model.forward_backward(microbatches(), {"tokens": 7.0})
     assert total.dtype == torch.float64
     assert total.item() == pytest.approx(truth.item(), rel=1e-6)
     for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
@@ -251,7 +251,7 @@ def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it_on_the_sh
     assert all(module.training for module in stage.modules())
     assert all(isinstance(p, DTensor) == wrapped for _, p in model.named_parameters())
     assert not found.requires_grad
-    dropped = model.forward_backward(microbatches(), 1.0)
+    dropped = model.forward_backward(microbatches(), {"tokens": 1.0})
     stage.eval()
     with torch.no_grad():
         assert found.item() == pytest.approx(cross_entropy(model).item(), rel=1e-6)
@@ -282,7 +282,7 @@ def test_initial_values_and_masks_are_those_of_the_seed(alone):
 def test_what_recompute_computes_again_is_whole_blocks_or_all_but_products(alone, mode, norms, products):
     model = alone(recompute__mode=mode)
     with Operations() as operations:
-        model.forward_backward(microbatches()[:1], 1.0)
+        model.forward_backward(microbatches()[:1], {"tokens": 1.0})
     assert (operations.counts["native_layer_norm"], operations.counts["addmm"]) == (norms, products)
 
 

@@ -127,11 +127,10 @@ def slopes_of_the_first_heads_everywhere() -> None:
 def mean_of_the_ranks_means() -> None:
     """Each rank divides by twice its own tokens instead of by those of both."""
 
-    def count_tokens(world, batch):
-        mine = sum(int((m["labels"] != IGNORED).sum()) for m in batch.microbatches)
-        return 2.0 * mine
+    def count(world, objective, batch):
+        return {"tokens": 2.0 * sum(int((m["labels"] != IGNORED).sum()) for m in batch.microbatches)}
 
-    step.count_tokens = count_tokens
+    step.count = count
 
 
 def norm_gradients_of_the_own_tokens_only() -> None:
@@ -165,12 +164,12 @@ def one_bit_of_a_replica() -> None:
     """Before the third step, rank 1 has another LayerNorm weight."""
     honest, steps = parallelize.ShardedModel.forward_backward, []
 
-    def forward_backward(self, microbatches, n_tokens):
+    def forward_backward(self, microbatches, counts):
         steps.append(None)
         if len(steps) == 3 and dist.get_rank() == 1:
             weight = dict(self.named_parameters())["layers.1.attn_norm.weight"].to_local()
             weight.detach().view(torch.int32)[5] ^= 1 << 12  # the last bit may be lost in the update's rounding
-        return honest(self, microbatches, n_tokens)
+        return honest(self, microbatches, counts)
 
     parallelize.ShardedModel.forward_backward = forward_backward
 

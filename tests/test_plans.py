@@ -95,7 +95,7 @@ def cut(heads: int, mesh: DeviceMesh, sequence_parallel: bool, **keys: Any) -> t
 
 def deviations(model: Bloom, partial: list[str], mesh: DeviceMesh, truth: Bloom) -> dict[str, float]:
     """Relative errors of the loss and of every gradient above 1e-7 after one forward and backward of both models."""
-    loss, expected = model(**batch()), truth(**batch())
+    loss, expected = model(**batch())["lm"], truth(**batch())["lm"]
     loss.backward()
     expected.backward()
     plans.sum_partial_gradients(model, partial, mesh)
@@ -253,7 +253,7 @@ def collectives(mesh: DeviceMesh, sequence_parallel: bool) -> list[dict[str, int
     model, partial = cut(HEADS[mesh.size()], mesh, sequence_parallel)
     counted = []
     with Collectives() as mode:
-        model(**batch()).backward()
+        model(**batch())["lm"].backward()
         counted.append(dict(mode.counts))
         mode.counts.clear()
         plans.sum_partial_gradients(model, partial, mesh)
@@ -347,9 +347,9 @@ def stages(mesh: DeviceMesh) -> dict[str, Any]:
         plans.apply_plan(stage, mesh, bloom.plan(stage.cfg))
         plans.shard_buffers(stage, mesh, bloom.plan(stage.cfg))
     x = batch()
-    h = first(x["tokens"], sample_ids=x["sample_ids"], places=x["places"])
-    loss = last(h, x["labels"], x["sample_ids"], places=x["places"])
-    return {"shape": tuple(h.shape), "error": error(loss, with_values(small(6, **DROPOUT))(**x))}
+    h = first(x["tokens"], sample_ids=x["sample_ids"], places=x["places"])["hidden"]
+    loss = last(**x, hidden=h)["lm"]
+    return {"shape": tuple(h.shape), "error": error(loss, with_values(small(6, **DROPOUT))(**x)["lm"])}
 
 
 def compiled(mesh: DeviceMesh) -> dict[str, Any]:
@@ -551,8 +551,8 @@ def with_fsdp(params: torch.dtype) -> dict[str, Any]:
     part = slice(dp.get_local_rank(), dp.get_local_rank() + 1)
     for microbatch in range(2):
         model.set_requires_gradient_sync(microbatch == 1)
-        model(**{name: t[part] for name, t in x.items()}).backward()
-        truth(**x).backward()
+        model(**{name: t[part] for name, t in x.items()})["lm"].backward()
+        truth(**x)["lm"].backward()
     plans.sum_partial_gradients(model, partial, tp)
     errors = {}
     for (name, p), q in zip(model.named_parameters(), truth.parameters(), strict=True):

@@ -23,7 +23,7 @@ def step(mode: str, keys: dict[str, Any], documents: bool) -> tuple[list[torch.T
         del x["document_ids"]
     if mode != "none":
         recompute(model.blocks(), selective=mode == "selective")
-    loss = model(**x)
+    loss = model(**x)["lm"]
     with Operations() as operations:
         loss.backward()
     again = {name: operations.counts[name] for name in COUNTED}

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from dtmega import mesh, train
 from dtmega.data.loader import StepBatch, TrainBatches
+from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.parallelize import ShardedModel
-from dtmega.step import count_tokens
+from dtmega.step import count
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record, flags
 
@@ -26,7 +27,9 @@ def test_tokens_are_counted_one_by_one_beyond_what_fp32_can_count():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world: Any = SimpleNamespace(device=torch.device("cpu"), groups={"data": dist.group.WORLD})
-        assert count_tokens(world, StepBatch(0, 1, [{"labels": labels}])) == 2**24 + 1
+        assert count(world, NEXT_TOKEN, StepBatch(0, 1, [{"labels": labels}])) == {"tokens": 2**24 + 1}
+        # Of a batch without any, something to divide by.
+        assert count(world, NEXT_TOKEN, StepBatch(0, 1, [{"labels": labels[:5] - 100}])) == {"tokens": 1}
     finally:
         dist.destroy_process_group()
 

@@ -31,9 +31,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtmega.config import Batch, Data
 from dtmega.data.blend import Blend
+from dtmega.data.objectives import IGNORED
 from dtmega.data.samples import Samples
 
-IGNORED = -100  # torch's cross_entropy leaves it out
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
 FEEDER = "QueueFeederThread"  # the name that multiprocessing gives them

@@ -8,7 +8,6 @@ counts come from tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
-from dtmega.models.layers import FusedAttention, GeluMLP, KeyedDropout, LMHead, set_dropout_keys
+from dtmega.models.layers import FusedAttention, GeluMLP, KeyedDropout, LMHead, finish, set_dropout_keys
 from dtmega.models.stage import Stage
 from dtmega.rule import AttentionRule, attention_rule
 
@@ -69,14 +68,6 @@ class GPT(Stage):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers.values())
 
-    def keep(self, pieces: Collection[str]) -> None:
-        if "embed" not in pieces:
-            self.embed = self.positions = self.embed_dropout = None
-        if "head" not in pieces:
-            self.norm = self.head = None
-        for name in [name for name in self.layers if f"layers.{name}" not in pieces]:
-            del self.layers[name]
-
     def forward(
         self,
         tokens: Tensor,
@@ -84,21 +75,23 @@ class GPT(Stage):
         sample_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
         *,
         places: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         """One microbatch through the layers this stage holds.
 
         Args:
-            tokens: [B, S] int64, or on later stages the hidden state [B, S, D], or its part under a plan that cuts S.
+            tokens: [B, S] int64.
             labels: [B, S] int64; -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
             position_ids: [B, S] int64, which of the learned positions each token has; None: its place.
             document_ids: [B, S] int64; attention stays inside a document.
+            hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample, below `longest`.
 
         Returns:
-            The fp32 sum of token losses, without labels the logits [B, S, V]; on earlier stages the hidden state.
+            lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
 
         Raises:
             ValueError: dropout in training without sample_ids.
@@ -108,15 +101,13 @@ class GPT(Stage):
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, causal=True, document_ids=document_ids, fused=fused)
-        h = tokens
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
-            h = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
-            h = self.embed_dropout(h, sample_ids, places)
+            hidden = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
+            hidden = self.embed_dropout(hidden, sample_ids, places)
         for layer in self.layers.values():
-            h = layer(h, rule, self.head_ids, sample_ids, places)
-        if self.norm is not None and self.head is not None:
-            h = self.head(self.norm(h), labels)
-        return h
+            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
+        assert hidden is not None
+        return finish(hidden, self.norm, self.head, labels)
 
     def init_buffers(self, seed: int) -> None:
         self.head_ids.copy_(torch.arange(self.cfg.n_heads))

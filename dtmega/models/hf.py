@@ -81,18 +81,20 @@ class HF(Stage):
         labels: Tensor | None = None,
         sample_ids: Tensor | None = None,
         places: Tensor | None = None,
-    ) -> Tensor:
+        hidden: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
         """See `Stage`; sample_ids are not used, because nothing is dropped, and transformers counts places itself."""
-        inputs = {"input_ids" if self.is_first else "inputs_embeds": tokens, "use_cache": False}
+        inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
         if not self.is_last:
-            return self.hf.base_model(**inputs)[0]
-        logits = self.hf(**inputs).logits
+            return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}
+        logits = self.hf(**inputs, use_cache=False).logits
         if labels is None:
             return logits
         smoothing = self.cfg.label_smoothing if self.training else 0.0
         # Where a plan has cut or fused the head, these logits exist only if something other than this asks for them.
         logits = logits.view(-1, logits.shape[-1]).float()
-        return F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
+        return {"lm": loss}
 
     def blocks(self) -> list[nn.Module]:
         return list(blocks_of(self.hf).children())

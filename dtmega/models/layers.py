@@ -106,3 +106,11 @@ class LMHead(nn.Module):
         """What `linear_cross_entropy` should count; the extra terms in training only, so evaluations are comparable."""
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         return {"n_valid": self.vocab_size, **terms}
+
+
+def finish(hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None) -> Any:
+    """What a stage of a decoder returns: hidden without a head, else lm, the sum of token losses, or bare logits."""
+    if norm is None or head is None:
+        return {"hidden": hidden}
+    found = head(norm(hidden), labels)
+    return found if labels is None else {"lm": found}

@@ -7,7 +7,7 @@ pipeline; head counts come from tensors, so that a sharded weight just works.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from dtmega import config
 from dtmega.attention import attention
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
-from dtmega.models.layers import LMHead
+from dtmega.models.layers import LMHead, finish
 from dtmega.models.stage import Stage
 from dtmega.rule import AttentionRule, attention_rule
 
@@ -105,14 +105,6 @@ class Llama(Stage):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers.values())
 
-    def keep(self, pieces: Collection[str]) -> None:
-        if "embed" not in pieces:
-            self.embed = None
-        if "head" not in pieces:
-            self.norm = self.head = None
-        for name in [name for name in self.layers if f"layers.{name}" not in pieces]:
-            del self.layers[name]
-
     def forward(
         self,
         tokens: Tensor,
@@ -120,33 +112,35 @@ class Llama(Stage):
         sample_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
         *,
         places: Tensor,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         """One microbatch through the layers this stage holds.
 
         Args:
-            tokens: [B, S] int64, or on later stages the hidden state [B, S, D], or its part under a plan that cuts S.
+            tokens: [B, S] int64.
             labels: [B, S] int64; -100 takes no part in the loss.
             sample_ids: of no effect: nothing is dropped.
             position_ids: [B, S] int64, by which queries and keys are turned; None: `places`.
             document_ids: [B, S] int64; attention stays inside a document.
+            hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample.
 
         Returns:
-            The fp32 sum of token losses, without labels the logits [B, S, V]; on earlier stages the hidden state.
+            lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
         """
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         rule = attention_rule(places, causal=True, document_ids=document_ids, fused=labels is not None)
         positions = places if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)
         rotation = Rotation(angles.cos(), angles.sin())
-        h = tokens if self.embed is None else self.embed(tokens)
+        if self.embed is not None:
+            hidden = self.embed(tokens)
         for layer in self.layers.values():
-            h = layer(h, rule, rotation)
-        if self.norm is not None and self.head is not None:
-            h = self.head(self.norm(h), labels)
-        return h
+            hidden = layer(hidden, rule, rotation)
+        assert hidden is not None
+        return finish(hidden, self.norm, self.head, labels)
 
     def init_buffers(self, seed: int) -> None:
         self.frequencies.copy_(rotary_frequencies(self.cfg))

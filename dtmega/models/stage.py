@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+CONTAINERS = nn.ModuleDict, nn.ModuleList
+
 
 class Stage(nn.Module):
-    """A causal language model that can be cut into stages; a new model of the house is one of these.
+    """A model that can be cut into stages; a new model of the house is one of these.
 
-    Called as model(tokens [B, S], labels=[B, S], sample_ids=[B], places=[B, S], ...) it returns the fp32 sum of token
-    losses, without labels the logits [B, S, V]. A stage that is not the first gets the hidden state for tokens, one
-    that is not the last returns it.
+    It is called as model(**rows of a microbatch, **what the stage before hands on) and returns tensors by name: what it
+    hands on to the next stage (the family's `boundary`) and its sums over the microbatch (those of the family's
+    objective), fp32 scalars, as far as this stage has any. Without labels the last stage returns what there is instead
+    of a loss, of a language model the logits [B, S, V]. It is what it holds that tells a stage what to do: a stack may
+    begin on any stage, and a sum may be on any. What a stage is given and does not return is handed on as it came, if
+    the boundary has it.
 
     Places are the global index of each token in its sample. They come with the batch, and no model counts for itself:
     its tokens may be any part of a sequence. Where nobody gives them, as in a notebook, these are all of it, from 0.
@@ -31,7 +36,7 @@ class Stage(nn.Module):
     longest: int | None = None
     experts_per_token: int | None = None
 
-    def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
         if places is None:
             places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         return super().__call__(tokens, *args, places=places, **kwargs)
@@ -62,8 +67,12 @@ class Stage(nn.Module):
         return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
 
     def keep(self, pieces: Collection[str]) -> None:
-        """Delete from a (copied, meta) whole model what a stage does not hold. The names of what stays stay."""
-        raise NotImplementedError
+        """Delete from a (copied, meta) whole model what none of these pieces needs. The names of what stays stay.
+
+        A layer is gone from its ModuleDict, any other module is None.
+        """
+        parts = self.parts()
+        _keep(self, {module for piece in pieces for module in parts[piece]})
 
     def tie(self) -> None:
         """Give the names of a tie that are here one parameter; again after anything that replaces parameters."""
@@ -88,3 +97,13 @@ class Stage(nn.Module):
     def full_name(self, name: str) -> str:
         """The name in checkpoints, that of the whole model, of a parameter here; tied ones have one name."""
         return next((names[0] for names in self.ties if name in names), name)
+
+
+def _keep(owner: nn.Module, needed: Collection[nn.Module]) -> None:
+    for name, module in list(owner.named_children()):
+        if isinstance(module, CONTAINERS) or any(inside in needed for inside in module.modules()):
+            _keep(module, needed)
+        elif isinstance(owner, CONTAINERS):
+            del owner._modules[name]  # not `del owner[i]`, which gives the others of a list new names
+        else:
+            setattr(owner, name, None)

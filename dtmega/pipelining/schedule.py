@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 # `_PipelineScheduleRuntime` runs any table; nothing public does.
 from torch.distributed.pipelining.schedules import (
@@ -20,7 +19,9 @@ from torch.distributed.pipelining.schedules import (
 
 from dtmega import config
 from dtmega.cost import Piece
+from dtmega.data.objectives import Tally
 from dtmega.pipelining.split import plan_stages
+from dtmega.pipelining.stage import Boundary, Stage
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 
 
@@ -93,17 +94,14 @@ class Pipeline:
     if the modules were wrapped with reshard_after_forward=False; they set every other switch themselves. With more than
     three stages per rank torch keeps three gathered and gathers the others again.
 
-    torch keeps two receive buffers, activation and gradient, for every microbatch (pytorch#136380): 2 n B S D elements.
+    torch keeps two receive buffers, activation and gradient, for every microbatch (pytorch#136380): of a hidden state
+    2 n B S D elements.
 
     Args:
         pipeline: which schedule.
-        stages: this rank's modules by stage number, ascending. Called as module(x, labels=..., sample_ids=..., ...),
-            the first with tokens [B, S], the others with the hidden state, they return the hidden state, the last one
-            the fp32 scalar sum of token losses.
-        n_stages: of the whole pipeline.
+        stages: this rank's modules by stage number, ascending; how they are called, `stage.Stage` says.
         group: the pp group.
-        hidden: an empty tensor, on meta, shaped as what one stage hands to the next: [B, S, D], S / tp if the sequence
-            is cut, in the dtype of the forward.
+        boundaries: what each stage but the last hands on, on meta.
         device: where this rank computes.
     """
 
@@ -111,105 +109,72 @@ class Pipeline:
         self,
         pipeline: config.Pipeline,
         stages: Mapping[int, nn.Module],
-        n_stages: int,
         group: dist.ProcessGroup,
-        hidden: Tensor,
+        boundaries: Sequence[Boundary],
         device: torch.device,
     ) -> None:
         self.stages = dict(stages)
-        self.holds_first, self.holds_last = 0 in stages, n_stages - 1 in stages
-        self._pipeline, self._n_stages, self._group = pipeline, n_stages, group
-        self._hidden, self._device = hidden, device
-        self._scale = torch.ones((), dtype=torch.float32, device=device)
-        self._losses: list[Tensor] = []
+        self._pipeline, self._group, self._device = pipeline, group, device
+        self._boundaries: list[Boundary] = [{}, *boundaries, {}]
+        self._tally = Tally((), device)
         self._built: tuple[tuple[int, bool], PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
-    def step(self, microbatches: Sequence[Mapping[str, Tensor]], scale: float) -> Tensor:
-        """Forward and backward of all microbatches; gradients are those of `scale` x the sum of token losses.
-
-        Returns:
-            fp64 scalar, the unscaled sum of token losses where the last stage is, 0 elsewhere: the sum over the
-            pipeline's ranks is the loss.
-        """
-        self._scale.fill_(scale)
-        return self._run(microbatches, training=True)
+    def step(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
+        """Forward and backward of all microbatches; gradients are those of the loss that the tally's counts make."""
+        self._run(microbatches, tally, training=True)
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """The same sum, forward only. The caller has set eval mode."""
-        return self._run(microbatches, training=False)
+    def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
+        """Forward only. The caller has set eval mode."""
+        self._run(microbatches, tally, training=False)
 
-    def _run(self, microbatches: Sequence[Mapping[str, Tensor]], training: bool) -> Tensor:
-        schedule = self._schedule(microbatches, training)
+    def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:
+        schedule = self._schedule(len(microbatches), training)
         # torch takes whole batches, and chunks every tensor along dim 0: [n B, ...] -> n times [B, ...].
-        batch: dict[str, Any] = {name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]}
-        tokens = batch.pop("tokens")
-        self._losses.clear()
+        rows: dict[str, Any] = {name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]}
+        self._tally = tally
         run = schedule.step if training else schedule.eval
-        run(*([tokens] if self.holds_first else []), target=batch["labels"], return_outputs=False, **batch)
-        assert len(self._losses) == (len(microbatches) if self.holds_last else 0)
-        return sum(self._losses, torch.zeros((), dtype=torch.float64, device=self._device))
+        # The last stage has made the loss: of the target torch only wants that it is there.
+        run(target=next(iter(rows.values())), return_outputs=False, **rows)
 
-    def _loss(self, total: Tensor, labels: Tensor) -> Tensor:
-        """The last stage has already summed the losses of its tokens; torch passes the labels all the same."""
-        self._losses.append(total.detach())
-        return total * self._scale
-
-    def _schedule(
-        self, microbatches: Sequence[Mapping[str, Tensor]], training: bool
-    ) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    def _schedule(self, n_microbatches: int, training: bool) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """Built anew when the number of microbatches changes (ramp-up), or training to evaluation and back.
 
         torch's stages set up their buffers for one use; reused for training after evaluation, they failed in backward
         (pytorch#162822) or, since that was repaired, set up everything again.
         """
-        use = len(microbatches), training
+        use = n_microbatches, training
         if self._built is None or self._built[0] != use:
             self._built = None  # frees the old buffers first
-            self._built = (
-                use,
-                self._build(len(microbatches), torch.empty_like(microbatches[0]["tokens"], device="meta")),
-            )
+            self._built = use, self._build(n_microbatches)
         return self._built[1]
 
-    def _build(self, n_microbatches: int, tokens: Tensor) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        stages = [self._stage(number, tokens) for number in self.stages]
+    def _build(self, n_microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        stages = [self._stage(number) for number in self.stages]
         if self._pipeline.csv:
-            schedule = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=self._loss, scale_grads=False)
+            schedule = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=_loss, scale_grads=False)
             schedule._load_csv(self._pipeline.csv)
             return schedule
         kind: Any = get_schedule_class(self._pipeline.schedule)
         single = issubclass(kind, PipelineScheduleSingle)
-        return kind(stages[0] if single else stages, n_microbatches, loss_fn=self._loss, scale_grads=False)
+        return kind(stages[0] if single else stages, n_microbatches, loss_fn=_loss, scale_grads=False)
 
-    def _stage(self, number: int, tokens: Tensor) -> Stage:
-        """Shapes are given, so that torch does not run the model once more, and send pickles, to find them out."""
-        hidden = self._hidden.detach().requires_grad_()
-        loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
+    def _stage(self, number: int) -> Stage:
+        before, after = self._boundaries[number : number + 2]
         return Stage(
             self.stages[number],
             number,
-            self._n_stages,
+            len(self._boundaries) - 1,
             self._device,
-            input_args=tokens if number == 0 else hidden,
-            output_args=loss if number == self._n_stages - 1 else hidden,
-            group=self._group,
+            self._group,
+            before,
+            after,
+            self._take,
         )
 
+    def _take(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
+        return self._tally.add(found)
 
-class Stage(PipelineStage):
-    """torch's stage, where two neighbours may be on one rank (V shapes): they have no message to exchange.
 
-    In evaluation there is no gradient to hand over either.
-    """
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first messages of torch 2.11, which sends them to a neighbour on its own rank, too: gloo fails there."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return output

@@ -1,0 +1,103 @@
+"""What a model is trained for: named sums over a batch, each divided by a count of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
+
+NO_COUNTS: Mapping[str, float] = MappingProxyType({})
+
+
+class Sum(NamedTuple):
+    """One number of a step: a model gives its sum over a microbatch, a step reports its mean over the global batch.
+
+    Attributes:
+        name: in what the model returns, and in the metrics.
+        per: the count that divides it.
+        weight: of the mean in the loss; 0 for what is only reported and has no gradient, like an accuracy.
+    """
+
+    name: str
+    per: str
+    weight: float = 1.0
+
+
+class Objective(Protocol):
+    """What to train for.
+
+    Attributes:
+        sums: all that a model returns with labels, whichever stages have them.
+    """
+
+    @property
+    def sums(self) -> tuple[Sum, ...]: ...
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
+        """What a microbatch adds to each divisor; every microbatch has the same names, in the same order."""
+        ...
+
+
+class NextToken:
+    """Cross-entropy of the next token, as a mean over the tokens that have a label."""
+
+    sums = (Sum("lm", "tokens"),)
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
+        return {"tokens": int((microbatch["labels"] != IGNORED).sum())}
+
+
+class Tally:
+    """The sums that this rank finds in a step or an evaluation.
+
+    Args:
+        counts: of the global batch; an evaluation needs none.
+
+    Attributes:
+        totals: [sums] fp64; the totals of all ranks of the `loss` group add up to those of the global batch.
+    """
+
+    def __init__(self, sums: Sequence[Sum], device: torch.device, counts: Mapping[str, float] = NO_COUNTS) -> None:
+        self.totals = torch.zeros(len(sums), dtype=torch.float64, device=device)
+        self._sums, self._counts = sums, counts
+
+    def add_all(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
+        """`add` what a whole model has returned: it has every sum."""
+        return self.add({one.name: found[one.name] for one in self._sums})
+
+    def add(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
+        """Add the sums among what a stage has returned for a microbatch.
+
+        Returns:
+            Those of them that are in the loss and have a gradient, each with its factor: weight / count.
+        """
+        in_loss = []
+        for i, one in enumerate(self._sums):
+            if one.name in found:
+                self.totals[i] += found[one.name].detach()
+                if one.weight and found[one.name].requires_grad:
+                    in_loss.append((found[one.name], one.weight / self._counts[one.per]))
+        return in_loss
+
+
+NEXT_TOKEN = NextToken()
+
+
+def means(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -> dict[str, float]:
+    """Each sum over the global batch by its count.
+
+    Args:
+        totals: [sums], over the global batch.
+        counts: of the global batch.
+    """
+    return {one.name: total / counts[one.per] for one, total in zip(sums, totals.tolist(), strict=True)}
+
+
+def loss(sums: Sequence[Sum], by_name: Mapping[str, float]) -> float:
+    """The weighted sum of the means; what is only reported may be any number."""
+    return sum(one.weight * by_name[one.name] for one in sums if one.weight)
