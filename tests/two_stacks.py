@@ -80,7 +80,7 @@ class TwoStacks(Stage):
             hidden = layer(hidden, self.position(places))
         if self.norm is not None:
             encoded = found["encoded"] = self.norm(hidden).float()
-            score = encoded[..., :3].sum((1, 2))
+            score = encoded[..., :3].mean((1, 2))
             found["kind"] = F.binary_cross_entropy_with_logits(score, kinds, reduction="sum")
             found["right"] = ((score > 0) == (kinds > 0)).sum().float()
         if self.decoder_embed is not None:
