@@ -70,17 +70,21 @@ def show_sample(run: Run, step: int) -> bool:
         return not stopped
 
     # Blocks are compiled for the shapes of training; those of a sample are not worth compiling for.
-    with torch.compiler.set_stance("force_eager"):
-        new = generate(
-            run.model.stages[0],
-            tokenizer.encode(cfg.eval.prompt),
-            cfg.eval.sample_tokens,
-            vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id,
-            seed=cfg.run.seed,
-            multiple=run.world.sizes["tp"],
-            settle=settle,
-        )
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            new = generate(
+                run.model.stages[0],
+                tokenizer.encode(cfg.eval.prompt),
+                cfg.eval.sample_tokens,
+                vocab_size=tokenizer.vocab_size,
+                eod_id=tokenizer.eod_id,
+                seed=cfg.run.seed,
+                multiple=run.world.sizes["tp"],
+                settle=settle,
+            )
+    except ValueError as error:  # the same on all ranks; a run that is done does not fail for its sample
+        run.metrics.message(f"no sample of [eval] prompt: {error}")
+        return True
     if not stopped:
         run.metrics.message(f"a sample:\n{cfg.eval.prompt}{tokenizer.decode(new)}")
     return not stopped

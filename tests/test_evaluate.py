@@ -26,6 +26,7 @@ from tests import ranks
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record, Training, flags, train_all
 from tests.test_faults import alone, replaced
+from tests.test_train import run
 
 STEPS = 6
 
@@ -183,6 +184,13 @@ def test_a_sample_is_of_tokens_that_the_tokenizer_has_though_the_model_has_more(
     assert alone(keys | more, tmp_path) == 0
     shown = capsys.readouterr().out.partition("a sample:\n")[2].partition("\nwritten:")[0]
     assert len(re.findall(r"w\d+", shown)) == keys["eval.sample_tokens"]  # what it has no word for is left out
+
+
+def test_a_prompt_longer_than_the_model_can_read_is_said_and_fails_no_finished_run(tmp_path, corpus, capsys):
+    of_gpt = {"model__name": "gpt", "model__max_position_embeddings": 32, "eval__prompt": "x" * 40}
+    assert run(tmp_path, corpus, train__steps=1, eval__interval=0, **of_gpt) == 0
+    said = "no sample of [eval] prompt: the prompt has 40 tokens, and the model positions for 32\n"
+    assert said in capsys.readouterr().out
 
 
 def test_a_sample_compiles_nothing(tmp_path, keys, monkeypatch):

@@ -45,9 +45,7 @@ def generate(
         raise ValueError("the prompt has no tokens; give at least one character (--prompt)")
     longest = (model.longest or sys.maxsize) // multiple * multiple  # padding must end there, and divide
     if len(tokens) >= longest:
-        raise ValueError(
-            f"the prompt has {counted(len(tokens), 'token')}, and the model positions for {longest} (--prompt)"
-        )
+        raise ValueError(f"the prompt has {counted(len(tokens), 'token')}, and the model positions for {longest}")
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
