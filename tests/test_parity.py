@@ -59,6 +59,8 @@ FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x 
 FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2"}
 FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x tp 2
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
+# tp 4 has all of Llama's plan: it copies heads of keys.
+FULL |= {"llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
 FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
