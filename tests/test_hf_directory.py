@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "hidden_size": (NOTHING, {"model__hidden_size": 65}, "config.json it is 64; leave it out ([model] hidden_size)"),
     "n_layers": (NOTHING, {"model__n_layers": 3}, "config.json it is 2; leave it out ([model] n_layers)"),
     "vocab_size": (NOTHING, {"model__vocab_size": 128}, "config.json it is 131; leave it out ([model] vocab_size)"),
-    "z_loss": (NOTHING, {"model__z_loss": 1e-4}, "key 'z_loss' in [model] is for name = 'bloom', not for 'hf'"),
+    "z_loss": (NOTHING, {"model__z_loss": 1e-4}, "key 'z_loss' in [model] is for name = 'bloom' or "),
     "positions": (NOTHING, {"data__reset_position_ids": "true"}, "[data] reset_position_ids is not for name = 'hf'"),
     "masks": (NOTHING, {"data__reset_attention_mask": "true"}, "[data] reset_attention_mask is not for name = 'hf'"),
     "no tokenizer": (lambda home: (home / "tokenizer.json").unlink(), {}, "has no tokenizer.json: AutoTokenizer"),

@@ -265,10 +265,12 @@ def poison(monkeypatch, steps: set[int], value: float) -> None:
         forward = model.stages[0].forward
 
         def poisoned(*inputs, **keywords):
-            loss = forward(*inputs, **keywords)
+            found = forward(*inputs, **keywords)
             if torch.is_grad_enabled():
                 calls.append(None)
-            return loss * value if torch.is_grad_enabled() and len(calls) in steps else loss
+                if len(calls) in steps:
+                    found["lm"] = found["lm"] * value
+            return found
 
         monkeypatch.setattr(model.stages[0], "forward", poisoned)
         return model
