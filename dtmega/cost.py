@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Is it one of a stack of blocks? The others are the ends of a stack."""
+        """True for one of a stack of blocks; the others are the ends of a stack."""
         return self.name.rpartition(".")[2].isdigit()
 
     def flops_per_token(self, seq_len: int) -> int:

@@ -45,7 +45,7 @@ class Kinds:
 
     @classmethod
     def of(cls, info: FieldInfo) -> Kinds:
-        """Of a section, by its declaration."""
+        """The classes that a section is declared to be one of."""
         if info.discriminator is None:
             assert isinstance(info.annotation, type)
             assert issubclass(info.annotation, Section)

@@ -69,7 +69,7 @@ class Family(Protocol):
         ...
 
     def digest(self, model: config.Model) -> str:
-        """Of what the model's directory says of it; '' where there is none."""
+        """A digest of what the model's directory says of it; '' where there is none."""
         ...
 
     def described(self, model: config.Model, trained: str) -> config.Model:
@@ -112,7 +112,7 @@ class Family(Protocol):
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
-        """What a stage whose last piece is `after` hands to the next one, by name and on meta: local shapes, dtypes."""
+        """The tensors that a stage whose last piece is `after` hands on, by name and on meta: local shapes, dtypes."""
         ...
 
     def weights(self, model: config.Model) -> Source | None:

@@ -187,8 +187,13 @@ def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage
 
 
 def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Stage) -> list[dict[str, Tensor]]:
-    """What each stage but the last hands on, on meta; a gradient is wanted once anything up to there is trained."""
-    family, parts, found, trained = families.of(cfg.model), whole.parts(), [], False
+    """The tensors that each stage but the last hands on, on meta.
+
+    A gradient of them is wanted once anything up to there is trained.
+    """
+    family, parts = families.of(cfg.model), whole.parts()
+    trained = False
+    found = []
     for pieces in cut.pieces[:-1]:
         modules = [module for piece in pieces for module in parts[piece]]
         trained |= any(p.requires_grad for module in modules for p in module.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""Which pairs of a query and a key attend to each other, and what is added to their scores: one rule for every kernel.
+"""A rule of attention for every kernel: the pairs of a query and a key that attend, and what is added to their scores.
 
     rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=slopes)    # once per forward
     out = attention(q, k, v, rule, dropout)                                                 # in each layer
@@ -77,7 +77,7 @@ class AttentionRule(NamedTuple):
         return pairs
 
     def added(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
-        """What is added to the score of the i-th query of row b and the j-th key in head h; None: nothing to any."""
+        """The number added to the score of the i-th query of row b and the j-th key in head h; None: nothing to any."""
         distance = self.key_places[b, j] - self.query_places[b, i]
         bias = None if self.slopes is None else self.slopes[h] * distance
         if self.table is not None:

@@ -183,7 +183,7 @@ def _field(chosen: Chosen, section: str, k: str, source: str) -> FieldInfo:
 
 
 def _says_nothing(chosen: Chosen, section: str, k: str, value: Any) -> bool:
-    """Is it a key of another class of the section, with its default? Files that were written out whole had them all."""
+    """True for a key of another class of the section with its default, as files once had them all."""
     if section not in chosen:
         return False
     kinds, own = chosen[section]

@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a step; all ranks agree in it.
+    """The result of a step; all ranks agree in it.
 
     Attributes:
         loss: the weighted sum of the means.

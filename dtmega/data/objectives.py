@@ -1,4 +1,4 @@
-"""What a model is trained for: named sums over a batch, each divided by a count of the global batch."""
+"""Objectives of training: named sums over a batch, each divided by a count of the global batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sum(NamedTuple):
 
 
 class Objective(Protocol):
-    """What to train for.
+    """An aim of training.
 
     Attributes:
         sums: all that a model returns with labels, whichever stages have them.
@@ -39,7 +39,7 @@ class Objective(Protocol):
     def sums(self) -> tuple[Sum, ...]: ...
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
-        """What a microbatch adds to each divisor; every microbatch has the same names, in the same order."""
+        """The part of each divisor that a microbatch adds; every microbatch has the same names, in the same order."""
         ...
 
 

@@ -64,7 +64,7 @@ class Format:
 
     @property
     def kind(self) -> str:
-        """What they call the family."""
+        """Their name for the family."""
         return self.fixed["model_type"]
 
     def section(self, theirs: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Format:
         return {**self.fixed, **{key.theirs[-1]: key.of(model) for key in self.keys}, **self.from_section(model)}
 
     def check(self, theirs: Mapping[str, Any], file: str, model: config.Model) -> None:
-        """Is the model that a configuration of theirs describes the one that [model] asks for?
+        """Compare the model that a configuration of theirs describes with the one that [model] asks for.
 
         Raises:
             ValueError: as `section` and `described`, or names each key that differs, with both values.

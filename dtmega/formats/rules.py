@@ -94,7 +94,7 @@ class Translation(NamedTuple):
 
 
 def translate(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) -> Translation:
-    """What the rules come to for one model.
+    """The rules of a format, worked out for one model.
 
     Args:
         shapes: of our tensors, by name; all that the model has.
@@ -211,7 +211,7 @@ def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def stored(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """What stands for each dim of a tensor as it is stored, of what stands for each dim as rules see it."""
+    """A value for each dim of a tensor as it is stored, from one for each dim as rules see it."""
     return {"transpose": dims[::-1], "stack": dims[1:]}.get(view, dims)
 
 
@@ -223,7 +223,7 @@ def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Place(NamedTuple):
-    """Where in a model a rule applies.
+    """A place in a model where a rule applies.
 
     Attributes:
         layers: numbers that stand for `{}`.

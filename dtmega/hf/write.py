@@ -36,7 +36,7 @@ class Out(NamedTuple):
 
 
 def outs(source: Source, dtype: torch.dtype | None) -> list[Out]:
-    """What to write of a source, in its order.
+    """The tensors to write of a source, in its order.
 
     Args:
         dtype: of the written tensors; None leaves each as it is.

@@ -102,7 +102,7 @@ def sizes(directory: str) -> dict[str, int]:
 
 
 def digest(directory: str) -> str:
-    """Of all that config.json says and a number hangs on."""
+    """The digest of all that config.json says and a number hangs on."""
     said = {k: v for k, v in config_json.read_plain(directory).items() if k not in IDLE}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -109,7 +109,7 @@ class LMHead(nn.Module):
 
 
 def finish(hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None) -> Any:
-    """What a stage of a decoder returns: hidden without a head, else lm, the sum of token losses, or bare logits."""
+    """The result of a stage of a decoder: hidden without a head, else lm, the sum of token losses, or bare logits."""
     if norm is None or head is None:
         return {"hidden": hidden}
     found = head(norm(hidden), labels)

@@ -24,7 +24,7 @@ from dtmega.rule import AttentionRule, attention_rule
 
 
 class Rotation(NamedTuple):
-    """What turns queries and keys: cosine and sine of the angles, [B, 1, S, K / 2] fp32 each."""
+    """The rotation of queries and keys: cosine and sine of the angles, [B, 1, S, K / 2] fp32 each."""
 
     cos: Tensor
     sin: Tensor

@@ -82,7 +82,7 @@ class Tied:
                 gradient.copy_(total)
 
     def _sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of all copies, in the order of the stages whichever ranks have them; on the device of the collectives."""
+        """The sum over all copies, in the order of their stages, whichever rank has which; where collectives run."""
         device = _device(next(iter(self.copies.values())))
         if self._group is None:
             return _add_up(gradients)

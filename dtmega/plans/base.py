@@ -83,7 +83,7 @@ class Style(ParallelStyle):
         return (nn.Linear,)
 
     def placement(self, name: str, tp: int) -> Placement | None:
-        """Of a parameter over tp ranks; None: the style is not for modules that have it."""
+        """The placement of a parameter over tp ranks; None: the style is not for modules that have it."""
         return self.placements.get(name)
 
     def partial_gradients(self, module: nn.Module, tp: int) -> set[str]:

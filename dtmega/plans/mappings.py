@@ -55,7 +55,7 @@ def whole(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What `gather` gives, without a gradient."""
+    """The result of `gather`, without a gradient."""
     if x.ndim == 2:
         return _all_gather(x, group)
     parts = _all_gather(x, group).unflatten(0, (group.size(), -1))

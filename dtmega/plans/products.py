@@ -37,7 +37,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Region:
-    """What the products of one region share.
+    """The state that the products of one region share.
 
     Attributes:
         part: the input as this rank has it, [B, S/tp, D].

@@ -67,7 +67,7 @@ class VocabEmbedding(VocabStyle):
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """What the module gives for numbers of rows of this rank."""
+        """The output of the module for numbers of rows of this rank."""
         padding: int | None = module.padding_idx
         with computing_on(module, local):
             # The row of padding has no gradient, on the rank that has it.

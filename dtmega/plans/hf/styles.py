@@ -1,4 +1,4 @@
-"""What models of `transformers` need beside the words of `plans/styles.py`: their stacks, and a few words more.
+"""Words that models of `transformers` need beside those of `plans/styles.py`: their stacks, and a few words more.
 
 Inside a block attention and feed-forward compute on this rank's heads and features. Outside blocks every rank has the
 whole hidden state and computes the same. The gradients of parameters are complete after each backward: where a
