@@ -6,8 +6,6 @@ pipeline; head counts come from tensors, so that a sharded weight just works.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -68,9 +66,6 @@ class Bloom(Stage):
         self.register_buffer("slopes", torch.empty(cfg.n_heads), persistent=False)
         self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers.values())
-
     def forward(
         self,
         tokens: Tensor,
@@ -115,14 +110,6 @@ class Bloom(Stage):
         self.slopes.copy_(alibi_slopes(self.cfg.n_heads))
         self.head_ids.copy_(torch.arange(self.cfg.n_heads))
         set_dropout_keys(self, seed)
-
-    def init_std(self, name: str) -> float | None:
-        """What writes to the residual is scaled down by sqrt(2 L) (Megatron `scaled_init_method_normal`)."""
-        if name.endswith("bias") or "norm" in name:
-            return None
-        if name.endswith(("attn.out.weight", "mlp.down.weight")):
-            return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
-        return self.cfg.init_std
 
 
 def _refuse(model: config.Model) -> None:

@@ -7,7 +7,6 @@ counts come from tensors.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -65,9 +64,6 @@ class GPT(Stage):
         self.tie()
         self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers.values())
-
     def forward(
         self,
         tokens: Tensor,
@@ -112,14 +108,6 @@ class GPT(Stage):
     def init_buffers(self, seed: int) -> None:
         self.head_ids.copy_(torch.arange(self.cfg.n_heads))
         set_dropout_keys(self, seed)
-
-    def init_std(self, name: str) -> float | None:
-        """What writes to the residual is scaled down by sqrt(2 L), as in GPT-2 and Megatron."""
-        if name.endswith("bias") or "norm" in name:
-            return None
-        if name.endswith(("attn.out.weight", "mlp.down.weight")):
-            return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
-        return self.cfg.init_std
 
 
 def _described(model: config.Model) -> dict[str, Any]:

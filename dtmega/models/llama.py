@@ -102,9 +102,6 @@ class Llama(Stage):
         self.tie()
         self.register_buffer("frequencies", torch.empty(cfg.head_dim // 2), persistent=False)
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers.values())
-
     def forward(
         self,
         tokens: Tensor,
@@ -144,14 +141,6 @@ class Llama(Stage):
 
     def init_buffers(self, seed: int) -> None:
         self.frequencies.copy_(rotary_frequencies(self.cfg))
-
-    def init_std(self, name: str) -> float | None:
-        """What writes to the residual is scaled down by sqrt(2 L) (Megatron `scaled_init_method_normal`)."""
-        if "norm" in name:
-            return None
-        if name.endswith(("attn.out.weight", "mlp.down.weight")):
-            return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
-        return self.cfg.init_std
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:

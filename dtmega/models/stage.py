@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -26,12 +27,14 @@ class Stage(nn.Module):
 
     Attributes:
         cfg: its [model] section, of its family.
+        layers: its blocks by number, of a model with one stack.
         ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
         longest: sequence it has positions for; None: any.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
     """
 
     cfg: Any
+    layers: nn.ModuleDict
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
     experts_per_token: int | None = None
@@ -43,7 +46,7 @@ class Stage(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""
-        raise NotImplementedError
+        return list(self.layers.values())
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """The pieces of a whole model, in the pipeline's order -> all modules in each, single ones and nested.
@@ -84,8 +87,16 @@ class Stage(nn.Module):
                 self.get_submodule(owner).register_parameter(attribute, self.get_parameter(found[0]))
 
     def init_std(self, name: str) -> float | None:
-        """std of N(0, std) for the parameter of that full name; None for those that start with `init_constant`."""
-        raise NotImplementedError
+        """std of N(0, std) for the parameter of that full name; None for those that start with `init_constant`.
+
+        By default what writes to the residual is scaled down by sqrt(2 L) (GPT-2; Megatron's
+        `scaled_init_method_normal`).
+        """
+        if name.endswith("bias") or "norm" in name:
+            return None
+        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+            return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
+        return self.cfg.init_std
 
     def init_constant(self, name: str) -> float:
         """Of biases 0, of weights of norms 1."""
