@@ -52,6 +52,22 @@ class NextToken:
         return {"tokens": int((microbatch["labels"] != IGNORED).sum())}
 
 
+class Masked:
+    """BERT's: the masked tokens as a mean over them, and which of two segments came first, as a mean over sequences."""
+
+    sums = (
+        Sum("lm", "tokens"),
+        Sum("order", "sequences"),
+        Sum("order_right", "sequences", weight=0.0),
+    )
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
+        return {
+            "tokens": int((microbatch["labels"] != IGNORED).sum()),
+            "sequences": len(microbatch["labels"]),
+        }
+
+
 class Tally:
     """The sums that this rank finds in a step or an evaluation.
 
@@ -86,6 +102,7 @@ class Tally:
 
 
 NEXT_TOKEN = NextToken()
+MASKED = Masked()
 
 
 def means(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -> dict[str, float]:
