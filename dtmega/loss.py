@@ -2,6 +2,7 @@
 
     loss = linear_cross_entropy(h, weight, labels)                         # one device
     loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same number from this rank's rows
+    loss = linear_cross_entropy(h, weight, labels, bias=bias)              # of logits h @ weight.T + bias
 
 The gradient is computed in the forward pass, where the logits are (Liger, arXiv:2410.10989): three matrix products and
 one softmax for each chunk of tokens, nothing twice. Over a group, a chunk's row maxima, sums and target logits travel
@@ -37,6 +38,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -44,41 +46,52 @@ def linear_cross_entropy(
     vocab_start: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Sum over tokens of cross_entropy(h @ weight.T, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
+    """Sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
     Args:
-        h: [N, D], any floating dtype; products are made in it, softmax and sums in fp32. The same on all ranks.
+        h: [N, D], any floating dtype; products are made in it, softmax and sums in fp32. The same on all ranks. There
+            may be no tokens: the sum is 0, and so is each gradient.
         weight: [V, D], same dtype; with `group`, this rank's rows of it, [V_local, D].
         labels: [N] int64, global numbers; -100 takes no part, any other outside [0, n_valid) is an index error.
+        bias: [V], same dtype; cut like the weight, [V_local]. Its gradient is summed over tokens in fp32.
         label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
-        softcap: logits are softcap * tanh(h @ weight.T / softcap) (Gemma 2, arXiv:2408.00118). A second buffer of a
-            chunk's logits, for the derivative.
+        softcap: logits are softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2, arXiv:2408.00118). A second
+            buffer of a chunk's logits, for the derivative.
         n_valid: V without the padding rows at its end, which never enter the softmax. None: there are none.
         vocab_start: global number of the first row. None: the ranks tell each other how many rows they have.
         group: the ranks that hold the vocabulary. One all-gather a chunk, of 3 fp32 a token (4 with smoothing).
 
     Returns:
-        fp32 scalar, the same on all ranks. The gradient of weight is final; that of h is this rank's part {U_group},
-        to be summed by what gave h to the whole group. Backward works once: it hands out its buffers.
+        fp32 scalar, the same on all ranks. The gradients of weight and bias are final; that of h is this rank's part
+        {U_group}, to be summed by what gave h to the whole group. Backward works once: it hands out its buffers.
     """
     columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
     n_tokens = h.shape[0]
-    needs_dh, needs_dweight = (x.requires_grad and torch.is_grad_enabled() for x in (h, weight))
+    needs_dh, needs_dweight, needs_dbias = (
+        x is not None and x.requires_grad and torch.is_grad_enabled() for x in (h, weight, bias)
+    )
     # The chunk is a collective, so it follows from sizes in which the ranks agree.
     n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
     chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
     with torch.no_grad():
         loss = torch.zeros((), dtype=_wide(h.dtype), device=h.device)
-        dh, dweight = torch.empty_like(h) if needs_dh else None, None
+        dh = torch.empty_like(h) if needs_dh else None
+        # Without tokens zeros all the same: FSDP reduces the gradients that there are, so all ranks must have some.
+        dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
+        dbias = torch.zeros_like(bias, dtype=_wide(h.dtype)) if bias is not None and needs_dbias else None
         buffer = h.new_empty(min(chunk, n_tokens), weight.shape[0])
         for start in range(0, n_tokens, chunk):
             rows = slice(start, min(start + chunk, n_tokens))
-            logits = torch.mm(h[rows], weight.t(), out=buffer[: rows.stop - start])
+            logits = buffer[: rows.stop - start]
+            if bias is None:
+                torch.mm(h[rows], weight.t(), out=logits)
+            else:
+                torch.addmm(bias, h[rows], weight.t(), out=logits)
             tanh = None
             if softcap is not None:
                 tanh = logits.div_(softcap).tanh_()
                 logits = tanh * softcap
-            dlogits = logits if needs_dh or needs_dweight else None
+            dlogits = logits if needs_dh or needs_dweight or needs_dbias else None
             loss += token_losses(logits, labels[rows], columns, label_smoothing, z_loss, dlogits).sum()
             if tanh is not None and dlogits is not None:
                 torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
@@ -86,9 +99,11 @@ def linear_cross_entropy(
                 torch.mm(logits, weight, out=dh[rows])
             if needs_dweight:
                 dweight = _add_product(dweight, logits.t(), h[rows], alone=n_tokens <= chunk)
-    # Each in a node of its own: zero-bubble schedules go backward to h and to weight at different times.
-    for x, dx in ((h, dh), (weight, dweight)):
-        if dx is not None:
+            if dbias is not None:
+                dbias += logits.sum(dim=0, dtype=dbias.dtype)
+    # Each in a node of its own: zero-bubble schedules go backward to h and to parameters at different times.
+    for x, dx in ((h, dh), (weight, dweight), (bias, dbias)):
+        if x is not None and dx is not None:
             loss = loss + with_gradient(torch.zeros_like(loss), x, dx.to(x.dtype))
     return loss
 

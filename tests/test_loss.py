@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "soft cap": {"softcap": 5.0},  # logits have a standard deviation of 4
     "soft cap and the rest": {"softcap": 5.0, "n_valid": 100, "label_smoothing": 0.1, "z_loss": 0.01},
 }
+OPTIONS |= {f"bias, {name}": {"bias": True, **OPTIONS[name]} for name in ("plain", "padding", "soft cap and the rest")}
 
 
 def truth(
@@ -42,6 +43,14 @@ def truth(
         logits = torch.tanh(logits / softcap) * softcap
     losses = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=label_smoothing)
     return (losses + z_loss * logits.logsumexp(-1).square() * (labels.flatten() != -100)).view(labels.shape)
+
+
+def with_bias(options: str, v: int) -> tuple[dict[str, Any], Tensor | None]:
+    """The other options, and a bias [v] if one is among them."""
+    others = {name: value for name, value in OPTIONS[options].items() if name != "bias"}
+    if others == OPTIONS[options]:
+        return others, None
+    return others, (2 * torch.randn(v, generator=torch.Generator().manual_seed(v))).requires_grad_()
 
 
 def case(n: int, v: int, d: int = 16, labels_below: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,20 +73,27 @@ def test_loss_and_gradients_are_those_of_cross_entropy_for_any_chunk(monkeypatch
     small_chunks(monkeypatch, chunk)
     monkeypatch.setattr(room, "CACHED_LOGITS", 131 * 5)
     h, w, labels = case(64, 131, labels_below=100)
-    expected = truth(h @ w.T, labels, **OPTIONS[options]).sum() / 3
-    expected_grads = torch.autograd.grad(expected, (h, w))
-    loss = linear_cross_entropy(h, w, labels, **OPTIONS[options]) / 3
+    others, bias = with_bias(options, 131)
+    inputs = [x for x in (h, w, bias) if x is not None]
+    expected = truth(F.linear(h, w, bias), labels, **others).sum() / 3
+    expected_grads = torch.autograd.grad(expected, inputs)
+    loss = linear_cross_entropy(h, w, labels, bias=bias, **others) / 3
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    for ours, whole in zip(torch.autograd.grad(loss, (h, w)), expected_grads, strict=True):
+    for ours, whole in zip(torch.autograd.grad(loss, inputs), expected_grads, strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-5, atol=2e-6)
 
 
 def test_padding_rows_have_no_gradient():
     h, w, labels = case(64, 131, labels_below=100)
-    linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, z_loss=0.1, softcap=5.0).backward()
+    others, bias = with_bias("bias, soft cap and the rest", 131)
+    linear_cross_entropy(h, w, labels, bias=bias, **others).backward()
     assert w.grad is not None
+    assert bias is not None
+    assert bias.grad is not None
     assert (w.grad[100:] == 0).all()
     assert (w.grad[:100] != 0).any(1).all()
+    assert (bias.grad[100:] == 0).all()
+    assert (bias.grad[:100] != 0).all()
 
 
 def test_logits_a_thousand_times_too_large_are_no_problem():
@@ -95,6 +111,18 @@ def test_labels_that_are_all_ignored_give_zero_and_no_gradient():
     assert w.grad is not None
     assert (h.grad == 0).all()
     assert (w.grad == 0).all()
+
+
+def test_no_tokens_give_zero_and_gradients_of_zeros():
+    h, w, labels = case(8, 131)
+    bias = torch.randn(131, requires_grad=True)
+    inputs = [h[:0].detach().requires_grad_(), w, bias]
+    loss = linear_cross_entropy(inputs[0], w, labels[:0], bias=bias, z_loss=0.1)
+    loss.backward()
+    assert loss.item() == 0
+    for x in inputs:
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("label", [-1, 100, 131])
@@ -174,6 +202,16 @@ def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeyp
             assert (ours.float() - whole).norm() / whole.norm() < 3e-3
 
 
+def test_in_bf16_the_gradient_of_the_bias_is_rounded_once():
+    # All have the same label: added one by one in bf16, 4,096 derivatives of -1 would stop at -256.
+    h, w = torch.zeros(4096, 16, dtype=torch.bfloat16), torch.zeros(1000, 16, dtype=torch.bfloat16)
+    bias = torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(h, w, torch.full((4096,), 7), bias=bias).backward()
+    assert bias.grad is not None
+    assert bias.grad.dtype == torch.bfloat16
+    assert bias.grad[7].item() == pytest.approx(-4096 * 0.999, rel=2**-8)
+
+
 def test_inputs_are_left_untouched():
     h, w, labels = case(64, 131)
     before = [x.detach().clone() for x in (h, w, labels)]
@@ -186,7 +224,7 @@ def test_inputs_need_not_be_contiguous():
     expected = linear_cross_entropy(h, w, labels)
     expected_grads = torch.autograd.grad(expected, (h, w))
     strided = [x.detach().t().contiguous().t().requires_grad_() for x in (h, w)]
-    loss = linear_cross_entropy(*strided, torch.stack([labels, labels], 1)[:, 0])
+    loss = linear_cross_entropy(strided[0], strided[1], torch.stack([labels, labels], 1)[:, 0])
     for ours, plain in zip(torch.autograd.grad(loss, strided), expected_grads, strict=True):
         torch.testing.assert_close(ours, plain)
 
@@ -201,9 +239,10 @@ def test_a_second_backward_raises_because_the_first_used_the_buffers_up():
 
 def test_backward_may_go_to_the_input_first_and_to_the_weight_later():
     h, w, labels = case(64, 131)
-    expected = torch.autograd.grad(linear_cross_entropy(h, w, labels), (h, w))
-    loss = linear_cross_entropy(h, w, labels)
-    ours = [torch.autograd.grad(loss, h, retain_graph=True)[0], torch.autograd.grad(loss, w)[0]]
+    bias = torch.zeros(131, requires_grad=True)
+    expected = torch.autograd.grad(linear_cross_entropy(h, w, labels, bias=bias), (h, w, bias))
+    loss = linear_cross_entropy(h, w, labels, bias=bias)
+    ours = [*torch.autograd.grad(loss, h, retain_graph=True), *torch.autograd.grad(loss, (w, bias))]
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
@@ -278,19 +317,28 @@ def cut_vocabulary() -> dict[str, dict[str, float]]:
 
     # The head's kernel, V = 131 uneven, in chunks that follow from sizes the ranks agree in.
     room.CHUNK_TOKENS, room.CHUNK_LOGITS = {"cpu": 1}, 2 * 131
-    for name, options in OPTIONS.items():
+    for name in OPTIONS:
         h, w, labels = case(64, 131, labels_below=100)
-        expected = truth(h @ w.T, labels, **options).sum()
-        dh, dw = torch.autograd.grad(expected, (h, w))
-        part = w.detach().chunk(tp)[me].requires_grad_()
-        loss = linear_cross_entropy(h, part, labels, group=group, **options)
-        our_dh, our_dw = torch.autograd.grad(loss, (h, part))
+        others, bias = with_bias(name, 131)
+        cut = [x for x in (w, bias) if x is not None]
+        expected = truth(F.linear(h, w, bias), labels, **others).sum()
+        dh, *dcut = torch.autograd.grad(expected, (h, *cut))
+        parts = [x.detach().chunk(tp)[me].requires_grad_() for x in cut]
+        loss = linear_cross_entropy(
+            h, parts[0], labels, bias=parts[1] if len(parts) > 1 else None, group=group, **others
+        )
+        our_dh, *our_dcut = torch.autograd.grad(loss, (h, *parts))
         dist.all_reduce(our_dh)
         found[name] = {
             "loss": abs(loss.item() / expected.item() - 1),
             "dh": ((our_dh - dh).norm() / dh.norm()).item(),
-            "dweight": (our_dw - dw.chunk(tp)[me]).norm().item() / dw.norm().item(),
         }
+        for what, ours, whole in zip(("dweight", "dbias"), our_dcut, dcut, strict=False):
+            found[name][what] = (ours - whole.chunk(tp)[me]).norm().item() / whole.norm().item()
+        none = linear_cross_entropy(
+            h[:0], parts[0], labels[:0], bias=parts[-1] if bias is not None else None, group=group
+        )
+        found[name]["no tokens"] = none.item()
 
     # The last rank has no columns.
     h, w, labels = case(64, 131)
