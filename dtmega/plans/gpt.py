@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtmega import config
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row, SequenceShard, ShardBuffer
-from dtmega.plans.vocabulary import PositionEmbedding, VocabEmbedding, VocabHead
+from dtmega.plans.vocabulary import VocabEmbedding, VocabHead, WholeEmbedding
 
 
 def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
@@ -12,7 +12,7 @@ def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     table: Plan = {
         "embed": VocabEmbedding(sp),
-        "positions": PositionEmbedding(sp),
+        "positions": WholeEmbedding(sp),
         "layers.*.attn_norm": Norm(sp),
         "layers.*.attn": Enter(sp),
         "layers.*.attn.qkv": Column(sp, **heads),

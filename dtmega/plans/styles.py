@@ -8,8 +8,9 @@
     Norm               LayerNorm, RMSNorm         whole on every rank, on the tokens (or heads) of this rank
     Whole              anything                   the same for a module of which nothing is known
     VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
-    PositionEmbedding  nn.Embedding               (vocabulary.py) whole on every rank, which looks up its places
+    WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, which looks up its places
     VocabHead          a head that owns the loss  (vocabulary.py) cut by rows
+    Rejoin             a head that is not cut     (vocabulary.py) its input is made whole, each rank does all of it
     SequenceShard      a dropout site             takes the places of its part of the sequence
     ShardBuffer        a buffer                   cut like the heads that it is of
 

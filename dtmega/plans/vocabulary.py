@@ -1,21 +1,25 @@
-"""Both ends of a model over the tp axis: embeddings, and a head cut over the vocabulary.
+"""Both ends of a model over the tp axis: embeddings, a head cut over the vocabulary, and heads that are not cut.
 
 Any number of rows V is shared as DTensor shares it, ceil(V / tp) a rank and fewer on the last one.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.loss import linear_cross_entropy
-from dtmega.plans.base import Style, computing_on, local
+from dtmega.plans import mappings
+from dtmega.plans.base import Stack, Style, as_function, computing_on, local
 from dtmega.plans.products import product
 
 
@@ -79,8 +83,11 @@ class VocabEmbedding(VocabStyle):
                 module.padding_idx = padding
 
 
-class PositionEmbedding(Style):
-    """nn.Embedding of learned positions, whole on every rank: [B, S] -> [B, S/tp, D] of its part, or [B, S, D]."""
+class WholeEmbedding(Style):
+    """nn.Embedding of few rows (positions, token types), whole on every rank: [B, S] -> [B, S/tp, D] of its part.
+
+    Without sequence parallelism [B, S, D].
+    """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Replicate()}
 
@@ -93,29 +100,56 @@ class PositionEmbedding(Style):
         return F.embedding(x, local(module.weight))
 
 
+class Rejoin(ParallelStyle):
+    """On a module that is not cut at all, and does the same work on every rank: its input is made whole.
+
+    [B, S/tp, D] -> [B, S, D]. The gradient of that is whole on every rank too, so each takes its part, and nothing is
+    summed. Without sequence parallelism there is nothing to do. Inside of it parameters are whole (`Whole(False)`), and
+    what is cut takes its input in by itself, without a sequence that is cut (`VocabHead(False)`).
+
+    Args:
+        stack: as for a Style.
+        first_only: the module reads x[:, 0] alone: only the first of each rank's places travel, [B, tp, D].
+    """
+
+    def __init__(self, stack: Stack | bool = True, first_only: bool = False) -> None:
+        self.stack = stack if isinstance(stack, Stack) else Stack(stack)
+        self.first_only = first_only
+        self._function = as_function(self.forward)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.group = device_mesh.get_group()
+        module.forward = types.MethodType(self._function, module)
+        return module
+
+    def forward(self, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.stack.cut:
+            mine = x[:, :1] if self.first_only else x
+            x = mappings.whole(mine, self.group, 1, mine.shape[1] * self.group.size())
+        return type(module).forward(module, x, *args, **kwargs)
+
+
 class VocabHead(VocabStyle):
     """A head like `models.layers.LMHead` cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
 
-    The module has `vocab_size` (V without padding rows) and `loss_terms()` (keywords of `linear_cross_entropy`).
-    Each rank computes the same loss, from its own columns and one exchange of a few numbers a token.
+    The module has `vocab_size` (V without padding rows), `loss_terms()` (keywords of `linear_cross_entropy`), and may
+    have a bias. Each rank computes the same loss, from its own columns and one exchange of a few numbers a token.
+    Where it is given some tokens only, [N, D], each rank has all of them, and the sequence is not cut there.
     """
 
     def check_class(self, module: nn.Module) -> None:
         if not hasattr(module, "vocab_size") or not hasattr(module, "loss_terms"):
             raise ValueError(f"VocabHead is for a head with vocab_size and loss_terms(), not {type(module).__name__}")
 
-    def placement(self, name: str, tp: int) -> Placement | None:
-        return super().placement(name, tp) if name == "weight" else None
-
     def forward(self, module: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        mesh, weight = module.weight.device_mesh, local(module.weight)
+        mesh, weight, bias = module.weight.device_mesh, local(module.weight), local(getattr(module, "bias", None))
         h = self.stack.enter(x, self.group)
         if labels is None:
-            logits, shape = product(h, weight), torch.Size((*h.shape[:2], module.weight.shape[0]))
+            logits, shape = product(h, weight, bias), torch.Size((*h.shape[:2], module.weight.shape[0]))
             stride = (shape[1] * shape[2], shape[2], 1)
             cut = DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
             return cut.full_tensor()[..., : module.vocab_size]
         start, terms = self.first_row(module.weight), module.loss_terms()
         return linear_cross_entropy(
-            h.flatten(0, 1), weight, labels.flatten(), vocab_start=start, group=self.group, **terms
+            h.flatten(0, -2), weight, labels.flatten(), bias=bias, vocab_start=start, group=self.group, **terms
         )
