@@ -95,7 +95,10 @@ def _tokenize(parser: argparse.ArgumentParser) -> None:
         help=f"files, globs, folders (every {', '.join(KINDS)} below, by name; text also .gz, .zst), or - for stdin",
     )
     parser.add_argument(
-        "--tokenizer", required=True, metavar="SPEC", help="stdlib-8k, bytes, a file or a tiktoken name"
+        "--tokenizer",
+        required=True,
+        metavar="SPEC",
+        help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, a file ...",
     )
     parser.add_argument(
         "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"

@@ -186,7 +186,7 @@ class Transformers(Model):
 class Data(Section):
     path: str | list[str] = key("stdlib", "'stdlib' (Python's own docs and sources) or .bin/.idx prefixes")
     weights: list[float] = key([], "one positive weight per path, normalised; empty = by number of tokens")
-    tokenizer: str = key("stdlib-8k", "stdlib-8k, bytes, a tiktoken name, a .tiktoken file or a tokenizer.json")
+    tokenizer: str = key("stdlib-8k", "stdlib-8k, stdlib-wordpiece, bytes, bert:VOCAB, a file or a tiktoken name")
     seq_len: int = key(256, "S; a sample is S + 1 tokens", ge=1)
     split: str = key("969,30,1", "documents to train, valid, test, by weight")
     eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")

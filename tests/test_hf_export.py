@@ -16,6 +16,7 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint import convert
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
+from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 from dtmega.hf.export import export
 from dtmega.hf.files import INDEX
@@ -282,6 +283,18 @@ def test_a_tokenizer_that_the_original_does_not_have_is_written(tmp_path, llama)
     assert read_json(tmp_path / "out" / "config.json")["eos_token_id"] == 256
     before = read_json(llama / "original" / "config.json")["eos_token_id"]
     assert before == 2
+
+
+def test_a_vocabulary_of_wordpieces_is_written_with_the_special_tokens_by_which_bert_finds_them(tmp_path, llama):
+    from transformers import AutoTokenizer
+
+    assert to_hf(llama / "checkpoint", tmp_path / "out", "--tokenizer", "stdlib-wordpiece") == job.DONE
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer("stdlib-wordpiece")
+    assert theirs("def f(x):", "pass").input_ids == [2, *ours.encode("def f(x):"), 3, *ours.encode("pass"), 3]
+    assert theirs("def f(x):", "pass").token_type_ids[-2:] == [1, 1]
+    assert theirs.encode("[MASK]") == [2, 4, 3]
+    assert (theirs.mask_token, theirs.unk_token_id, theirs.pad_token_id) == ("[MASK]", 1, 0)
+    assert read_json(tmp_path / "out" / "config.json")["pad_token_id"] == 0
 
 
 @pytest.mark.parametrize("target", ["hf", "dtmega"])

@@ -10,7 +10,7 @@ import tiktoken
 import tokenizers
 
 from dtmega.data import corpus
-from dtmega.data.tokenizer import EOD, STDLIB_8K, load_encoding, load_tokenizer
+from dtmega.data.tokenizer import EOD, load_encoding, load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 
 # Where the two regular expression engines, or the two orders of merging, could part.
@@ -110,9 +110,3 @@ def test_a_tokenizer_json_is_given_back_as_it_is(tmp_path):
 def test_what_is_no_tokenizer_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         to_json(spec)
-
-
-def test_without_the_library_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[data\]'"):
-        to_json(str(STDLIB_8K))

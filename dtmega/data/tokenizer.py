@@ -1,12 +1,15 @@
 """Text <-> token ids. A spec is one string that names a vocabulary; every process loads it for itself from that string.
 
     stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
+    stdlib-wordpiece       shipped: 8,192 WordPieces, cased, trained on the same text by tools/train_wordpiece.py
     bytes                  the 256 bytes, then end-of-document
+    bert:PATH              a local vocab.txt of WordPieces, text in lower case and without accents; [SEP] ends documents
+    bert-cased:PATH        the same, text as it is
     PATH.tiktoken          local ranks (a base64 token and its rank per line), then end-of-document
-    PATH.json              a Hugging Face tokenizer.json (eos_token beside it counts); needs `pip install -e '.[data]'`
+    PATH.json              a Hugging Face tokenizer.json (eos_token beside it counts)
     gpt2, cl100k_base ...  tiktoken's own, which it downloads
 
-Text is always ordinary: a document that spells "<|endoftext|>" never makes the end-of-document id.
+Text is always ordinary: a document that spells "<|endoftext|>" or "[MASK]" never makes the special id.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
+import tokenizers
 
+from dtmega.data import wordpiece
 from dtmega.strangers import read_object
 
 # cl100k_base's rule, written so that tiktoken and Hugging Face's `tokenizers` both read it: contractions; words with
@@ -34,8 +39,11 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 GPT2_RANKS = 50_256
 
 EOD = "<|endoftext|>"
-HF_EODS = (EOD, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
+HF_EODS = (EOD, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", wordpiece.SEP)
 STDLIB_8K = Path(__file__).with_name("stdlib-8k.tiktoken")
+STDLIB_WORDPIECE = Path(__file__).with_name("stdlib-wordpiece.txt")
+SHIPPED_WORDPIECES = "stdlib-wordpiece"
+WORDPIECES = ("bert", "bert-cased")  # before ":" and the path of a vocab.txt
 
 # tiktoken's regex engine overflows its stack (Rust panics) on about a million blanks in a row, so text is cut there.
 BLANKS = re.compile(r"\s{100000}")
@@ -52,6 +60,9 @@ class Tokenizer:
         fingerprint: 12 hex digits, equal for equal vocabularies.
         encode: text -> ids.
         decode: ids in [0, vocab_size) -> text; bytes that are no UTF-8 become U+FFFD.
+        special_ids: all that stand for no text, so `encode` never returns one; [UNK] stands for some.
+        continuing_ids: those that go on within a word ("##ing"); none in a vocabulary that does not tell.
+        cls_id, sep_id, mask_id, pad_id: of [CLS], [SEP], [MASK], [PAD]; None where there is none.
     """
 
     name: str
@@ -60,19 +71,45 @@ class Tokenizer:
     fingerprint: str
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    special_ids: frozenset[int]
+    continuing_ids: frozenset[int] = field(default=frozenset(), repr=False)
+    cls_id: int | None = None
+    sep_id: int | None = None
+    mask_id: int | None = None
+    pad_id: int | None = None
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that `spec` names, see above.
 
     Raises:
-        ValueError: unknown spec, missing or malformed file, missing library, or tiktoken could not download.
+        ValueError: unknown spec, missing or malformed file, or tiktoken could not download.
     """
-    return _from_huggingface(spec) if spec.endswith(".json") else _from_encoding(spec, *load_encoding(spec))
+    if is_wordpiece(spec):
+        tokenizer, fingerprint = load_wordpiece(spec)
+        return _from_huggingface(spec, tokenizer, wordpiece.SEP, fingerprint)
+    if spec.endswith(".json"):
+        return _from_json(spec)
+    return _from_encoding(spec, *load_encoding(spec))
+
+
+def is_wordpiece(spec: str) -> bool:
+    """Whether a spec names a vocab.txt."""
+    return spec == SHIPPED_WORDPIECES or spec.startswith(tuple(f"{kind}:" for kind in WORDPIECES))
+
+
+def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
+    """The tokenizer of a spec that names a vocab.txt, and its fingerprint; errors as above."""
+    kind, _, path = spec.partition(":")
+    file = STDLIB_WORDPIECE if spec == SHIPPED_WORDPIECES else Path(path)
+    tokens = wordpiece.parse(file, _read(file))
+    lower = kind == "bert"
+    fingerprint = _digest(b"lower" if lower else b"cased", "\n".join(tokens).encode())
+    return wordpiece.build(tokens, lower), fingerprint
 
 
 def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
-    """The ranks and the pattern of any spec but a tokenizer.json, and their fingerprint; errors as above."""
+    """The ranks and the pattern of a spec of byte-level BPE, and their fingerprint; errors as above."""
     if spec == "stdlib-8k":
         return _from_ranks_file(spec, STDLIB_8K)
     if spec == "bytes":
@@ -82,8 +119,9 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
     if spec in tiktoken.list_encoding_names():
         return _from_tiktoken_name(spec)
     raise ValueError(
-        f"unknown tokenizer '{spec}'; expected stdlib-8k, bytes, a path to a .tiktoken file or a tokenizer.json, or "
-        f"one of tiktoken's: {', '.join(tiktoken.list_encoding_names())}"
+        f"unknown tokenizer '{spec}'; expected stdlib-8k, stdlib-wordpiece, bytes, bert:PATH or bert-cased:PATH of a "
+        f"vocab.txt, a path to a .tiktoken file or a tokenizer.json, or one of tiktoken's: "
+        f"{', '.join(tiktoken.list_encoding_names())}"
     )
 
 
@@ -133,14 +171,11 @@ def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> 
     def decode(ids: Sequence[int]) -> str:
         return encoding.decode(list(ids), errors="replace")
 
-    return Tokenizer(spec, encoding.n_vocab, encoding.eot_token, fingerprint, encode, decode)
+    special_ids = frozenset(encoding._special_tokens.values())
+    return Tokenizer(spec, encoding.n_vocab, encoding.eot_token, fingerprint, encode, decode, special_ids)
 
 
-def _from_huggingface(spec: str) -> Tokenizer:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError(f"'{spec}' needs the tokenizers library: pip install -e '.[data]'") from None
+def _from_json(spec: str) -> Tokenizer:
     content = _read(Path(spec))
     try:
         loaded = tokenizers.Tokenizer.from_buffer(content)
@@ -155,6 +190,10 @@ def _from_huggingface(spec: str) -> Tokenizer:
         )
     loaded.no_truncation()
     loaded.no_padding()
+    return _from_huggingface(spec, loaded, eods[0], _digest(content))
+
+
+def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerprint: str) -> Tokenizer:
     loaded.encode_special_tokens = True  # special tokens' names inside a document are text
 
     def encode(text: str) -> list[int]:
@@ -163,7 +202,30 @@ def _from_huggingface(spec: str) -> Tokenizer:
     def decode(ids: Sequence[int]) -> str:
         return loaded.decode(list(ids), skip_special_tokens=False)
 
-    return Tokenizer(spec, max(vocabulary.values()) + 1, vocabulary[eods[0]], _digest(content), encode, decode)
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
+    for name, i in by_name.items():
+        if i in encode(f" {name} "):
+            raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
+    added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
+    known = {i for i in by_name.values() if i is not None}
+    unknown = vocabulary.get(getattr(loaded.model, "unk_token", None) or "")
+    prefix = getattr(loaded.model, "continuing_subword_prefix", None)
+    continuing = {i for token, i in vocabulary.items() if token.startswith(prefix)} if prefix else set()
+    return Tokenizer(
+        name=spec,
+        vocab_size=max(vocabulary.values()) + 1,
+        eod_id=vocabulary[eod],
+        fingerprint=fingerprint,
+        encode=encode,
+        decode=decode,
+        special_ids=frozenset(added | known | {vocabulary[eod]}) - {unknown},
+        continuing_ids=frozenset(continuing),
+        cls_id=by_name[wordpiece.CLS],
+        sep_id=by_name[wordpiece.SEP],
+        mask_id=by_name[wordpiece.MASK],
+        pad_id=by_name[wordpiece.PAD],
+    )
 
 
 def _eos_token(path: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """A spec's vocabulary as a Hugging Face `tokenizer.json`: the same ids for the same text.
 
-Two differences remain, both Hugging Face's defaults. A document that spells "<|endoftext|>" makes the end-of-document
-id there, where here it is text (`split_special_tokens=True` makes it text there too). And more than 100,000 blanks in a
-row are cut here, see `tokenizer.BLANKS`, but not there.
+Two differences remain, both Hugging Face's defaults. A document that spells "<|endoftext|>" or "[MASK]" makes the
+special id there, where here it is text (`split_special_tokens=True` makes it text there too). And byte-level BPE cuts
+more than 100,000 blanks in a row here, see `tokenizer.BLANKS`, but not there.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from dtmega.data.tokenizer import load_encoding, load_tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from dtmega.data import wordpiece
+from dtmega.data.tokenizer import is_wordpiece, load_encoding, load_tokenizer, load_wordpiece
 
 
 def to_json(spec: str) -> str:
     """The text of a tokenizer.json; of a spec that is such a file, the file itself.
 
     Raises:
-        ValueError: as `load_tokenizer`, or the tokenizers library is missing.
+        ValueError: as `load_tokenizer`.
     """
+    if is_wordpiece(spec):
+        return wordpiece.to_json(load_wordpiece(spec)[0])
     if spec.endswith(".json"):
         load_tokenizer(spec)
         return Path(spec).read_text(encoding="utf-8")
-    try:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError:
-        raise ValueError("a tokenizer.json needs the tokenizers library: pip install -e '.[data]'") from None
     encoding, _ = load_encoding(spec)
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
     spell = byte_level_alphabet()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from dtmega.formats.sources import Source
 from dtmega.hf import config_json
@@ -28,6 +29,14 @@ BESIDE = (
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
+# Names of special tokens by which transformers' BertTokenizer finds them, where a vocabulary has them.
+ROLES = {
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+}
 
 
 def export(
@@ -77,26 +86,31 @@ def export(
         generation = parse_object(files.get(GENERATION, b"{}"), f"{original}/{GENERATION}")
         files = {GENERATION: to_json(generation | ends)}
         if tokenizer_json is not None:
-            files |= _tokenizer_files(tokenizer_json, eod_id)
+            tokenizer = Tokenizer.from_str(tokenizer_json)
+            files |= _tokenizer_files(tokenizer, tokenizer_json, eod_id)
+            pad_id = tokenizer.token_to_id(ROLES["pad_token"])
+            plain |= {} if pad_id is None else {"pad_token_id": pad_id}
     files[config_json.NAME] = to_json(plain)
     write(source, folder, tensors, files, rank=rank, size=size, barrier=barrier, max_file_bytes=max_file_bytes)
 
 
-def _tokenizer_files(tokenizer_json: str, eod_id: int | None) -> dict[str, bytes]:
+def _tokenizer_files(tokenizer: Tokenizer, text: str, eod_id: int | None) -> dict[str, bytes]:
     """File -> content, for AutoTokenizer.
+
+    Args:
+        text: that `tokenizer` was made of.
 
     Raises:
         ValueError: the tokenizer has no such end of document.
     """
-    from tokenizers import Tokenizer  # who has made the text has the library
-
-    eod = None if eod_id is None else Tokenizer.from_str(tokenizer_json).id_to_token(eod_id)
+    eod = None if eod_id is None else tokenizer.id_to_token(eod_id)
     if eod_id is not None and eod is None:
         raise ValueError(f"the tokenizer has no id {eod_id} for the end of a document ([data] tokenizer)")
     special = {} if eod is None else {"bos_token": eod, "eos_token": eod}
+    special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
     # Not the class that transformers 4 has for BLOOM, which would add BLOOM's own special tokens.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return {TOKENIZER: tokenizer_json.encode(), "tokenizer_config.json": to_json(loading | special)}
+    return {TOKENIZER: text.encode(), "tokenizer_config.json": to_json(loading | special)}
 
 
 def _read(path: Path) -> bytes:
