@@ -285,13 +285,17 @@ def test_a_tokenizer_that_the_original_does_not_have_is_written(tmp_path, llama)
     assert before == 2
 
 
-def test_a_vocabulary_of_wordpieces_is_written_with_the_special_tokens_by_which_bert_finds_them(tmp_path, llama):
+def test_a_vocabulary_of_wordpieces_is_written_with_the_special_tokens_by_which_bert_finds_them(tmp_path):
     from transformers import AutoTokenizer
 
-    assert to_hf(llama / "checkpoint", tmp_path / "out", "--tokenizer", "stdlib-wordpiece") == job.DONE
+    alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
+    bert = {"model_type": "bert", "type_vocab_size": 2}
+    shipped = to_json("stdlib-wordpiece")
+    export(Memory({"w": torch.ones(2)}), tmp_path / "out", bert, None, shipped, eod_id=3, **alone)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer("stdlib-wordpiece")
-    assert theirs("def f(x):", "pass").input_ids == [2, *ours.encode("def f(x):"), 3, *ours.encode("pass"), 3]
-    assert theirs("def f(x):", "pass").token_type_ids[-2:] == [1, 1]
+    found = theirs("def f(x):", "pass")
+    assert found.input_ids == [2, *ours.encode("def f(x):"), 3, *ours.encode("pass"), 3]
+    assert found.token_type_ids == [0] * (len(found.input_ids) - 2) + [1, 1]
     assert theirs.encode("[MASK]") == [2, 4, 3]
     assert (theirs.mask_token, theirs.unk_token_id, theirs.pad_token_id) == ("[MASK]", 1, 0)
     assert read_json(tmp_path / "out" / "config.json")["pad_token_id"] == 0

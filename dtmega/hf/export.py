@@ -87,18 +87,19 @@ def export(
         files = {GENERATION: to_json(generation | ends)}
         if tokenizer_json is not None:
             tokenizer = Tokenizer.from_str(tokenizer_json)
-            files |= _tokenizer_files(tokenizer, tokenizer_json, eod_id)
+            files |= _tokenizer_files(tokenizer, tokenizer_json, eod_id, reads_types="type_vocab_size" in plain)
             pad_id = tokenizer.token_to_id(ROLES["pad_token"])
             plain |= {} if pad_id is None else {"pad_token_id": pad_id}
     files[config_json.NAME] = to_json(plain)
     write(source, folder, tensors, files, rank=rank, size=size, barrier=barrier, max_file_bytes=max_file_bytes)
 
 
-def _tokenizer_files(tokenizer: Tokenizer, text: str, eod_id: int | None) -> dict[str, bytes]:
+def _tokenizer_files(tokenizer: Tokenizer, text: str, eod_id: int | None, *, reads_types: bool) -> dict[str, bytes]:
     """File -> content, for AutoTokenizer.
 
     Args:
         text: that `tokenizer` was made of.
+        reads_types: the model tells the first of two texts from the second by `token_type_ids`.
 
     Raises:
         ValueError: the tokenizer has no such end of document.
@@ -106,8 +107,10 @@ def _tokenizer_files(tokenizer: Tokenizer, text: str, eod_id: int | None) -> dic
     eod = None if eod_id is None else tokenizer.id_to_token(eod_id)
     if eod_id is not None and eod is None:
         raise ValueError(f"the tokenizer has no id {eod_id} for the end of a document ([data] tokenizer)")
-    special = {} if eod is None else {"bos_token": eod, "eos_token": eod}
+    special: dict[str, Any] = {} if eod is None else {"bos_token": eod, "eos_token": eod}
     special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
+    if reads_types:
+        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     # Not the class that transformers 4 has for BLOOM, which would add BLOOM's own special tokens.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return {TOKENIZER: text.encode(), "tokenizer_config.json": to_json(loading | special)}
