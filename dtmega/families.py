@@ -6,7 +6,7 @@ in `plans/`, and a line in FAMILIES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class Family(Protocol):
     Attributes:
         libraries: whose versions all ranks must share, beside torch.
         directory: [model] path names a directory that the model is read from.
-        formats: how other programs store it, by the names that `convert` has for them.
+        formats: how other programs store it, by the names that `convert` has for them; one for each form there.
         objective: what it is trained for.
     """
 
@@ -55,7 +55,7 @@ class Family(Protocol):
     def directory(self) -> bool: ...
 
     @property
-    def formats(self) -> Mapping[str, Format]: ...
+    def formats(self) -> Mapping[str, Sequence[Format]]: ...
 
     @property
     def objective(self) -> Objective: ...
@@ -157,7 +157,7 @@ class Own:
 
     model: Callable[[Any], Stage]
     plan: Callable[[Any, bool], Plan]
-    formats: Mapping[str, Format]
+    formats: Mapping[str, Sequence[Format]]
     libraries: tuple[str, ...] = ()
     directory: bool = False
     objective: Objective = NEXT_TOKEN
@@ -216,13 +216,17 @@ class Own:
         return open_checkpoint_weights(model)
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        return ours.opened(path, self.formats["hf"], model, self.model)
+        return ours.opened(path, self.form(model, "hf"), model, self.model)
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        form = self.formats["hf"]
+        form = self.form(model, "hf")
         described = form.described(model)
         theirs = ours.translated(source, form, model, self.model)
         hf_export.export(theirs, folder, described, None, tokenizer, **options)
+
+    def form(self, model: config.Model, program: str) -> Format:
+        """The form in which another program stores a model."""
+        return next(form for form in self.formats[program] if form.fits(model))
 
     def _table(self, cfg: config.Config) -> Plan:
         return self.plan(cfg.model, cfg.mesh.sequence_parallel)
@@ -233,7 +237,7 @@ class Transformers:
 
     libraries = ("transformers",)
     directory = True
-    formats: Mapping[str, Format] = {}
+    formats: Mapping[str, Sequence[Format]] = {}
     objective = NEXT_TOKEN
 
     def resolve(self, cfg: config.Config) -> config.Config:
@@ -305,9 +309,9 @@ class Transformers:
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": bloom.HF}),
-    "gpt": Own(gpt.GPT, gpt_plan, {"hf": gpt.HF}),
-    "llama": Own(llama.Llama, llama_plan, {"hf": llama.HF}),
+    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF]}),
+    "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF]}),
+    "llama": Own(llama.Llama, llama_plan, {"hf": [llama.HF]}),
     "hf": Transformers(),
 }
 
@@ -357,14 +361,14 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
     if model is None:
         file = f"{path}/{config_json.NAME}"
         theirs = config_json.read_plain(path)
-        names = {family.formats["hf"].kind: name for name, family in FAMILIES.items() if "hf" in family.formats}
+        known = {form.kind: (name, form) for name, family in FAMILIES.items() for form in family.formats.get("hf", ())}
         kind = theirs["model_type"]
-        if kind not in names:
+        if kind not in known:
             raise ValueError(
-                f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(names))} ([model] name)"
+                f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(known))} ([model] name)"
             )
-        section = FAMILIES[names[kind]].formats["hf"].section(theirs, file)
-        model = config.model_section({"name": names[kind], **section}, str(path))
+        name, form = known[kind]
+        model = config.model_section({"name": name, **form.section(theirs, file)}, str(path))
     return of(model).folder(path, model), model
 
 

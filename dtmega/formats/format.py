@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dtmega import config
@@ -46,6 +46,9 @@ class Format:
             (architectures) is held against a configuration of theirs, where it says something of it.
         base: prefix of most of their names, without which the files of a bare base model have them.
         ignored: matches the end of names of what is stored and is no weight.
+        older: ends of names in old files -> of today's.
+        implied: keys of [model] with the values that every model of this form has; where a program has several forms of
+            a family, one for each of these values.
         heads: of a model, for rules with that word.
         refuse: raises ValueError for a model that the format cannot express.
         to_section: further keys of [model], of their configuration; raises ValueError.
@@ -57,6 +60,8 @@ class Format:
     fixed: Mapping[str, Any]
     base: str = ""
     ignored: str = r"(?!)"
+    older: Mapping[str, str] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
     heads: Callable[[config.Model], Heads] = lambda model: Heads(model.n_heads, model.n_heads)
     refuse: Callable[[config.Model], object] = _nothing
     to_section: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
@@ -66,6 +71,10 @@ class Format:
     def kind(self) -> str:
         """Their name for the family."""
         return self.fixed["model_type"]
+
+    def fits(self, model: config.Model) -> bool:
+        """Whether a model has what every model of this form has."""
+        return all(getattr(model, key) == value for key, value in self.implied.items())
 
     def section(self, theirs: Mapping[str, Any], file: str) -> dict[str, Any]:
         """The [model] section, but for its name, that a configuration of theirs describes.
@@ -79,8 +88,9 @@ class Format:
         for name, value in self.fixed.items():
             said = theirs.get(name)
             if said not in (None, value) and name != "architectures":
-                raise ValueError(f"{file} has {name}={said!r:.80}, expected {value!r} ([model] name)")
-        section: dict[str, Any] = {}
+                keys = ", ".join(f"[model] {key}" for key in ("name", *self.implied))
+                raise ValueError(f"{file} has {name}={said!r:.80}, expected {value!r} ({keys})")
+        section = dict(self.implied)
         for key in self.keys:
             names = [name for name in key.theirs if theirs.get(name) is not None]
             value = theirs[names[0]] if names else key.default

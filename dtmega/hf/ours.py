@@ -62,7 +62,9 @@ def opened(path: Path, form: Format, model: config.Model, build: Build) -> Folde
     ignored = re.compile(f"({form.ignored})$")
 
     def name_of(key: str) -> str | None:
-        for name in (key, form.base + key):
+        old = next((end for end in form.older if key.endswith(end)), None)
+        today = key if old is None else key.removesuffix(old) + form.older[old]
+        for name in (today, form.base + today):
             if name in theirs:
                 return name
         return "" if ignored.search(key) else None
