@@ -132,6 +132,28 @@ class GPT(DroppingModel):
     tied: bool = key(True, "the head is the embedding")
 
 
+class Bert(DroppingModel):
+    name: Literal["bert"] = key("bert", "the family of models")
+    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
+    norm: Literal["pre", "post"] = key(
+        "pre", "LayerNorms before attention and feed-forward, as Megatron's, or after them, as the first BERT's"
+    )
+    apply_residual_connection_post_layernorm: bool = key(False, "the residual is the LayerNorm's output (BERT's order)")
+    gelu: Literal["erf", "tanh"] = key("erf", "of the feed-forward; tanh is an approximation, Megatron's when it fuses")
+    head_gelu: Literal["erf", "tanh"] = key("erf", "of the head's transform; Megatron's is erf whatever the other is")
+    max_position_embeddings: int = key(512, "learned positions, so the longest sequence that it can read", ge=1)
+
+    @model_validator(mode="after")
+    def _check_norm(self) -> Bert:
+        if self.norm == "post" and self.apply_residual_connection_post_layernorm:
+            raise ValueError(
+                "norm='post' has a LayerNorm's output for its residual already: expected "
+                "apply_residual_connection_post_layernorm=false, got true "
+                "([model] norm, [model] apply_residual_connection_post_layernorm)"
+            )
+        return self
+
+
 class Llama(OwnModel):
     name: Literal["llama"] = key("llama", "the family of models")
     n_kv_heads: int = key(0, "heads of keys and values, which groups of heads share; 0 = n_heads", ge=0)
@@ -390,7 +412,7 @@ class Compile(Section):
 
 class Config(Section):
     run: Run = Run()
-    model: Annotated[Bloom | GPT | Llama | Transformers, Field(discriminator="name")] = Bloom()
+    model: Annotated[Bloom | GPT | Bert | Llama | Transformers, Field(discriminator="name")] = Bloom()
     data: Data = Data()
     batch: Batch = Batch()
     optim: Optim = Optim()

@@ -17,18 +17,19 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.cost import Piece
-from dtmega.data.objectives import NEXT_TOKEN, Objective
+from dtmega.data.objectives import MASKED, NEXT_TOKEN, Objective
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Source
 from dtmega.hf import config_json, ours
 from dtmega.hf import export as hf_export
 from dtmega.hf.files import has_weights
 from dtmega.mesh import World
-from dtmega.models import bloom, count, gpt, hf_resolve, llama
+from dtmega.models import bert, bloom, count, gpt, hf_resolve, llama
 from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
 from dtmega.models.stage import Stage
 from dtmega.plans import apply_plan, check_plan, shard_buffers
+from dtmega.plans.bert import plan as bert_plan
 from dtmega.plans.bloom import plan as bloom_plan
 from dtmega.plans.gpt import plan as gpt_plan
 from dtmega.plans.hf.load import materialize
@@ -312,6 +313,7 @@ FAMILIES: dict[str, Family] = {
     "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF]}),
     "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF]}),
     "llama": Own(llama.Llama, llama_plan, {"hf": [llama.HF]}),
+    "bert": Own(bert.Bert, bert_plan, {"hf": bert.HF}, objective=MASKED),
     "hf": Transformers(),
 }
 

@@ -109,7 +109,7 @@ def test_a_key_that_does_not_exist_is_an_error_with_its_nearest_neighbour(tmp_pa
         (
             "[model]\nname = 'hf'\napply_residual_connection_post_layernorm = true",
             [],
-            "key 'apply_residual_connection_post_layernorm' in [model] is for name = 'bloom', not for 'hf'",
+            "key 'apply_residual_connection_post_layernorm' in [model] is for name = 'bloom' or 'bert', not for 'hf'",
         ),
         ("[model]\nz_loss = 1e-4", ["--model.name", "hf"], "test.toml: key 'z_loss' in [model] is for name = 'bloom'"),
         ("", ["--model.z_loss", "0.0", "--model.name", "hf"], "--model.z_loss: key 'z_loss' in [model] is for name = "),

@@ -15,8 +15,8 @@ from torch import Tensor
 from dtmega.formats.rules import Made, Run, stored
 
 Index = tuple[slice, ...]
-# A row for each token of the vocabulary, in every model of the house. Those of padding are ours alone.
-BY_TOKEN = ("embed.weight", "head.weight")
+# A row, or a number, for each token of the vocabulary, in every model of the house. Those of padding are ours alone.
+BY_TOKEN = ("embed.weight", "head.weight", "head.output.weight", "head.output.bias")
 
 
 class Source(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,8 @@ from dtmega import config, keyed
 from dtmega.attention import Dropout, attention
 from dtmega.loss import linear_cross_entropy
 from dtmega.rule import AttentionRule
+
+Gelu = Literal["erf", "tanh"]
 
 
 class KeyedDropout(nn.Module):
@@ -71,36 +73,50 @@ class FusedAttention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout).transpose(1, 2).flatten(2))
 
 
-class GeluMLP(nn.Module):
-    """A feed-forward with GELU in its approximation by tanh, as Megatron's, BLOOM's and GPT-2's."""
+def gelu(x: Tensor, form: Gelu) -> Tensor:
+    """GELU (arXiv:1606.08415): `erf` is x times the normal distribution's cdf, `tanh` the paper's approximation."""
+    return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
-    def __init__(self, cfg: config.OwnModel) -> None:
+
+class GeluMLP(nn.Module):
+    """A feed-forward with GELU: in its approximation by tanh Megatron's, BLOOM's and GPT-2's."""
+
+    def __init__(self, cfg: config.OwnModel, form: Gelu = "tanh") -> None:
         super().__init__()
+        self.form: Gelu = form
         self.up = nn.Linear(cfg.hidden_size, cfg.ffn)
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(gelu(self.up(x), self.form))
 
 
 class LMHead(nn.Module):
-    """Logits, or the sum of token losses, from the last hidden state; bias-free as BLOOM's and GPT's.
+    """Logits, or the sum of token losses, from the last hidden state.
 
-    The weight may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); they give no logits.
+    Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); they give no logits.
+
+    Args:
+        bias: one number for each token, as BERT's has; BLOOM's and GPT's have none.
     """
 
-    def __init__(self, cfg: config.OwnModel) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, cfg: config.OwnModel, bias: bool = False) -> None:
         super().__init__()
         self.vocab_size = cfg.vocab_size
         self.label_smoothing = cfg.label_smoothing
         self.z_loss = cfg.z_loss
         self.weight = nn.Parameter(torch.empty(cfg.padded_vocab_size, cfg.hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(cfg.padded_vocab_size)) if bias else None)
 
     def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:
-        """h: [B, S, D]. Returns logits [B, S, V], or with labels [B, S] the fp32 scalar sum (-100 is ignored)."""
+        """h: [..., D]. Returns logits [..., V], or with labels [...] the fp32 scalar sum (-100 is ignored)."""
         if labels is None:
-            return F.linear(h, self.weight[: self.vocab_size])
-        return linear_cross_entropy(h.flatten(0, 1), self.weight, labels.flatten(), **self.loss_terms())
+            bias = None if self.bias is None else self.bias[: self.vocab_size]
+            return F.linear(h, self.weight[: self.vocab_size], bias)
+        rows = h.flatten(0, -2)
+        return linear_cross_entropy(rows, self.weight, labels.flatten(), bias=self.bias, **self.loss_terms())
 
     def loss_terms(self) -> dict[str, Any]:
         """What `linear_cross_entropy` should count; the extra terms in training only, so evaluations are comparable."""

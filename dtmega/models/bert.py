@@ -1,0 +1,299 @@
+"""BERT (Devlin et al., arXiv:1810.04805), by default in Megatron's order (arXiv:1909.08053): LayerNorm first.
+
+An encoder: every token sees all others of its sample, but for padding. It is trained to fill in masked tokens, and to
+say whether two segments changed places. Written as if for one device, as all models here: first and last modules are
+optional, and head counts come from tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.formats.format import Format, Key
+from dtmega.formats.rules import Rule
+from dtmega.loss import IGNORED
+from dtmega.models.layers import FusedAttention, Gelu, GeluMLP, KeyedDropout, LMHead, gelu, set_dropout_keys
+from dtmega.models.stage import Stage
+from dtmega.rule import AttentionRule, attention_rule
+
+N_TYPES = 2  # of tokens: those of segment A, with its [CLS] and [SEP], and those of segment B
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward, each f with its LayerNorm and residual, in the order of `[model] norm`.
+
+    pre: x + drop(f(LN x)), or LN x + drop(f(LN x)) with apply_residual_connection_post_layernorm.
+    post: LN(x + drop(f(x))).
+    """
+
+    def __init__(self, cfg: config.Bert) -> None:
+        super().__init__()
+        self.norm_comes_last = cfg.norm == "post"
+        self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
+        self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.attn = FusedAttention(cfg)
+        self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
+        self.mlp_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.mlp = GeluMLP(cfg, cfg.gelu)
+        self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
+
+    def forward(
+        self, h: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None, places: Tensor
+    ) -> Tensor:
+        if self.norm_comes_last:
+            h = self.attn_norm(h + self.attn_dropout(self.attn(h, rule, head_ids, sample_ids), sample_ids, places))
+            return self.mlp_norm(h + self.mlp_dropout(self.mlp(h), sample_ids, places))
+        x = self.attn_norm(h)
+        residual = x if self.residual_is_normed else h
+        h = residual + self.attn_dropout(self.attn(x, rule, head_ids, sample_ids), sample_ids, places)
+        x = self.mlp_norm(h)
+        residual = x if self.residual_is_normed else h
+        return residual + self.mlp_dropout(self.mlp(x), sample_ids, places)
+
+
+class WordHead(nn.Module):
+    """The words behind masked tokens, from the last hidden state: LN(gelu(dense(h))), then logits by the embedding."""
+
+    def __init__(self, cfg: config.Bert) -> None:
+        super().__init__()
+        self.form: Gelu = cfg.head_gelu
+        self.dense = nn.Linear(cfg.hidden_size, cfg.hidden_size)
+        self.norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.output = LMHead(cfg, bias=True)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """hidden: [B, S, D]. Returns logits [B, S, V], or with labels [B, S] the fp32 sum of the losses of those tokens
+        that have one; of the others nothing is computed.
+        """
+        if labels is not None:
+            labelled = labels != IGNORED
+            hidden = hidden[labelled]  # [N, D]
+            labels = labels[labelled]
+        return self.output(self.norm(gelu(self.dense(hidden), self.form)), labels)
+
+
+class OrderHead(nn.Module):
+    """Whether the two segments changed places, from the hidden state of a sample's first token, [CLS]."""
+
+    def __init__(self, cfg: config.Bert) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(cfg.hidden_size, cfg.hidden_size)
+        self.classifier = nn.Linear(cfg.hidden_size, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] -> logits [B, 2]: not changed, changed."""
+        return self.classifier(torch.tanh(self.pooler(hidden[:, 0])))
+
+
+class Bert(Stage):
+    """The model, or the part of it that one pipeline stage holds.
+
+    Attributes:
+        head_ids: a buffer with one entry per head; a plan shards it as it shards the heads.
+    """
+
+    cfg: config.Bert
+    ties = (("embed.weight", "head.output.weight"),)
+    head_ids: Tensor  # [H] int32
+
+    def __init__(self, cfg: config.Bert) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.longest = cfg.max_position_embeddings
+
+        def norm_if(order: str) -> nn.LayerNorm | None:
+            return nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps) if cfg.norm == order else None
+
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
+        self.positions: nn.Embedding | None = nn.Embedding(cfg.max_position_embeddings, cfg.hidden_size)
+        self.types: nn.Embedding | None = nn.Embedding(N_TYPES, cfg.hidden_size)
+        self.embed_norm = norm_if("post")
+        self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
+        self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
+        self.norm = norm_if("pre")
+        self.head: WordHead | None = WordHead(cfg)
+        self.order: OrderHead | None = OrderHead(cfg)
+        self.tie()
+        self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        token_types: Tensor | None = None,
+        swapped: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
+        *,
+        places: Tensor,
+    ) -> dict[str, Tensor]:
+        """One microbatch through the layers this stage holds.
+
+        Args:
+            tokens: [B, S] int64.
+            labels: [B, S] int64, the token that was masked; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
+            token_types: [B, S] int64, the segment of each token, 0 or 1; None: all are 0.
+            swapped: [B] int64, 1 where the segments changed places; needed with labels.
+            document_ids: [B, S] int64; attention stays inside a document, of which padding is one.
+            hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
+            places: [B, S] int64, the global index of each token in its sample, below `longest`.
+
+        Returns:
+            Sums over the microbatch, fp32: lm, of token losses; order, of losses of whether the segments changed
+            places; order_right, how often the larger logit is right, without a gradient. On earlier stages hidden.
+            Without labels logits [B, S, V] and order, logits [B, 2].
+
+        Raises:
+            ValueError: dropout in training without sample_ids, or labels without swapped.
+        """
+        if self.training and sample_ids is None and max(self.cfg.hidden_dropout, self.cfg.attention_dropout) > 0:
+            raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
+        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
+        rule = attention_rule(places, document_ids=document_ids, fused=fused)
+        if self.embed is not None and self.positions is not None and self.types is not None:
+            types = torch.zeros_like(tokens) if token_types is None else token_types
+            hidden = self.embed(tokens) + self.positions(places) + self.types(types)
+            if self.embed_norm is not None:
+                hidden = self.embed_norm(hidden)
+            assert self.embed_dropout is not None
+            hidden = self.embed_dropout(hidden, sample_ids, places)
+        for layer in self.layers.values():
+            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
+        assert hidden is not None
+        if self.head is None or self.order is None:
+            return {"hidden": hidden}
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        if labels is None:
+            return {"logits": self.head(hidden), "order": self.order(hidden)}
+        if swapped is None:
+            raise ValueError("labels come with swapped [B], 1 where the segments of a sample changed places")
+        order = self.order(hidden).float()
+        return {
+            "lm": self.head(hidden, labels),
+            "order": F.cross_entropy(order, swapped, reduction="sum"),
+            "order_right": (order.detach().argmax(-1) == swapped).sum(dtype=torch.float32),
+        }
+
+    def init_buffers(self, seed: int) -> None:
+        self.head_ids.copy_(torch.arange(self.cfg.n_heads))
+        set_dropout_keys(self, seed)
+
+    def attention_flops(self, piece: str) -> int:
+        """Twice a decoder's: every token sees all of them. Padding counts like text."""
+        return 2 * super().attention_flops(piece)
+
+
+# What transformers calls the two forms of GELU; the first name of each is the one that is written.
+ACTIVATIONS = {"erf": ("gelu",), "tanh": ("gelu_pytorch_tanh", "gelu_new")}
+
+
+def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of [model] for both forms of GELU, of a config.json, which has one name for the two.
+
+    Raises:
+        ValueError: it is no GELU.
+    """
+    said = theirs.get("hidden_act", "gelu")
+    for form, names in ACTIVATIONS.items():
+        if said in names:
+            return {"gelu": form, "head_gelu": form}
+    every = ", ".join(name for names in ACTIVATIONS.values() for name in names)
+    raise ValueError(f"config.json has hidden_act={said!r:.80}, expected one of {every} ([model] gelu)")
+
+
+def _described(model: config.Model) -> dict[str, Any]:
+    assert isinstance(model, config.Bert)
+    return {"hidden_act": ACTIVATIONS[model.gelu][0]}
+
+
+def _refuse(model: config.Model) -> None:
+    assert isinstance(model, config.Bert)
+    if model.gelu != model.head_gelu:
+        raise ValueError(
+            f"Hugging Face's BERT has one form of GELU in the feed-forward and in the head, this model has "
+            f"gelu='{model.gelu}' and head_gelu='{model.head_gelu}' ([model] gelu, [model] head_gelu)"
+        )
+    if model.apply_residual_connection_post_layernorm:
+        raise ValueError(
+            "Hugging Face's BERT adds to a LayerNorm's input, this model to its output "
+            "([model] apply_residual_connection_post_layernorm)"
+        )
+
+
+def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ...]) -> Format:
+    """The format of one of transformers' two classes, which differ in where their LayerNorms are."""
+    attention = "bert.encoder.layer.{}.attention."
+    apart = tuple(f"{attention}self.{name}." for name in ("query", "key", "value"))
+    return Format(
+        rules=(
+            Rule("embed.", "bert.embeddings.word_embeddings."),
+            Rule("positions.", "bert.embeddings.position_embeddings."),
+            Rule("types.", "bert.embeddings.token_type_embeddings."),
+            Rule("layers.{}.attn.qkv.", apart, "heads"),
+            Rule("layers.{}.attn.out.", f"{attention}output.dense."),
+            Rule("layers.{}.mlp.up.", "bert.encoder.layer.{}.intermediate.dense."),
+            Rule("layers.{}.mlp.down.", "bert.encoder.layer.{}.output.dense."),
+            *norms,
+            Rule("head.dense.", "cls.predictions.transform.dense."),
+            Rule("head.norm.", "cls.predictions.transform.LayerNorm."),
+            Rule("head.output.weight", "cls.predictions.decoder.weight"),
+            Rule("head.output.bias", "cls.predictions.bias"),
+            Rule("order.pooler.", "bert.pooler.dense."),
+            Rule("order.classifier.", "cls.seq_relationship."),
+        ),
+        base="bert.",
+        older={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        ignored=r"embeddings\.position_ids",  # a buffer that old versions of transformers stored
+        implied={"norm": order},
+        fixed={
+            **{"architectures": [model_class], "model_type": model_type, "type_vocab_size": N_TYPES},
+            **{"position_embedding_type": "absolute", "tie_word_embeddings": True},
+            **{"is_decoder": False, "add_cross_attention": False},
+        },
+        keys=(
+            Key("vocab_size", ("vocab_size",)),
+            Key("max_position_embeddings", ("max_position_embeddings",)),
+            Key("hidden_size", ("hidden_size",)),
+            Key("n_layers", ("num_hidden_layers",)),
+            Key("n_heads", ("num_attention_heads",)),
+            Key("ffn_hidden_size", ("intermediate_size",), resolved="ffn"),
+            Key("layer_norm_eps", ("layer_norm_eps",), 1e-12),
+            Key("hidden_dropout", ("hidden_dropout_prob",), 0.1, free=True),
+            Key("attention_dropout", ("attention_probs_dropout_prob",), 0.1, free=True),
+            Key("init_std", ("initializer_range",), 0.02, free=True),
+        ),
+        refuse=_refuse,
+        to_section=_activation,
+        from_section=_described,
+    )
+
+
+# transformers' BertForPreTraining and MegatronBertForPreTraining.
+HF = (
+    _format(
+        *("BertForPreTraining", "bert", "post"),
+        norms=(
+            Rule("embed_norm.", "bert.embeddings.LayerNorm."),
+            Rule("layers.{}.attn_norm.", "bert.encoder.layer.{}.attention.output.LayerNorm."),
+            Rule("layers.{}.mlp_norm.", "bert.encoder.layer.{}.output.LayerNorm."),
+        ),
+    ),
+    _format(
+        *("MegatronBertForPreTraining", "megatron-bert", "pre"),
+        norms=(
+            Rule("layers.{}.attn_norm.", "bert.encoder.layer.{}.attention.ln."),
+            Rule("layers.{}.mlp_norm.", "bert.encoder.layer.{}.ln."),
+            Rule("norm.", "bert.encoder.ln."),
+        ),
+    ),
+)
