@@ -400,10 +400,30 @@ class Fsdp(Section):
 
 
 class Precision(Section):
-    params: Literal["float32", "bfloat16"] = key(
+    params: Literal["float32", "bfloat16", "float16"] = key(
         "float32", "dtype of the forward and backward; master weights are fp32"
     )
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of gradient sums")
+    initial_loss_scale: float = key(2.0**32, "float16: what the loss of the first step is multiplied by", gt=0)
+    min_loss_scale: float = key(1.0, "float16: the scale is never halved to less", gt=0)
+    loss_scale_window: int = key(1000, "float16: steps without an overflow after which the scale is doubled", ge=1)
+    hysteresis: int = key(2, "float16: overflows before the scale is halved; counted anew when it is doubled", ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Precision:
+        scales = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        idle = [name for name in scales if getattr(self, name) != type(self).model_fields[name].default]
+        if self.params != "float16" and idle:
+            raise ValueError(
+                f"there is no loss scale for [precision] {', '.join(idle)}: expected params = 'float16', got "
+                f"'{self.params}' ([precision] params)"
+            )
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"initial_loss_scale={self.initial_loss_scale} is below min_loss_scale={self.min_loss_scale} "
+                f"([precision] initial_loss_scale, min_loss_scale)"
+            )
+        return self
 
 
 class Compile(Section):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from dtmega.config import Config
 
-# Dense bf16 FLOP/s by a part of torch.cuda.get_device_name(); the first match counts. From the datasheets of NVIDIA
-# A100, L40S, H100, H200, HGX B200 and GB200 NVL72 (Hopper's and Blackwell's state twice this, "with sparsity") and of
-# AMD Instinct MI300X.
+# Dense FLOP/s of bf16, and of fp16, by a part of torch.cuda.get_device_name(); the first match counts. From the
+# datasheets of NVIDIA A100, L40S, H100, H200, HGX B200 and GB200 NVL72 (Hopper's and Blackwell's state twice this,
+# "with sparsity") and of AMD Instinct MI300X.
 PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
@@ -26,7 +26,7 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """FLOP/s of dense matrix products by the datasheet; None for a device, or a dtype (in torch's words), not there."""
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "float16"):
         return None
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
 
@@ -74,7 +74,7 @@ def flops_per_token(pieces: Sequence[Piece], seq_len: int) -> int:
     return sum(piece.flops_per_token(seq_len) for piece in pieces)
 
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Traffic(NamedTuple):

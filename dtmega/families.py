@@ -47,6 +47,7 @@ class Family(Protocol):
         directory: [model] path names a directory that the model is read from.
         formats: how other programs store it, by the names that `convert` has for them; one for each form there.
         objective: what it is trained for.
+        dtypes: of [precision] params that it can be trained in. Of float16 each head must know the loss scale.
     """
 
     @property
@@ -60,6 +61,9 @@ class Family(Protocol):
 
     @property
     def objective(self) -> Objective: ...
+
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
 
     def resolve(self, cfg: config.Config) -> config.Config:
         """The configuration with what only the family knows of it.
@@ -162,6 +166,7 @@ class Own:
     libraries: tuple[str, ...] = ()
     directory: bool = False
     objective: Objective = NEXT_TOKEN
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return cfg
@@ -240,6 +245,7 @@ class Transformers:
     directory = True
     formats: Mapping[str, Sequence[Format]] = {}
     objective = NEXT_TOKEN
+    dtypes = ("float32", "bfloat16")
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return hf_resolve.resolve(cfg)

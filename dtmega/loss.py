@@ -5,8 +5,11 @@
     loss = linear_cross_entropy(h, weight, labels, bias=bias)              # of logits h @ weight.T + bias
 
 The gradient is computed in the forward pass, where the logits are (Liger, arXiv:2410.10989): three matrix products and
-one softmax for each chunk of tokens, nothing twice. Over a group, a chunk's row maxima, sums and target logits travel
-in one packed all-gather (Megatron's `mpu/cross_entropy.py`: three all-reduces, without smoothing or ignored labels).
+one softmax for each chunk of tokens, nothing twice. In float16 much of it would be rounded to zero before any scale of
+the loss could save it: so the scale comes in here, as `expected`, before the first rounding.
+
+Over a group, a chunk's row maxima, sums and target logits travel in one packed all-gather (Megatron's
+`mpu/cross_entropy.py`: three all-reduces, without smoothing or ignored labels).
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ def linear_cross_entropy(
     n_valid: int | None = None,
     vocab_start: int | None = None,
     group: dist.ProcessGroup | None = None,
+    expected: float = 1.0,
 ) -> Tensor:
     """Sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
@@ -60,6 +64,9 @@ def linear_cross_entropy(
         n_valid: V without the padding rows at its end, which never enter the softmax. None: there are none.
         vocab_start: global number of the first row. None: the ranks tell each other how many rows they have.
         group: the ranks that hold the vocabulary. One all-gather a chunk, of 3 fp32 a token (4 with smoothing).
+        expected: the derivative by this sum that backward will begin with, as float16's loss scale / count. Gradients
+            are computed with it in fp32 before they are rounded; if another one comes, they are out by the quotient's
+            rounding, no more.
 
     Returns:
         fp32 scalar, the same on all ranks. The gradients of weight and bias are final; that of h is this rank's part
@@ -92,7 +99,7 @@ def linear_cross_entropy(
                 tanh = logits.div_(softcap).tanh_()
                 logits = tanh * softcap
             dlogits = logits if needs_dh or needs_dweight or needs_dbias else None
-            loss += token_losses(logits, labels[rows], columns, label_smoothing, z_loss, dlogits).sum()
+            loss += token_losses(logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected).sum()
             if tanh is not None and dlogits is not None:
                 torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
             if dh is not None:
@@ -104,14 +111,22 @@ def linear_cross_entropy(
     # Each in a node of its own: zero-bubble schedules go backward to h and to parameters at different times.
     for x, dx in ((h, dh), (weight, dweight), (bias, dbias)):
         if x is not None and dx is not None:
-            loss = loss + with_gradient(torch.zeros_like(loss), x, dx.to(x.dtype))
+            loss = loss + with_gradient(torch.zeros_like(loss), x, dx.to(x.dtype), expected)
     return loss
 
 
 def token_losses(
-    logits: Tensor, labels: Tensor, columns: Columns, label_smoothing: float, z_loss: float, gradient: Tensor | None
+    logits: Tensor,
+    labels: Tensor,
+    columns: Columns,
+    label_smoothing: float,
+    z_loss: float,
+    gradient: Tensor | None,
+    expected: float = 1.0,
 ) -> Tensor:
     """Losses [N] in fp32 from logits [N, V_local]; their derivatives by the logits are written to `gradient`, if given.
+
+    These are multiplied by `expected` before they are rounded to the dtype of `gradient`.
 
     Logits of padding columns are overwritten, and `gradient` [N, V_local] may be the logits themselves. A rank may have
     no columns: it takes its part in the collective, which the others would wait for in vain.
@@ -150,9 +165,9 @@ def token_losses(
         losses += label_smoothing * (peak - ranks[:, 3].sum(dim=0) / n_valid)
     if gradient is not None:
         share = sums[0 if group is None else group.rank()] / sums.sum(dim=0)
-        scale = (share * (1 + 2 * z_loss * log_z)).where(valid, 0).unsqueeze(1)
-        one_hot = ((1 - label_smoothing) * here).unsqueeze(1)
-        smooth = (label_smoothing / n_valid * valid).unsqueeze(1)
+        scale = (share * (1 + 2 * z_loss * log_z)).where(valid, 0).unsqueeze(1) * expected
+        one_hot = ((1 - label_smoothing) * here).unsqueeze(1) * expected
+        smooth = (label_smoothing / n_valid * valid).unsqueeze(1) * expected
         by_rows = (t.split(n_rows) for t in (gradient, column, scale, one_hot, smooth))
         for x, dx, at, factor, one, every in zip(pieces, *by_rows, strict=True):
             # Again, rather than kept from above: a few rows are in the cache, all of them would not be.
@@ -176,26 +191,33 @@ def locate(
     return Columns(start, sum(sizes) if n_valid is None else n_valid, group)
 
 
-def with_gradient(value: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
-    """`value`, with `gradient` as its derivative by x: value's dimensions, then x's. The buffer is used up by it."""
-    return _KnownGradient.apply(value, x, gradient)  # pyright: ignore[reportReturnType]
+def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 1.0) -> Tensor:
+    """`value`, with `gradient` as `expected` times its derivative by x: value's dimensions, then x's.
+
+    The buffer is used up by it.
+    """
+    return _KnownGradient.apply(value, x, gradient, expected)  # pyright: ignore[reportReturnType]
 
 
 class _KnownGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, x: Tensor, gradient: Tensor, expected: float) -> Tensor:
         ctx.save_for_backward(gradient)
+        ctx.expected = expected
         return value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = ctx.saved_tensors
         (upstream,) = grad_outputs
+        if ctx.expected != 1.0:
+            # By a tensor of the same dtype, so that what was expected gives 1 to the bit and rounds nothing.
+            upstream = upstream / upstream.new_full((), ctx.expected)
         if upstream.ndim:  # a scalar stays one: then a product with bf16 is made without a copy in fp32
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
         # In place: dW [V, D] is the step's largest buffer. A second backward finds it changed, and autograd raises.
-        return None, gradient.mul_(upstream), None
+        return None, gradient.mul_(upstream), None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

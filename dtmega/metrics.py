@@ -111,6 +111,7 @@ class Metrics:
         """A training step: `samples` are the global indices of its sequences, `loss` the mean over its tokens.
 
         `tokens` counts from the start of the run, `tokens_per_s` is of all processes, `peak_memory_bytes` of this one.
+        With float16 `more` has the `loss_scale` of the step.
         """
         if not self.write:
             return
@@ -134,9 +135,10 @@ class Metrics:
             self._bar.set_description_str(f" | loss {loss:.4f} | {speed}", refresh=False)
             self._bar.update(step - self._bar.n)
         elif self._interval and (step % self._interval == 0 or step == self._total_steps):
-            self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {speed}")
+            scale = f"loss_scale {more['loss_scale']:.0f} | " if "loss_scale" in more else ""
+            self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {scale}{speed}")
 
-    def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range) -> None:
+    def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range, **more: float) -> None:
         """A step that changed no weight: loss or gradient norm is not finite (`reason` names which), or a spike."""
         if not self.write:
             return
@@ -147,9 +149,11 @@ class Metrics:
             tokens=samples.stop * self._seq_len,
             skipped=True,
             sample_ids=[samples.start, samples.stop],
+            **more,
         )
         why = reason or f"spike: loss {loss:.4f}, grad_norm {grad_norm:.2f}"
-        self._line(step, f"skipped: {why} | samples {samples.start} to {samples.stop - 1}")
+        scale = f" | loss_scale {more['loss_scale']:.0f}" if "loss_scale" in more else ""
+        self._line(step, f"skipped: {why} | samples {samples.start} to {samples.stop - 1}{scale}")
 
     def evaluating(self, batches: Iterable[Batch], split: str, n: int) -> Iterable[Batch]:
         """The `n` batches of an evaluation; on a terminal a bar of their own counts them, as they can take minutes."""

@@ -130,6 +130,12 @@ def _sum(value: Tensor, device: torch.device, group: dist.ProcessGroup) -> float
     return value.item()
 
 
+def unscale(gradients: Sequence[Tensor], scale: float) -> None:
+    """Divide the (local) gradients of a loss that was multiplied by `scale`: of a power of 2 to the bit."""
+    for gradient in gradients:
+        gradient.mul_(1 / scale)
+
+
 def clip_gradients(gradients: Iterable[Tensor], norm: float, largest: float) -> None:
     """Scale the (local) gradients so that a total norm of `norm` becomes at most `largest`; 0 = leave them.
 

@@ -58,16 +58,22 @@ class ShardedModel:
         for stage in self.stages.values():
             init_weights(stage, seed)
 
-    def forward_backward(self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float]) -> Tensor:
+    def forward_backward(
+        self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
+    ) -> Tensor:
         """The gradients of one step: of the weighted sum of all sums over the global batch, each divided by its count.
 
         Args:
             counts: of the global batch, by name.
+            scale: float16's, by which all gradients are multiplied; each head knows it before its first rounding.
 
         Returns:
             [sums] fp64, in the order of the objective: this rank's part of each, which the `loss` group adds up.
         """
-        tally = Tally(self.objective.sums, self.world.device, counts)
+        tally = Tally(self.objective.sums, self.world.device, counts, 1.0 if scale is None else scale)
+        if scale is not None:
+            for model in self.stages.values():
+                model.expect(tally.factors())
         if self.pipeline is not None:
             self.pipeline.step(microbatches, tally)
         else:
@@ -285,7 +291,13 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other.
     """
     pp = sizes["pp"]
-    families.of(cfg.model).check(cfg, sizes)
+    family = families.of(cfg.model)
+    if cfg.precision.params not in family.dtypes:
+        raise ValueError(
+            f"params = '{cfg.precision.params}' is not for name = '{cfg.model.name}', expected one of "
+            f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
+        )
+    family.check(cfg, sizes)
     idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
     if pp == 1 and idle:
         raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")

@@ -16,6 +16,7 @@ from dtmega.data import objectives
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.objectives import Objective
 from dtmega.data.text import Text
+from dtmega.loss_scale import LossScale
 from dtmega.mesh import World
 from dtmega.metrics import Metrics
 from dtmega.optim import Spikes
@@ -31,6 +32,7 @@ class Run(NamedTuple):
             on another layout otherwise.
         cfg: the same, decided.
         digest: of the directory that the model is read from; '' where there is none.
+        loss_scale: float16's; None in another precision.
     """
 
     asked: Config
@@ -45,6 +47,7 @@ class Run(NamedTuple):
     metrics: Metrics
     watch: Watch
     digest: str = ""
+    loss_scale: LossScale | None = None
 
 
 class Outcome(NamedTuple):
@@ -54,12 +57,16 @@ class Outcome(NamedTuple):
         loss: the weighted sum of the means.
         skipped: no weight was changed, because of a loss or gradient that is not finite, or a spike.
         means: of each sum, by name.
+        loss_scale: that float16's gradients were computed with; None in another precision.
+        overflowed: skipped because one of these was not finite.
     """
 
     loss: float
     grad_norm: float
     skipped: bool
     means: dict[str, float]
+    loss_scale: float | None = None
+    overflowed: bool = False
 
 
 def train_step(run: Run, batch: StepBatch) -> Outcome:
@@ -72,20 +79,27 @@ def train_step(run: Run, batch: StepBatch) -> Outcome:
     sums = model.objective.sums
     counts = count(world, model.objective, batch)
     run.optimizer.zero_grad()
-    totals = model.forward_backward(to(world.device, batch.microbatches), counts)
+    scale = None if run.loss_scale is None else run.loss_scale.scale
+    totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
     run.watch.enter("reduce")
     dist.all_reduce(totals, group=world.groups["loss"])
     means = objectives.means(sums, totals, counts)
     loss = objectives.loss(sums, means)
     counted, gradients = model.gradients(), model.gradients(every=True)
+    if scale is not None:
+        optim.unscale(gradients, scale)
     grad_norm = optim.total_norm(counted, world.device, world.groups["shards"])
+    # What is not finite on one rank is not in the norm, which all ranks share.
+    overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
+    if run.loss_scale is not None:
+        run.loss_scale.update(overflowed)
     skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
     run.watch.enter("optimizer")
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()
     mesh.synchronize(world.device)  # on a GPU the update has only been launched
-    return Outcome(loss, grad_norm, skip, means)
+    return Outcome(loss, grad_norm, skip, means, scale, overflowed)
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:

@@ -26,6 +26,7 @@ from dtmega.checkpoint.weights import load as load_weights
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import open_text, read_again
 from dtmega.evaluate import evaluate, show_sample
+from dtmega.loss_scale import LossScale
 from dtmega.metrics import Metrics, describe, several
 from dtmega.optim import Spikes
 from dtmega.parallelize import check, fitted, parallelize
@@ -125,11 +126,14 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     about = describe(cfg, pieces, device, world.size, n_tokens, at.step, end)
     lines = [about, *families.of(cfg.model).notes(cfg.model)]
     if loaded:
-        lines += changes.lines(loaded.config, asked, at.step, at.samples)
+        overflowed = at.overflowed, at.overflowed_samples
+        lines += changes.lines(loaded.config, asked, at.step, at.samples, overflowed)
     lines += read_again(cfg, text)
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
-    return Run(asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch, digest), at
+    scale = LossScale(cfg.precision, loaded and loaded.loss_scale) if cfg.precision.params == "float16" else None
+    parts = (asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch, digest, scale)
+    return Run(*parts), at
 
 
 def train(run: Run, at: Progress) -> int:
@@ -151,18 +155,30 @@ def train(run: Run, at: Progress) -> int:
         if at.step == first_step:
             check_same_batch(batch, world)
         samples = range(batch.first_sample, batch.first_sample + batch.samples)
-        rate = optim.rate_at(cfg, at.step + 1, samples.stop, end)
+        rate = optim.rate_at(cfg, at.step + 1 - at.overflowed, samples.stop - at.overflowed_samples, end)
         optim.set_learning_rate(run.optimizer, rate)
-        loss, grad_norm, skipped, means = train_step(run, batch)
+        done = train_step(run, batch)
         step_time_s = time.perf_counter() - step_started
 
-        at = Progress(at.step + 1, samples.stop, at.skipped + skipped)
-        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
-        if skipped:
-            metrics.skipped(at.step, loss, grad_norm, samples=samples)
+        overflowed_samples = at.overflowed_samples + done.overflowed * batch.samples
+        at = Progress(
+            at.step + 1,
+            samples.stop,
+            at.skipped + done.skipped,
+            at.overflowed + done.overflowed,
+            overflowed_samples,
+        )
+        of_scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
+        if done.skipped:
+            metrics.skipped(at.step, done.loss, done.grad_norm, samples=samples, **of_scale)
         else:
-            more = several(means) | model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
-            metrics.step(at.step, loss, grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
+            more = several(done.means) | of_scale | model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
+            metrics.step(at.step, done.loss, done.grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
+        # An overflow is no fault as long as the scale can be halved.
+        if not done.skipped:
+            skipped_in_a_row = 0
+        elif not (done.overflowed and of_scale["loss_scale"] > cfg.precision.min_loss_scale):
+            skipped_in_a_row += 1
         if skipped_in_a_row > cfg.train.max_skipped:
             raise RuntimeError(
                 f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
@@ -184,6 +200,7 @@ def train(run: Run, at: Progress) -> int:
                 progress=at,
                 updates=at.step - at.skipped,
                 recent=run.spikes.recent,
+                loss_scale=run.loss_scale and run.loss_scale.state,
                 identity=run.text.identity,
                 digest=run.digest,
                 layout={"processes": world.size, **world.sizes},

@@ -73,6 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 V131 = {"model.vocab_size": 131}
 BF16 = {"precision.params": "bfloat16"}
+FP16 = {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14}  # far from where one layout overflows
 # The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
@@ -81,7 +82,7 @@ TP2 = {"mesh.tp": 2} | FOURS
 AS_USED = {"data.num_workers": 1, "log.tensorboard": True}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
-TRUTH_KEYS = {"model.name", "model.vocab_size", "precision.params"}
+TRUTH_KEYS = {"model.name", "model.vocab_size", *FP16}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -109,6 +110,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "compile, tp 2": (2, {"compile.enable": True} | TP2),
     "bf16, tp 2": (2, BF16 | TP2),
     "bf16, dp_shard 2": (2, BF16 | {"mesh.dp_shard": 2}),
+    "fp16, tp 2": (2, FP16 | TP2),
+    "fp16, pp 2": (2, FP16 | {"mesh.pp": 2}),
+    "fp16, dp_shard 2": (2, FP16 | {"mesh.dp_shard": 2}),
 }
 # All of these are BLOOM's; of each, another family needs what its own plan, model and pieces could get wrong.
 EACH = ("tp 2", "tp 4", "dp_shard 2 x tp 2", "pp 2, 1F1B", "recompute full, tp 2")
@@ -123,6 +127,8 @@ FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
 # for rounding (softmax does not see them), and AdamW makes steps of full length of it.
 BF16_BOUND = {"loss": 2e-3, "grad_norm": 1e-2, "model": 2e-2}
+FP16_BOUND = {"loss": 5e-4, "grad_norm": 2.5e-3, "model": 5e-3}  # of 2^-11, a quarter
+BOUNDS = {"float32": FP32, "bfloat16": BF16_BOUND, "float16": FP16_BOUND}
 
 
 def debug_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def truth_keys(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def bound_of(keys: dict[str, Any]) -> dict[str, float]:
-    return BF16_BOUND if "precision.params" in keys else FP32
+    return BOUNDS[keys.get("precision.params", "float32")]
 
 
 class Run:

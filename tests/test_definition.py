@@ -192,9 +192,11 @@ def train(folder: Path, keys: dict[str, Any]) -> tuple[Record, list[dict[str, Te
     def noted(batches: list[dict[str, Tensor]], microbatches: list[dict[str, Tensor]]) -> None:
         batches.append({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
 
-    def forward_backward(self: ShardedModel, microbatches: list[dict[str, Tensor]], counts: dict[str, float]) -> Tensor:
+    def forward_backward(
+        self: ShardedModel, microbatches: list[dict[str, Tensor]], counts: dict[str, float], scale: float | None
+    ) -> Tensor:
         noted(steps, microbatches)
-        return honest_step(self, microbatches, counts)
+        return honest_step(self, microbatches, counts, scale)
 
     def losses(self: ShardedModel, microbatches: list[dict[str, Tensor]]) -> Tensor:
         noted(evaluations, microbatches)

@@ -239,9 +239,12 @@ def spike(monkeypatch) -> int:
     """The step whose gradient is 1000 times too large."""
     honest = ShardedModel.forward_backward
 
-    def forward_backward(self: ShardedModel, microbatches: Any, counts: dict[str, float]) -> torch.Tensor:
+    def forward_backward(
+        self: ShardedModel, microbatches: Any, counts: dict[str, float], scale: float | None
+    ) -> torch.Tensor:
         spike = 140 in microbatches[0]["sample_ids"]
-        return honest(self, microbatches, {name: n / 1000 if spike else n for name, n in counts.items()})
+        fewer = {name: n / 1000 if spike else n for name, n in counts.items()}
+        return honest(self, microbatches, fewer, scale)
 
     monkeypatch.setattr(ShardedModel, "forward_backward", forward_backward)
     return 71

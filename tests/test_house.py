@@ -23,6 +23,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "hf": (1, {"formats"}),  # directories of transformers: by the rules of a format
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
     "job": (1, set()),  # what a process owes its launcher
+    "loss_scale": (1, set()),  # float16's
     "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega
     "rendezvous": (1, set()),  # imports nothing of dtmega
     "mesh": (1, {"rendezvous"}),  # the process group begins with the store of the rendezvous

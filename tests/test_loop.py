@@ -298,10 +298,10 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
         noted.sums.append(total.item())
         return total
 
-    def going_wrong(self: ShardedModel, microbatches: Any, counts: Any) -> Tensor:
+    def going_wrong(self: ShardedModel, microbatches: Any, counts: Any, scale: Any) -> Tensor:
         for group in dist.distributed_c10d._world.pg_map:
             noted.timeouts_s.add(group._get_backend(self.world.device).options._timeout.total_seconds())
-        total = forward_backward(self, microbatches, counts)
+        total = forward_backward(self, microbatches, counts, scale)
         step = microbatches[0]["sample_ids"][0].item() // 4 + 1
         name, _, value = lost.get(step, "").partition(" is ")
         if name == "grad_norm":

@@ -56,7 +56,7 @@ def run(tmp_path_factory, text):
 # Larger versions of layouts that stay, one whose time goes into compiling, and schedules that test_pipelining.py also
 # compares with one process, for fewer steps. V = 131 on tp 2 is in test_resume.py.
 FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
-FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2"}
+FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2", "fp16, dp_shard 2"}
 FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x tp 2
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
 # tp 4 has all of Llama's plan: it copies heads of keys.
@@ -166,12 +166,12 @@ def one_bit_of_a_replica() -> None:
     """Before the third step, rank 1 has another LayerNorm weight."""
     honest, steps = parallelize.ShardedModel.forward_backward, []
 
-    def forward_backward(self, microbatches, counts):
+    def forward_backward(self, microbatches, counts, scale=None):
         steps.append(None)
         if len(steps) == 3 and dist.get_rank() == 1:
             weight = dict(self.named_parameters())["layers.1.attn_norm.weight"].to_local()
             weight.detach().view(torch.int32)[5] ^= 1 << 12  # the last bit may be lost in the update's rounding
-        return honest(self, microbatches, counts)
+        return honest(self, microbatches, counts, scale)
 
     parallelize.ShardedModel.forward_backward = forward_backward
 

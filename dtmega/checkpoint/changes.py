@@ -43,7 +43,10 @@ PRINTED: dict[str, tuple[str, ...]] = {
         *COURSE["train"],
         *("drift_interval", "max_skipped", "skip_spikes", "exit_interval", "exit_duration_min"),
     ),
-    "precision": ("params", "reduce"),
+    "precision": (
+        *("params", "reduce"),
+        *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    ),
 }
 # Refused by what is in the file, which may move: the data's identity and the digest of the model's directory tell.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "tokenizer"), "model": ("path",)}
@@ -90,10 +93,19 @@ def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Kind) -> l
     return [change for found in every for change in found if kind_of(change.section, change.key) == kind]
 
 
-def lines(then: Mapping[str, Mapping[str, Any]], now: Config, steps: int, samples: int) -> list[str]:
+def lines(
+    then: Mapping[str, Mapping[str, Any]],
+    now: Config,
+    steps: int,
+    samples: int,
+    overflowed: tuple[int, int] = (0, 0),
+) -> list[str]:
     """The lines, one for each key, that a run with a changed recipe says when it goes on after so many steps.
 
     The last key that moves the learning rate or the end of the run also says what they all come to.
+
+    Args:
+        overflowed: steps and samples among them that did not move the learning rate.
     """
     printed = changed(then, now, "printed")
     of_course = [change for change in printed if change.within(COURSE)]
@@ -101,13 +113,15 @@ def lines(then: Mapping[str, Mapping[str, Any]], now: Config, steps: int, sample
     for change in printed:
         line = f"changed since the checkpoint: {change.section}.{change.key} {change.was} → {change.now}"
         if change in of_course[-1:]:
-            consequences = "; ".join(_consequences(printed, now, steps, samples))
+            consequences = "; ".join(_consequences(printed, now, steps, samples, overflowed))
             line += f": {consequences}" if consequences else ""
         found.append(line)
     return found
 
 
-def _consequences(printed: list[Change], now: Config, steps: int, samples: int) -> list[str]:
+def _consequences(
+    printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
+) -> list[str]:
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was
@@ -117,8 +131,8 @@ def _consequences(printed: list[Change], now: Config, steps: int, samples: int) 
         return []
     ends = before.end(steps, samples), now.end(steps, samples)
     # Before the first step there is no rate: that of the first one.
-    done = max(steps, 1)
-    rates = [optim.rate_at(cfg, done, samples, end) for cfg, end in zip((before, now), ends, strict=True)]
+    done = max(steps - overflowed[0], 1), samples - overflowed[1]
+    rates = [optim.rate_at(cfg, *done, end) for cfg, end in zip((before, now), ends, strict=True)]
     left_before, left = (end.steps - steps for end in ends)
     texts = {
         f"{left} steps are left, not {left_before}": left != left_before,

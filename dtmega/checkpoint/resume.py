@@ -20,17 +20,26 @@ from dtmega.checkpoint import changes, manifest
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
+from dtmega.loss_scale import ScaleState
 
 FINISHED = re.compile(r"step-\d{8}")
 Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 class Progress(NamedTuple):
-    """Where a run is: counts of what it has consumed. Batches, learning rate and dropout are functions of these."""
+    """Where a run is: counts of what it has consumed. Batches, learning rate and dropout are functions of these.
+
+    Attributes:
+        skipped: steps that changed no weight.
+        overflowed: those of them that were skipped because float16 could not hold a gradient, and their samples. The
+            learning rate did not move in them.
+    """
 
     step: Count = 0
     samples: Count = 0
     skipped: Count = 0
+    overflowed: Count = 0
+    overflowed_samples: Count = 0
 
 
 START = Progress()
@@ -43,6 +52,7 @@ class State(BaseModel):
         progress: what is done, as counts.
         updates: of the weights; what AdamW calls `step`.
         recent: (loss, gradient norm) of the last steps, where [train] skip_spikes looks at them.
+        loss_scale: float16's; None in another precision.
         identity: what the numbers depend on beside weights: digests of data and tokenizer, the seed, ...; empty where
             there are weights only.
         config: of the run, resolved; by section.
@@ -54,6 +64,7 @@ class State(BaseModel):
     progress: Progress
     updates: Count
     recent: list[tuple[float, ...]]
+    loss_scale: ScaleState | None = None
     identity: dict[str, Any]
     config: dict[str, dict[str, Any]]
     digest: str = ""
@@ -68,6 +79,7 @@ class State(BaseModel):
         progress: Progress = START,
         updates: int = 0,
         recent: Iterable[tuple[float, ...]] = (),
+        loss_scale: ScaleState | None = None,
         identity: Mapping[str, Any] | None = None,
         digest: str = "",
         layout: Mapping[str, int] | None = None,
@@ -78,6 +90,7 @@ class State(BaseModel):
             progress=progress,
             updates=updates,
             recent=list(recent),
+            loss_scale=loss_scale,
             identity=dict(identity or {}),
             config=config,
             digest=digest,

@@ -73,14 +73,21 @@ class Tally:
 
     Args:
         counts: of the global batch; an evaluation needs none.
+        scale: of the loss, by which backward multiplies all gradients.
 
     Attributes:
         totals: [sums] fp64; the totals of all ranks of the `loss` group add up to those of the global batch.
     """
 
-    def __init__(self, sums: Sequence[Sum], device: torch.device, counts: Mapping[str, float] = NO_COUNTS) -> None:
+    def __init__(
+        self, sums: Sequence[Sum], device: torch.device, counts: Mapping[str, float] = NO_COUNTS, scale: float = 1.0
+    ) -> None:
         self.totals = torch.zeros(len(sums), dtype=torch.float64, device=device)
-        self._sums, self._counts = sums, counts
+        self._sums, self._counts, self._scale = sums, counts, scale
+
+    def factors(self) -> dict[str, float]:
+        """The derivative of the scaled loss by each sum, by name: scale x weight / count."""
+        return {one.name: self._scale * one.weight / self._counts[one.per] for one in self._sums}
 
     def add_all(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
         """`add` what a whole model has returned: it has every sum."""
@@ -90,14 +97,15 @@ class Tally:
         """Add the sums among what a stage has returned for a microbatch.
 
         Returns:
-            Those of them that are in the loss and have a gradient, each with its factor: weight / count.
+            Those of them that are in the loss and have a gradient, each with its factor.
         """
+        factors = self.factors() if self._counts else {}
         in_loss = []
         for i, one in enumerate(self._sums):
             if one.name in found:
                 self.totals[i] += found[one.name].detach()
                 if one.weight and found[one.name].requires_grad:
-                    in_loss.append((found[one.name], one.weight / self._counts[one.per]))
+                    in_loss.append((found[one.name], factors[one.name]))
         return in_loss
 
 

@@ -98,9 +98,15 @@ class LMHead(nn.Module):
 
     Args:
         bias: one number for each token, as BERT's has; BLOOM's and GPT's have none.
+
+    Attributes:
+        loss_name: its sum among the model's.
+        expected: by `Stage.expect`.
     """
 
     bias: nn.Parameter | None
+    loss_name = "lm"
+    expected = 1.0
 
     def __init__(self, cfg: config.OwnModel, bias: bool = False) -> None:
         super().__init__()
@@ -121,7 +127,7 @@ class LMHead(nn.Module):
     def loss_terms(self) -> dict[str, Any]:
         """What `linear_cross_entropy` should count; the extra terms in training only, so evaluations are comparable."""
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
-        return {"n_valid": self.vocab_size, **terms}
+        return {"n_valid": self.vocab_size, "expected": self.expected, **terms}
 
 
 def finish(hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None) -> Any:

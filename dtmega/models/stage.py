@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,15 @@ class Stage(nn.Module):
         """
         parts = self.parts()
         _keep(self, {module for piece in pieces for module in parts[piece]})
+
+    def expect(self, factors: Mapping[str, float]) -> None:
+        """Tell the heads, before a forward in training, with which factor backward will begin at each sum, by name.
+
+        A head that computes its gradient in forward has the factor in it before it rounds: float16 needs that.
+        """
+        for module in self.modules():
+            if hasattr(module, "expected"):
+                module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def tie(self) -> None:
         """Give the names of a tie that are here one parameter; again after anything that replaces parameters."""
