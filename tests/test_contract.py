@@ -127,7 +127,8 @@ def trained(keys: dict[str, Any], frozen: tuple[str, ...]) -> dict[str, Any]:
     model = parallelize(cfg, world)
     model.draw(seed=0)
     optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
-    run: Any = SimpleNamespace(cfg=cfg, world=world, model=model, optimizer=optimizer, spikes=Spikes(0.0), watch=Mock())
+    parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
+    run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), loss_scale=None)
     found: dict[str, Any] = {"steps": [], "tied": {tied.name: tied.stages for tied in model.tied}}
     for step in range(STEPS):
         mine = microbatches(step, world.data_rank, world.data_size)

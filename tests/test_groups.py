@@ -92,7 +92,7 @@ def test_what_a_step_sums_after_backward_is_handed_to_the_groups_that_it_is_abou
         zero_gradients(model)
 
     monkeypatch.setattr(model.pipeline, "step", nobody_answers)
-    run: Any = Mock(cfg=cfg, world=world, model=model)
+    run: Any = Mock(cfg=cfg, world=world, model=model, loss_scale=None)
     batch = next(test_wire.two_batches(cfg, world, Wire({})))
     found = handed(groups, lambda: step.train_step(run, batch))
     tokens, total, norm, partial = [(group, "all-reduce") for group in ("data", "loss", "shards", "tp")]

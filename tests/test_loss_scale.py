@@ -17,6 +17,7 @@ from dtmega import config, optim
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.loss import linear_cross_entropy
 from dtmega.loss_scale import LossScale
+from dtmega.models import layers
 from dtmega.parallelize import ShardedModel
 from dtmega.shards import local
 from tests import ranks
@@ -245,6 +246,36 @@ def test_a_run_that_was_stopped_in_a_window_goes_on_to_the_bit(text, searched, t
     for key in ("loss", "grad_norm", "loss_scale"):
         assert resumed.series(key) == searched.series(key)
     assert all(torch.equal(resumed.final[name], tensor) for name, tensor in searched.final.items())
+
+
+def test_the_head_is_told_scale_over_tokens_before_each_forward(text, tmp_path, monkeypatch):
+    honest, told = layers.linear_cross_entropy, []
+
+    def noting(*args: Any, **terms: Any) -> Tensor:
+        told.append(terms["expected"])
+        return honest(*args, **terms)
+
+    monkeypatch.setattr(layers, "linear_cross_entropy", noting)
+    keys = {"train.steps": 2, "precision.initial_loss_scale": 2.0**12, "precision.loss_scale_window": 1}
+    no_evaluation = {"data.eod_mask_loss": False, "data.split": "1,0,0", "eval.sample_tokens": 0}
+    assert alone(SMALL | text | keys | no_evaluation, tmp_path) == 0
+    tokens = 4 * 12
+    assert told == [2**12 / tokens, 2**12 / tokens, 2**13 / tokens, 2**13 / tokens]  # of two microbatches each
+
+
+def test_float16_follows_fp32_within_its_rounding(text, tmp_path):
+    keys = SMALL | text | {"train.steps": 4, "checkpoint.final": False}
+    runs = {}
+    for dtype, scale in (("float32", 2.0**32), ("float16", 2.0**16)):
+        precision = {"precision.params": dtype, "precision.initial_loss_scale": scale}
+        assert alone(keys | precision, tmp_path / dtype) == 0
+        lines = [json.loads(line) for line in (tmp_path / dtype / "metrics.jsonl").read_text().splitlines()]
+        runs[dtype] = [line for line in lines if "loss" in line]
+    for key in ("loss", "grad_norm", "lr"):
+        ours, theirs = ([line[key] for line in runs[dtype]] for dtype in ("float16", "float32"))
+        # fp16 has 11 bits: 2^-12 per rounding.
+        assert ours == pytest.approx(theirs, rel=2e-3)
+    assert [line["loss"] for line in runs["float16"]] != [line["loss"] for line in runs["float32"]]
 
 
 def test_overflows_count_as_faults_once_the_scale_is_at_its_least(text, tmp_path, infinite):
