@@ -43,6 +43,8 @@ class Piece(NamedTuple):
             forward and twice that backward for a key that is seen (Narayanan et al. 2021, appendix). A causal query
             sees half of the sequence on average, so half of it counts there: 6 H K.
         shared: elements of weights that an earlier piece has too, as of a tied head.
+        label_flops: of matrix products that are made for tokens with a label only, per such token.
+        sequence_flops: of those that are made once for a sequence, per sequence.
     """
 
     name: str
@@ -50,15 +52,18 @@ class Piece(NamedTuple):
     matmul_flops: int
     attention_flops: int
     shared: int = 0
+    label_flops: int = 0
+    sequence_flops: int = 0
 
     @property
     def is_layer(self) -> bool:
         """True for one of a stack of blocks; the others are the ends of a stack."""
         return self.name.rpartition(".")[2].isdigit()
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Model FLOPs of forward and backward for one of `seq_len` tokens."""
-        return self.matmul_flops + seq_len * self.attention_flops
+    def flops_per_token(self, seq_len: int, labelled: float = 1.0) -> int:
+        """Model FLOPs of forward and backward for one of `seq_len` tokens, of which that share has a label."""
+        of_all = self.matmul_flops + seq_len * self.attention_flops
+        return of_all + round(labelled * self.label_flops + self.sequence_flops / seq_len)
 
 
 def parameters(pieces: Sequence[Piece]) -> int:
@@ -66,12 +71,15 @@ def parameters(pieces: Sequence[Piece]) -> int:
     return sum(piece.elements for piece in pieces)
 
 
-def flops_per_token(pieces: Sequence[Piece], seq_len: int) -> int:
+def flops_per_token(pieces: Sequence[Piece], seq_len: int, labelled: float = 1.0) -> int:
     """Model FLOPs of forward and backward for one of `seq_len` tokens: what training needs, not what recompute adds.
 
-    Biases, norms, activations and softmax are left out, as everywhere.
+    Biases, norms, activations and softmax are left out, as everywhere. Padding counts like text.
+
+    Args:
+        labelled: share of tokens with a label, which tells in a model that predicts no others.
     """
-    return sum(piece.flops_per_token(seq_len) for piece in pieces)
+    return sum(piece.flops_per_token(seq_len, labelled) for piece in pieces)
 
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -12,7 +12,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtmega import cost, families
-from dtmega.config import Bloom, Transformers
+from dtmega.config import Bert, Bloom, Transformers
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
 from tests.test_hf_stages import FAMILIES
@@ -75,6 +75,23 @@ def test_pieces_of_transformers_have_its_parameters_and_the_flops_that_pytorch_c
     expected = cost.flops_per_token(found, SEQ_LEN) * n_tokens + per_place * SEQ_LEN * n_tokens
     of_angles = [flops for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
     assert expected == counter.get_total_flops() - sum(sum(flops.values()) for flops in of_angles)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_the_pieces_of_a_bert_have_the_parameters_and_the_flops_of_transformers(norm: str):
+    model = Bert(vocab_size=131, hidden_size=48, n_layers=2, n_heads=6, max_position_embeddings=SEQ_LEN, norm=norm)
+    found = families.pieces(model)
+    described = families.FAMILIES["bert"].formats["hf"][norm == "pre"].described(model)
+    theirs = getattr(transformers, described["architectures"][0])
+    theirs = theirs(theirs.config_class(**described, attn_implementation="eager"))
+    assert cost.parameters(found) == elements_of(theirs)
+    with FlopCounterMode(display=False) as counter:
+        out = theirs(torch.ones(2, SEQ_LEN, dtype=torch.long))
+        (out.prediction_logits.sum() + out.seq_relationship_logits.sum()).backward()
+    # It gives logits of every token. Pairs of tokens are all seen, and all counted.
+    assert 2 * SEQ_LEN * cost.flops_per_token(found, SEQ_LEN, labelled=1.0) == counter.get_total_flops()
+    left_out = cost.flops_per_token(found, SEQ_LEN) - cost.flops_per_token(found, SEQ_LEN, labelled=0.25)
+    assert left_out == 0.75 * 6 * (48 * 48 + 131 * 48)
 
 
 def test_llama_3_8b_has_its_published_number_of_parameters(tmp_path: Path):

@@ -106,6 +106,7 @@ class Bert(Stage):
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings
+        self.works_per = {"head": "label", "order": "sequence"}
 
         def norm_if(order: str) -> nn.LayerNorm | None:
             return nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps) if cfg.norm == order else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from dtmega.cost import Piece
@@ -13,8 +15,10 @@ def pieces(whole: Stage) -> list[Piece]:
     """The pieces of a whole model, in the pipeline's order."""
     seen = set[int]()
     found = []
+    works_per = {module: per for name, per in whole.works_per.items() for module in whole.get_submodule(name).modules()}
     for name, modules in whole.parts().items():
-        elements = shared = multiplied = 0
+        elements = shared = 0
+        multiplied = Counter[str]()
         for module in modules:
             for parameter in module.parameters(recurse=False):
                 if id(parameter) in seen:
@@ -22,13 +26,25 @@ def pieces(whole: Stage) -> list[Piece]:
                 else:
                     elements += parameter.numel()
                 seen.add(id(parameter))
-                multiplied += _multiplied(module, parameter, whole.experts_per_token)
-        found.append(Piece(name, elements, 6 * multiplied, whole.attention_flops(name), shared))
+                per = works_per.get(module, "token")
+                multiplied[per] += _multiplied(module, parameter, whole.experts_per_token)
+        flops = {per: 6 * n for per, n in multiplied.items()}
+        found.append(
+            Piece(
+                name,
+                elements,
+                matmul_flops=flops.get("token", 0),
+                attention_flops=whole.attention_flops(name),
+                shared=shared,
+                label_flops=flops.get("label", 0),
+                sequence_flops=flops.get("sequence", 0),
+            )
+        )
     return found
 
 
 def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int | None) -> int:
-    """Elements of a weight that a token is multiplied with."""
+    """Elements of a weight that a row, mostly of a token, is multiplied with."""
     if isinstance(module, nn.Embedding) or weight.ndim < 2:
         return 0
     if isinstance(module, LMHead):

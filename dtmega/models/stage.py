@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class Stage(nn.Module):
         ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
         longest: sequence it has positions for; None: any.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
+        works_per: names of modules that do not work on every token, and with all inside of them once for each token
+            that has a label, or once for a sequence.
     """
 
     cfg: Any
@@ -38,6 +41,7 @@ class Stage(nn.Module):
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
     experts_per_token: int | None = None
+    works_per: Mapping[str, Literal["label", "sequence"]] = MappingProxyType({})
 
     def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
         if places is None:
