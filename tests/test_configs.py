@@ -37,6 +37,15 @@ LLAMAS = [
     ("3-70b", 70_553_706_496, 128_256, 8192, 80, 64, 8, 28_672, 8192, 5e5, 1.5e-4),
     ("3.2-1b", 1_235_814_400, 128_256, 2048, 16, 32, 8, 8192, 131_072, 5e5, 2e-5),
 ]
+# name, parameters, L, D, H, LayerNorms, global batch, steps. The first two from arXiv 1810.04805, section 3 and
+# appendix A.2, their parameters from huggingface.co/google-bert; Megatron's from arXiv 1909.08053, table 4 and section
+# 4.2, with parameters by its shapes: V D + (512 + 2) D, 12 D^2 + 13 D a layer, 2 D^2 + 8 D + V + 2 of norms and heads.
+BERTS = [
+    ("bert-base", 110_106_428, 12, 768, 12, "post", 256, 1_000_000),
+    ("bert-large", 336_226_108, 24, 1024, 16, "post", 256, 1_000_000),
+    ("bert-1.3b", 1_280_595_772, 24, 2048, 32, "pre", 1024, 2_000_000),
+    ("bert-3.9b", 3_869_081_404, 48, 2560, 40, "pre", 1024, 2_000_000),
+]
 
 
 def load(size: str) -> config.Config:
@@ -110,6 +119,33 @@ def test_a_published_gpt2_has_its_published_sizes_and_the_recipe_of_the_gpt3_of_
         "eval": {"interval": 1000},
         "precision": {"params": "bfloat16", "reduce": "float32"},
     }
+
+
+def test_every_published_bert_has_a_config():
+    assert {p.stem for p in config.CONFIGS_DIR.glob("bert-*.toml")} == {row[0] for row in BERTS}
+
+
+@pytest.mark.parametrize("row", BERTS, ids=[row[0] for row in BERTS])
+def test_a_published_bert_has_its_published_sizes_and_recipe(row):
+    name, parameters, n_layers, hidden_size, n_heads, norm, global_batch_size, steps = row
+    cfg = config.load(["--config", f"{name}.toml"])
+    model = cfg.model
+    assert isinstance(model, config.Bert)
+    assert cost.parameters(families.pieces(model)) == parameters
+    assert (model.n_layers, model.hidden_size, model.n_heads, model.ffn) == (
+        n_layers,
+        hidden_size,
+        n_heads,
+        4 * hidden_size,
+    )
+    assert (model.vocab_size, model.max_position_embeddings, cfg.data.seq_len) == (30_522, 512, 512)
+    assert (model.norm, model.gelu, model.head_gelu) == (norm, "erf", "erf")
+    assert model.layer_norm_eps == {"post": 1e-12, "pre": 1e-5}[norm]
+    assert (model.hidden_dropout, model.attention_dropout) == (0.1, 0.1)
+    assert (cfg.batch.global_batch_size, cfg.train.steps) == (global_batch_size, steps)
+    optim = cfg.optim
+    assert (optim.lr, optim.min_lr, optim.schedule, optim.unit, optim.warmup) == (1e-4, 0.0, "linear", "steps", 10_000)
+    assert (optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad) == (0.9, 0.999, 1e-6, 0.01, 1.0)
 
 
 def test_every_published_llama_has_a_config():
