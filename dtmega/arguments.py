@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from dtmega.data.sentences import BLOCKS, PROSE
 from dtmega.data.text_files import BLANK_LINES, KINDS
 
 
@@ -95,10 +96,7 @@ def _tokenize(parser: argparse.ArgumentParser) -> None:
         help=f"files, globs, folders (every {', '.join(KINDS)} below, by name; text also .gz, .zst), or - for stdin",
     )
     parser.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="SPEC",
-        help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, a file ...",
+        "--tokenizer", required=True, metavar="SPEC", help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, gpt2, a file"
     )
     parser.add_argument(
         "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
@@ -110,6 +108,13 @@ def _tokenize(parser: argparse.ArgumentParser) -> None:
         type=cut,
         metavar="WHERE",
         help="cut each .txt, else one document, at its blank lines (blank-lines) or every N tokens (a number)",
+    )
+    parser.add_argument(
+        "--split-sentences",
+        nargs="?",
+        const=PROSE,
+        choices=(PROSE, BLOCKS),
+        help="for BERT: a sequence is a sentence of prose (the default), or a block of code between blank lines",
     )
     parser.add_argument("--kind", choices=("txt", "jsonl"), help="read all input as this (by suffix; - as txt)")
     parser.add_argument(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from dtmega.data import cache_dir, corpus
+from dtmega.data import cache_dir, corpus, sentences
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
 from dtmega.data.token_ids import check_token_ids
 from dtmega.data.tokenizer import STDLIB_8K, load_tokenizer
@@ -138,6 +138,18 @@ def test_each_document_is_its_tokens_and_end_of_document(few):
         assert last == tokenizer.eod_id == 8191
         assert tokenizer.decode(ids) == text
     check_token_ids(dataset, tokenizer.vocab_size)
+
+
+def test_in_sentences_a_topic_is_its_sentences_and_a_source_its_blocks_without_ends_of_documents(few):
+    whole, dataset = (IndexedDataset(corpus.prepare_stdlib(BYTES, in_sentences=cut)) for cut in (False, True))
+    assert len(whole) == len(whole.document_index) - 1 == len(few)
+    starts = dataset.document_index
+    assert len(starts) - 1 == len(few)
+    assert {name.startswith("pydoc_data/") for name, _ in few} == {True, False}
+    for (name, text), start, stop in zip(few, starts, starts[1:], strict=False):
+        kind = sentences.PROSE if name.startswith("pydoc_data/") else sentences.BLOCKS
+        assert [dataset.get(i).tolist() for i in range(start, stop)] == sentences.encode(text, kind, BYTES), name
+    assert dataset.tokens.max() < BYTES.eod_id
 
 
 def test_the_name_tells_python_and_vocabulary(few):

@@ -90,6 +90,17 @@ def test_what_the_writer_writes_is_the_layout_to_the_byte(tmp_path, dtype, fmt, 
     assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "hand.idx").read_bytes()
 
 
+def test_a_document_of_several_sequences_is_one_entry_of_the_index_to_the_byte(tmp_path):
+    with IndexedWriter(tmp_path / "ours", np.dtype("uint16")) as writer:
+        writer.add([5, 7, 2, 9], sizes=[1, 3])
+        writer.add([8])
+        writer.add([6, 6], sizes=[1, 1])
+        assert (len(writer), writer.n_documents) == (5, 3)
+    write_by_hand(tmp_path / "hand", [[5], [7, 2, 9], [8], [6], [6]], "H", 8, [0, 2, 3, 5])
+    assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "hand.bin").read_bytes()
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "hand.idx").read_bytes()
+
+
 def test_megatron_core_reads_what_the_writer_writes(tmp_path):
     write(tmp_path / "ours", SEQUENCES, "uint16")
     assert read_like_megatron_core(tmp_path / "ours") == (SEQUENCES, [0, 1, 2, 3, 4])
@@ -268,6 +279,7 @@ def test_places_beyond_4_gib_are_written_and_read(tmp_path):
     sizes = [2**31 - 1] * 3 + [2]
     with IndexedWriter(tmp_path / "a", np.dtype("uint8")) as writer:
         writer._sizes.extend(sizes)  # as if they had been added
+        writer._documents.extend(range(1, 5))
     assert (tmp_path / "a.idx").read_bytes() == idx_bytes(sizes, 1, 1, range(5))
     with open(tmp_path / "a.bin", "wb") as file:  # which takes no room
         file.seek(sum(sizes) - 1)

@@ -178,7 +178,7 @@ def recorded(prefix: Path, **changes: object) -> str:
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(10):
             writer.add([*range(3, 100), tokenizer.eod_id])
-        record = json.loads(text_of(tokenizer, True, writer))
+        record = json.loads(text_of(tokenizer, writer, append_eod=True))
         writer.about = json.dumps(record | changes)
     return str(prefix)
 

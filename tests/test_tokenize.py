@@ -785,6 +785,63 @@ def test_the_record_beside_the_bin_says_what_made_it(tmp_path, append_eod):
         "fingerprint": load_tokenizer("bytes").fingerprint,
         "eod_id": 256,
         "append_eod": append_eod,
+        "sentences": False,
         "documents": len(dataset),
         "tokens": dataset.n_tokens,
     }
+
+
+# --------------------------------------------------------------------------------------------------------- sentences
+
+PROSE = "Dr. Smith came at 5 p.m. yesterday. He left.\n\nWho knows?"
+CODE = "import os\n\n\ndef f(x):\n    return x.y. z\n \t\nf(1)\n"
+FOUND = {
+    "prose": ["Dr. Smith came at 5 p.m. yesterday. ", "He left.", "\n\n", "Who knows?"],
+    "blocks": ["import os", "\ndef f(x):\n    return x.y. z", "f(1)\n"],
+}
+
+
+@pytest.mark.parametrize(("option", "text"), [([], PROSE), (["prose"], PROSE), (["blocks"], CODE)])
+def test_a_sentence_is_a_sequence_and_a_line_of_json_a_document(tmp_path, option, text, capsys):
+    (tmp_path / "in.jsonl").write_bytes(lines([text, "", text]))
+    options = ["--split-sentences", *option, "--workers", 1]
+    assert run(tmp_path, "in.jsonl", options=options) == 0
+    expected = FOUND["blocks" if option == ["blocks"] else "prose"]
+    assert documents(tmp_path) == expected * 2
+    dataset = IndexedDataset(tmp_path / "out")
+    assert dataset.document_index.tolist() == [0, len(expected), 2 * len(expected)]
+    record = json.loads((tmp_path / "out.meta.json").read_text())
+    assert (record["sentences"], record["append_eod"], record["documents"]) == (True, False, 2)
+    said = f"2 documents of {2 * len(expected)} sentences, {dataset.n_tokens} tokens, 1 skipped (0 malformed, 1 empty)"
+    assert said in capsys.readouterr().out
+
+
+def test_a_part_of_a_txt_between_blank_lines_can_be_a_document_of_sentences(tmp_path):
+    (tmp_path / "in.txt").write_text("One. Two.\n\nThree. Four. Five.\n")
+    options = ["--split-sentences", "--split-documents", "blank-lines", "--workers", 1]
+    assert run(tmp_path, "in.txt", options=options, tokenizer="stdlib-wordpiece") == 0
+    assert documents(tmp_path, "stdlib-wordpiece") == ["One.", "Two.", "Three.", "Four.", "Five."]
+    assert IndexedDataset(tmp_path / "out").document_index.tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--append-eod"], "--append-eod with --split-sentences"),
+        (["--split-documents", 100], "--split-documents 100 would cut within sentences"),
+        (
+            ["blocks", "--split-documents", "blank-lines"],
+            "a document of each block that --split-sentences",
+        ),
+        (["lines"], "invalid choice: 'lines'"),
+    ],
+)
+def test_what_would_spoil_sentences_is_refused(tmp_path, options, message, capsys):
+    (tmp_path / "in.txt").write_text("One. Two.\n")
+    try:
+        code = run(tmp_path, "in.txt", options=["--split-sentences", *options])
+    except SystemExit as refused:
+        code = refused.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.bin").exists()

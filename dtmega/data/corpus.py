@@ -2,7 +2,7 @@
 
 Documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
 standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once per Python
-version and vocabulary, whatever is killed or run twice meanwhile.
+version, vocabulary and form (whole documents or their sentences), whatever is killed or run twice meanwhile.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from pathlib import Path
 from filelock import FileLock
 from tqdm import tqdm
 
-from dtmega.data import cache_dir
+from dtmega.data import cache_dir, sentences
 from dtmega.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from dtmega.data.tokenizer import Tokenizer
 
 FORMAT = 2  # raise it when the same Python and vocabulary give other tokens than before
+SENTENCES_FORMAT = 1  # the same for sentences, beside FORMAT
+TOPICS = "pydoc_data/topics/"
 MIN_CHARS = 200_000  # less is a broken Python, not a corpus
 # Not the library's own text: what is installed beside it, tests, generated tables, build settings of one machine.
 SKIPPED_FOLDERS = {
@@ -39,7 +41,7 @@ def documents() -> Iterator[tuple[str, str]]:
     part would be xml/ and zipfile alone.
     """
     sources = _sources(Path(sysconfig.get_paths()["stdlib"]))
-    topics = {f"pydoc_data/topics/{name}": text for name, text in _topics().items()}
+    topics = {f"{TOPICS}{name}": text for name, text in _topics().items()}
     for name in sorted([*sources, *topics], key=lambda name: hashlib.sha256(name.encode()).digest()):
         text = topics[name] if name in topics else _read(sources[name])
         if text.strip():
@@ -72,18 +74,23 @@ def _read(path: Path) -> str:
     return ""
 
 
-def prepare_stdlib(tokenizer: Tokenizer) -> str:
-    """The prefix of the tokenised corpus, each document closed by `eod_id`; builds it on first use or when damaged.
+def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
+    """The prefix of the tokenised corpus; builds it on first use or when damaged.
+
+    Args:
+        in_sentences: each sequence is a sentence of a topic, or a block of a source; else a document, closed by
+            `eod_id`.
 
     Raises:
         ValueError: this Python has next to no library sources, or no cache directory can be written.
     """
     version = ".".join(map(str, sys.version_info[:3]))
-    prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}")
+    form = f"-sentences-v{SENTENCES_FORMAT}" if in_sentences else ""
+    prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
     if not _is_whole(prefix, tokenizer):
         with FileLock(f"{prefix}.lock"):
             if not _is_whole(prefix, tokenizer):  # another process may have built it while this one waited
-                _build(prefix, tokenizer)
+                _build(prefix, tokenizer, in_sentences)
     return prefix
 
 
@@ -95,11 +102,11 @@ def _is_whole(prefix: str, tokenizer: Tokenizer) -> bool:
     return len(dataset) > 0 and dataset.dtype == token_dtype(tokenizer.vocab_size)
 
 
-def _build(prefix: str, tokenizer: Tokenizer) -> None:
+def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
     for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):  # of a killed run: whoever holds the lock is alone
         os.unlink(leftover)
-    texts = [text for _, text in documents()]
-    n_chars = sum(map(len, texts))
+    texts = dict(documents())
+    n_chars = sum(map(len, texts.values()))
     if n_chars < MIN_CHARS:
         raise ValueError(
             f"[data] path = 'stdlib': expected Python's library sources in {sysconfig.get_paths()['stdlib']}, got "
@@ -109,5 +116,10 @@ def _build(prefix: str, tokenizer: Tokenizer) -> None:
     line = f"tokenizing {len(texts)} documents of Python's library ({n_chars / 1e6:.1f} M characters) into {prefix}"
     print(line, file=sys.stderr, flush=True)
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        for text in tqdm(texts, desc="tokenize", unit=" documents", delay=1, disable=None):
-            writer.add([*tokenizer.encode(text), tokenizer.eod_id])
+        for name, text in tqdm(texts.items(), desc="tokenize", unit=" documents", delay=1, disable=None):
+            if in_sentences:
+                kind = sentences.PROSE if name.startswith(TOPICS) else sentences.BLOCKS
+                found = sentences.encode(text, kind, tokenizer)
+                writer.add([i for ids in found for i in ids], [len(ids) for ids in found])
+            else:
+                writer.add([*tokenizer.encode(text), tokenizer.eod_id])

@@ -172,7 +172,8 @@ class IndexedWriter:
     """Writes a pair so that PREFIX.idx only ever stands beside the finished PREFIX.bin of the same write.
 
         with IndexedWriter("data/mine", token_dtype(vocab_size)) as writer:
-            writer.add([5, 7, 2])
+            writer.add([5, 7, 2])  # a document
+            writer.add([8, 6, 4, 9, 2], sizes=[3, 2])  # a document of two sentences
 
     An exception inside the block leaves what stood under PREFIX before; a crash leaves `PREFIX.*.tmp` at most.
     Two processes that write the same PREFIX at the same time need a lock of their own.
@@ -192,6 +193,7 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: expected a dtype in {[str(d) for d in codes]}, got {self.dtype}")
         self._code = codes[self.dtype]
         self._sizes = array("i")
+        self._documents = array("q", [0])  # sequences before each document, and in the end all
         self.n_tokens = 0
         self.about = ""
 
@@ -205,8 +207,17 @@ class IndexedWriter:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append one sequence that is a document of its own: integers [length], 0 <= length < 2**31."""
+    @property
+    def n_documents(self) -> int:
+        return len(self._documents) - 1
+
+    def add(self, tokens: Sequence[int] | NDArray[Any], sizes: Sequence[int] | None = None) -> None:
+        """Append one document.
+
+        Args:
+            tokens: integers [length], 0 <= length < 2**31.
+            sizes: tokens of each of its sequences, which add up to length; None: it is one sequence.
+        """
         ids = np.asarray(tokens) if len(tokens) else np.zeros(0, self.dtype)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= 2**31:
             raise ValueError(f"{self.prefix}: expected fewer than 2**31 integers, got {ids.dtype} {list(ids.shape)}")
@@ -217,7 +228,10 @@ class IndexedWriter:
                 f"got {ids.min()} to {ids.max()}"
             )
         self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
-        self._sizes.append(len(ids))
+        sizes = [len(ids)] if sizes is None else sizes
+        assert sum(sizes) == len(ids), (sum(sizes), len(ids))
+        self._sizes.extend(sizes)
+        self._documents.append(len(self))
         self.n_tokens += len(ids)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -241,9 +255,10 @@ class IndexedWriter:
         pointers = np.zeros(n, dtype="<i8")
         np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
         pointers *= self.dtype.itemsize
+        documents = np.array(self._documents, dtype="<i8")
         with open(self._temps["idx"], "xb") as file:
-            file.write(HEADER.pack(MAGIC, 1, self._code, n, n + 1))
-            for values in (sizes, pointers, np.arange(n + 1, dtype="<i8")):
+            file.write(HEADER.pack(MAGIC, 1, self._code, n, len(documents)))
+            for values in (sizes, pointers, documents):
                 file.write(values.data)
             file.flush()
             os.fsync(file.fileno())

@@ -26,6 +26,7 @@ class Record(BaseModel):
         tokenizer: the spec, for people.
         fingerprint, eod_id: of that tokenizer, see `Tokenizer`.
         append_eod: each document ends with `eod_id`.
+        sentences: each sequence is a sentence, of which a document has any number; else it is a document.
         documents, tokens: how many, which tells whether this record is of the `.bin` that it stands beside.
     """
 
@@ -34,18 +35,20 @@ class Record(BaseModel):
     fingerprint: str
     eod_id: int
     append_eod: bool
+    sentences: bool = False  # earlier versions wrote no such files, and did not say so
     documents: int
     tokens: int
 
 
-def text_of(tokenizer: Tokenizer, append_eod: bool, writer: IndexedWriter) -> str:
+def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = False, sentences: bool = False) -> str:
     """The content of PREFIX.meta.json, when all has been added."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,
         eod_id=tokenizer.eod_id,
         append_eod=append_eod,
-        documents=len(writer),
+        sentences=sentences,
+        documents=writer.n_documents,
         tokens=writer.n_tokens,
     )
     return f"{record.model_dump_json()}\n"
@@ -57,16 +60,15 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
     Raises:
         ValueError: the record says something else, has no end of documents where `[data]` needs one, or is damaged.
     """
-    path = Path(f"{dataset.prefix}.meta.json")
-    record = _read(path)
-    if record is None or (record.documents, record.tokens) != (len(dataset.document_index) - 1, dataset.n_tokens):
+    record = of(dataset)
+    if record is None:
         return False
     if (record.fingerprint, record.eod_id) != (tokenizer.fingerprint, tokenizer.eod_id):
         raise ValueError(
             f"{dataset.prefix}.bin was made with tokenizer {record.tokenizer!r} (fingerprint {record.fingerprint!r}, "
             f"end of document {record.eod_id}), not with '{tokenizer.name}' ({tokenizer.fingerprint!r}, "
             f"{tokenizer.eod_id}): change [data] tokenizer, or tokenize the text again (if ids mean the same in both, "
-            f"remove {path})"
+            f"remove {dataset.prefix}.meta.json)"
         )
     needs_ends = [key for key in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, key)]
     if needs_ends and not record.append_eod:
@@ -77,15 +79,23 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
     return True
 
 
-def _read(path: Path) -> Record | None:
+def of(dataset: IndexedDataset) -> Record | None:
+    """The record of a data set; None where there is none, or one of another `.bin`.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = Path(f"{dataset.prefix}.meta.json")
     if not path.exists():
         return None
     try:
-        return Record.model_validate(read_object(path, MAX_BYTES))
+        record = Record.model_validate(read_object(path, MAX_BYTES))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ValueError(f"{path}: {key}: {first['msg']} (without this file, nothing is checked)") from None
+    is_its_own = (record.documents, record.tokens) == (len(dataset.document_index) - 1, dataset.n_tokens)
+    return record if is_its_own else None
 
 
 def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:

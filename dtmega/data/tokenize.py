@@ -1,6 +1,7 @@
 """A user's text -> Megatron's `.bin/.idx`: what `python -m dtmega tokenize` does.
 
     python -m dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer gpt2 --output data/mine --append-eod
+    python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
 
 This process reads and writes, workers parse and tokenize. Results are written in the order of the input, so the output
 is the same for any number of workers; few batches are in flight, so memory does not grow with the input.
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dtmega.data import text_files
+from dtmega.data import sentences, text_files
 from dtmega.data.indexed import IndexedWriter, token_dtype
 from dtmega.data.record import text_of
 from dtmega.data.tokenizer import load_tokenizer
@@ -49,9 +50,16 @@ def write(args: argparse.Namespace) -> str:
     cut = args.split_documents
     if cut and all(file.kind != ".txt" for file in files):
         raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
+    _check_sentences(args)
     tokenizer = load_tokenizer(args.tokenizer)
     batches = text_files.read(files, args.json_key, at_blank_lines=cut == text_files.BLANK_LINES)
-    job = Job(args.tokenizer, args.json_key, args.append_eod, cut if isinstance(cut, int) else 0)
+    job = Job(
+        tokenizer=args.tokenizer,
+        key=args.json_key,
+        append_eod=args.append_eod,
+        longest=cut if isinstance(cut, int) else 0,
+        sentences=args.split_sentences,
+    )
     total_bytes = sum(file.n_bytes for file in files) or None  # None: of standard input nobody knows
     n_empty = n_malformed = 0
     with (
@@ -67,19 +75,45 @@ def write(args: argparse.Namespace) -> str:
                     bar.write(f"skipped {where}", file=sys.stderr)
                 n_malformed += 1
             n_empty += result.n_empty
-            ends = np.cumsum(result.sizes, dtype=np.int64)
-            for size, end in zip(result.sizes, ends, strict=True):
-                writer.add(result.ids[end - size : end])
+            start = 0
+            for sizes in result.sizes:
+                end = start + sum(sizes)
+                writer.add(result.ids[start:end], sizes)
+                start = end
             bar.update(result.position_bytes - bar.n)
         if len(writer) == 0:
             there = f"{counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
             raise ValueError(f"no documents in {there}")
-        writer.about = text_of(tokenizer, args.append_eod, writer)
+        is_cut = args.split_sentences is not None
+        writer.about = text_of(tokenizer, writer, append_eod=args.append_eod, sentences=is_cut)
+    documents = counted(writer.n_documents, "document")
+    if is_cut:
+        documents += f" of {counted(len(writer), 'sentence')}"
     return (
-        f"{counted(len(writer), 'document')}, {counted(writer.n_tokens, 'token')}, {n_malformed + n_empty:,} skipped "
+        f"{documents}, {counted(writer.n_tokens, 'token')}, {n_malformed + n_empty:,} skipped "
         f"({n_malformed:,} malformed, {n_empty:,} empty), {time.perf_counter() - start_s:.1f} s: "
         f"{args.output}.bin, {args.output}.idx"
     )
+
+
+def _check_sentences(args: argparse.Namespace) -> None:
+    """Refuse what would spoil sentences."""
+    if args.split_sentences is None:
+        return
+    if args.append_eod:
+        raise ValueError(
+            "--append-eod with --split-sentences: such a file has no special ids, [CLS] and [SEP] come with the samples"
+        )
+    if isinstance(args.split_documents, int):
+        raise ValueError(
+            f"--split-documents {args.split_documents} would cut within sentences; with --split-sentences it may be "
+            f"{text_files.BLANK_LINES}"
+        )
+    if args.split_documents and args.split_sentences == sentences.BLOCKS:
+        raise ValueError(
+            f"--split-documents {args.split_documents} would make a document of each block that --split-sentences "
+            f"{sentences.BLOCKS} finds, and a BERT needs two in a document"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,12 +122,14 @@ class Job:
 
     Attributes:
         longest: tokens of a document that is a piece of a .txt; 0 leaves each .txt whole.
+        sentences: the kind of sentences that are sequences; None: documents are.
     """
 
     tokenizer: str
     key: str
     append_eod: bool
-    longest: int
+    longest: int = 0
+    sentences: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,13 +138,13 @@ class Result:
 
     Attributes:
         ids: [sum(sizes)] in the dtype of the output.
-        sizes: tokens per document.
+        sizes: for each document, the tokens of each of its sequences.
         malformed: "file:line: why" for each record that is no document.
         position_bytes: see Batch.
     """
 
     ids: NDArray[Any]
-    sizes: list[int]
+    sizes: list[list[int]]
     n_empty: int
     malformed: list[str]
     position_bytes: int
@@ -123,19 +159,35 @@ class Worker:
         self.tail = [self.tokenizer.eod_id] if job.append_eod else []
 
     def __call__(self, batch: text_files.Batch) -> Result:
-        documents, malformed, n_empty = [], [], 0
+        documents: list[list[list[int]]] = []
+        malformed: list[str] = []
+        n_empty = 0
         for number, record in text_files.records(batch):
             try:
-                ids = self.tokenizer.encode(text_files.document(record, number, batch.kind, self.job.key))
+                text = text_files.document(record, number, batch.kind, self.job.key)
+                found = self._documents(text, batch.kind)
             except ValueError as error:
                 malformed.append(f"{batch.path}:{number}: {error}")
                 continue
-            longest = self.job.longest if batch.kind == ".txt" and self.job.longest else len(ids)
-            for start in range(0, len(ids), longest or 1):
-                documents.append(np.array(ids[start : start + longest] + self.tail, self.dtype))
-            n_empty += not ids
-        ids = np.concatenate(documents) if documents else np.zeros(0, self.dtype)
-        return Result(ids, [len(d) for d in documents], n_empty, malformed, batch.position_bytes)
+            documents += found
+            n_empty += not found
+        sequences = [np.array(ids, self.dtype) for document in documents for ids in document]
+        return Result(
+            ids=np.concatenate(sequences) if sequences else np.zeros(0, self.dtype),
+            sizes=[[len(ids) for ids in document] for document in documents],
+            n_empty=n_empty,
+            malformed=malformed,
+            position_bytes=batch.position_bytes,
+        )
+
+    def _documents(self, text: str, kind: str) -> list[list[list[int]]]:
+        """The ids of each sequence of each document that a record becomes; none of a text without tokens."""
+        if self.job.sentences:
+            found = sentences.encode(text, self.job.sentences, self.tokenizer)
+            return [found] if found else []
+        ids = self.tokenizer.encode(text)
+        longest = self.job.longest if kind == ".txt" and self.job.longest else len(ids)
+        return [[ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
 
 
 def _in_order(batches: Iterator[text_files.Batch], job: Job, n_workers: int) -> Generator[Result, None, None]:
