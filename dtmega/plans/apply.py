@@ -88,7 +88,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
         for name, found in _matches(model, pattern):
             if isinstance(style, ShardBuffer):
                 _check_buffer(name, found, style, tp)
-            elif isinstance(style, Style):
+            elif isinstance(style, Style) and found is not None:
                 style.check(found, tp)
 
 
