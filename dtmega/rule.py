@@ -179,8 +179,11 @@ def attention_rule(
     """
     own = key_places is None
     query_places = places.to(torch.int32)
-    keys = query_places if key_places is None else key_places.to(torch.int32)
-    documents = document_ids if own else key_document_ids
+    # Copies: a compiled block breaks where its own autograd is given one tensor twice (torch 2.13).
+    keys = query_places.clone() if key_places is None else key_places.to(torch.int32)
+    documents = key_document_ids
+    if own and document_ids is not None:
+        documents = document_ids.clone()
     assert (document_ids is None) == (documents is None), "documents of queries and of keys come together"
     rule = AttentionRule(query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window)
     if places.device.type == "cuda" and fused:

@@ -7,7 +7,7 @@ from dtmega.plans.styles import Column, Enter, Norm, Plan, Row, SequenceShard, S
 from dtmega.plans.vocabulary import Rejoin, VocabEmbedding, VocabHead, WholeEmbedding
 
 
-def plan(model: config.DroppingModel, sequence_parallel: bool = True) -> Plan:
+def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
     """The table of a model: blocks as BLOOM's, and of the heads nothing is cut but the vocabulary.
 
     With sequence parallelism each head has its input whole, [B, S, D], since which tokens have a label is known of

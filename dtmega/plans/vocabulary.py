@@ -142,7 +142,7 @@ class VocabHead(VocabStyle):
             raise ValueError(f"VocabHead is for a head with vocab_size and loss_terms(), not {type(module).__name__}")
 
     def forward(self, module: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        mesh, weight, bias = module.weight.device_mesh, local(module.weight), local(getattr(module, "bias", None))
+        mesh, weight, bias = module.weight.device_mesh, local(module.weight), local(module.bias)
         h = self.stack.enter(x, self.group)
         if labels is None:
             logits, shape = product(h, weight, bias), torch.Size((*h.shape[:2], module.weight.shape[0]))
