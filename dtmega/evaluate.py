@@ -39,7 +39,7 @@ def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
     totals = torch.zeros(len(objective.sums), dtype=torch.float64, device=world.device)
     counts: Counter[str] = Counter()
     slices = world.data_rank, world.data_size, cfg.eval.steps
-    batches = eval_batches(text.samples(split), cfg.data, cfg.batch, text.tokenizer.eod_id, *slices)
+    batches = eval_batches(text.rows(split), cfg.batch, *slices)
     for batch in run.metrics.evaluating(batches, split, cfg.eval.steps):
         if signalled(run):
             return None

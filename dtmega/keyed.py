@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -58,6 +60,41 @@ def permuted(i: int, n: int, name: str) -> int:
         i = high * base + low
         if i < n:
             return i
+
+
+def key64(name: str) -> int:
+    """A key in [0, 2**64) for everything drawn under `name`, for `draws`."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def draws(keys: NDArray[np.uint64], name: str, index: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """64 uniform bits for each key and index, which are broadcast; `name` tells what they are for.
+
+    They are the outputs number `index` of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number
+    Generators"), seeded with a hash of key and name. Each result depends on its own key and index only.
+
+    Args:
+        keys: at least 1-dimensional, as is `index`: numpy warns where a scalar overflows.
+    """
+    seeds = _mix64(keys ^ np.uint64(key64(name)))
+    return _mix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Bijective hash of 64 bits, the one of SplitMix64 (Stafford's variant 13 of MurmurHash3's)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Numbers in [0, 1) of the upper 53 of the 64 bits."""
+    return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np.int64]:
+    """Integers in [0, n), n <= 2**32, each with probability 1 / n to within 2**-32; of the upper 32 bits."""
+    return (((drawn >> np.uint64(32)) * np.asarray(n).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
 def normal(seed: int, name: str, index: Tensor) -> Tensor:

@@ -256,6 +256,7 @@ def describe(
     device: torch.device,
     world_size: int,
     n_tokens: int,
+    epochs: float,
     step: int,
     end: End,
 ) -> str:
@@ -264,6 +265,7 @@ def describe(
     Args:
         pieces: of the whole model.
         n_tokens: there are to train on.
+        epochs: in which the whole run reads them.
         step: the run starts after.
         end: where it ends.
     """
@@ -276,7 +278,7 @@ def describe(
             f"{config.precision.params} on {world_size} x {device.type}",
             f"data: {counted(n_tokens, 'training token')}; {counted(end.steps, 'step')} of "
             f"{config.batch.global_batch_size} x {seq_len} tokens = {counted(tokens, 'token')}, "
-            f"{tokens / n_tokens:.2f} epochs",
+            f"{epochs:.2f} epochs",
             f"run: {config.run.dir}, " + (f"resumed at step {step}" if step else "from the start"),
         ]
     )

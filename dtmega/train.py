@@ -63,14 +63,13 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         step.same = same_job(cfg, device, families.of(cfg.model).libraries) | {"digest of [model] path": digest}
 
     with startup.step("data") as step:
-        text = open_text(cfg)
+        text = open_text(cfg, families.of(cfg.model).objective)
         resume.named(cfg)  # before anything is made
         data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
         batches = TrainBatches(
-            text.samples("train"),
+            text.rows("train"),
             cfg.data,
             cfg.batch,
-            text.tokenizer.eod_id,
             data_rank,
             data_size,
             pin_memory=device.type == "cuda",
@@ -122,8 +121,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
                 file.write(asked.to_toml())
         metrics = Metrics(cfg, pieces, device, world.size, end, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
-    n_tokens = text.samples("train").n_tokens
-    about = describe(cfg, pieces, device, world.size, n_tokens, at.step, end)
+    samples = text.samples("train")
+    about = describe(cfg, pieces, device, world.size, samples.n_tokens, end.samples / samples.n_samples, at.step, end)
     lines = [about, *families.of(cfg.model).notes(cfg.model)]
     if loaded:
         overflowed = at.overflowed, at.overflowed_samples

@@ -13,6 +13,7 @@ import torch
 from dtmega import config, cost, families, mesh, optim
 from dtmega.checkpoint.weights import load
 from dtmega.data.loader import TrainBatches
+from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.data.text import open_text
 from dtmega.fsdp import release
 from dtmega.models.generate import generate
@@ -32,7 +33,7 @@ cfg = families.resolve(config.load(["--config", "hf.toml", *argv]))
 device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, world=1)
 cfg = fitted(cfg, sizes)
 check(cfg, sizes, device)
-text = open_text(cfg)
+text = open_text(cfg, NEXT_TOKEN)
 n_parameters = cost.parameters(families.pieces(cfg.model))
 print(f"{n_parameters:,} parameters on {device}; {text.samples('train').n_tokens:,} tokens to read")
 
@@ -52,7 +53,7 @@ optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.
 # Steps. Batch n is a function of the seed and n: run the cell again, and it goes on.
 
 # %%
-batches = TrainBatches(text.samples("train"), cfg.data, cfg.batch, text.tokenizer.eod_id, rank=0, world=1)
+batches = TrainBatches(text.rows("train"), cfg.data, cfg.batch, rank=0, world=1)
 losses: list[float] = []
 for step in range(1, steps + 1):
     microbatches = [{name: t.to(device) for name, t in m.items()} for m in next(batches).microbatches]

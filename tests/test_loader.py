@@ -16,7 +16,8 @@ import torch
 
 from dtmega.config import Batch, Data
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
-from dtmega.data.loader import IGNORED, TrainBatches, document_ids, eval_batches, position_ids
+from dtmega.data.loader import TrainBatches, eval_batches
+from dtmega.data.rows import IGNORED, NextTokenRows, document_ids, position_ids
 from dtmega.data.samples import Samples
 
 EOD = 0
@@ -38,7 +39,7 @@ def samples(tmp_path_factory):
 def train_batches(samples, rank=0, world=1, workers=0, rampup=(), start_sample=0, **flags):
     data = Data(seq_len=S, num_workers=workers, **flags)
     batch = Batch(micro_batch_size=2, global_batch_size=16, rampup=list(rampup))
-    return TrainBatches(samples, data, batch, EOD, rank, world, start_sample=start_sample)
+    return TrainBatches(NextTokenRows(samples, data, EOD), data, batch, rank, world, start_sample=start_sample)
 
 
 def take(batches, steps):
@@ -202,7 +203,8 @@ def test_the_global_generators_are_not_moved(samples, workers):
 
 def evaluate(samples, rank=0, world=1, steps=3):
     batch = Batch(micro_batch_size=2, global_batch_size=16, rampup=[4, 4, 1000])
-    return take(eval_batches(samples, Data(seq_len=S), batch, EOD, rank, world, steps), steps + 1)
+    rows = NextTokenRows(samples, Data(seq_len=S), EOD)
+    return take(eval_batches(rows, batch, rank, world, steps), steps + 1)
 
 
 def test_evaluation_reads_the_same_full_batches_each_time(samples):
@@ -233,6 +235,7 @@ import multiprocessing, os, signal, sys
 from dtmega.config import Batch, Data
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import TrainBatches
+from dtmega.data.rows import NextTokenRows
 from dtmega.data.samples import Samples
 
 def main(prefix, ending):
@@ -240,7 +243,8 @@ def main(prefix, ending):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: heard.add(number))
     samples = Samples(IndexedDataset(prefix), (0, 60), 8, 1234, "train")
-    batches = TrainBatches(samples, Data(seq_len=8, num_workers=1), Batch(), 0, 0, 1)
+    data = Data(seq_len=8, num_workers=1)
+    batches = TrainBatches(NextTokenRows(samples, data, 0), data, Batch(), 0, 1)
     print("starting", flush=True)
     next(batches)
     print(*(process.pid for process in multiprocessing.active_children()), flush=True)

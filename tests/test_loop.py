@@ -28,6 +28,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from dtmega import config, metrics
 from dtmega.checkpoint.resume import State, open_checkpoint, state_of
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.data.text import Text, open_text
 from dtmega.parallelize import ShardedModel
 from dtmega.watch import Watch
@@ -236,7 +237,7 @@ def ran(request, tmp_path_factory, text_keys) -> tuple[Switches, Recorded, Plain
     keys = SMALL | text_keys | switches.keys
     folder = tmp_path_factory.mktemp("run")
     recorded = record(keys, folder, switches)
-    return switches, recorded, plain_loop(keys, recorded.noted.weights, open_text(recorded.cfg), switches)
+    return switches, recorded, plain_loop(keys, recorded.noted.weights, open_text(recorded.cfg, NEXT_TOKEN), switches)
 
 
 def record(keys: dict[str, Any], folder: Path, switches: Switches) -> Recorded:
@@ -547,7 +548,7 @@ OF_A_START = ("run: ", "changed ", "stopped ", "written: ", "nothing ")
 def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
     switches, recorded, _ = ran
     cfg, n_steps = recorded.cfg, len(switches.sizes)
-    tokens, there = sum(switches.sizes) * S, open_text(cfg).samples("train").n_tokens
+    tokens, there = sum(switches.sizes) * S, open_text(cfg, NEXT_TOKEN).samples("train").n_tokens
     parameters = PADDED_V * D + 2 * D + L * (12 * D * D + 13 * D) + 2 * D
     flops_per_token = L * (6 * 12 * D * D + 6 * S * D) + 6 * V * D
     assert recorded.output[:2] == [
@@ -555,7 +556,7 @@ def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
         f"data: {there:,} training tokens; {n_steps} steps of 4 x {S} tokens = {tokens:,} tokens, "
         f"{tokens / there:.2f} epochs",
     ]
-    assert set(open_text(cfg).notes) <= set(recorded.output)
+    assert set(open_text(cfg, NEXT_TOKEN).notes) <= set(recorded.output)
     stops = [step for step in saves(switches, cfg) if cfg.train.exit_interval and step < n_steps]
     said = [line for line in recorded.output if line.startswith(OF_A_START)]
     expected = []  # of what has changed since the checkpoint, nothing
@@ -576,4 +577,4 @@ def test_the_sample_is_drawn_from_the_trained_model_by_the_seed(ran):
     cfg = recorded.cfg
     shown = "\n".join(recorded.output).partition("a sample:\n")[2].partition("\nwritten:")[0]
     wanted = cfg.eval.prompt and cfg.eval.sample_tokens
-    assert shown == (f"{cfg.eval.prompt}{open_text(cfg).tokenizer.decode(plain.sample)}" if wanted else "")
+    assert shown == (f"{cfg.eval.prompt}{open_text(cfg, NEXT_TOKEN).tokenizer.decode(plain.sample)}" if wanted else "")

@@ -11,6 +11,7 @@ from dtmega.data import cache_dir, order
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.order import document_order, permutation
 from dtmega.data.samples import Samples
+from dtmega.data.shared_file import SharedFile
 from tests import ranks
 from tests.test_samples import LENGTHS, read, write_corpus
 
@@ -85,14 +86,14 @@ def make_on_rank(folder: str, prefix: str) -> list[int]:
     os.environ["XDG_CACHE_HOME"] = folder
     order.LONG = 1
     makings = []
-    make = order._OrderFile._make
+    make = SharedFile._make
 
     def counted(self):
         makings.append(1)
         time.sleep(0.2)  # the others come while one is at it
         make(self)
 
-    order._OrderFile._make = counted
+    SharedFile._make = counted
     assert found(IndexedDataset(prefix)) == expected(0)
     return makings
 

@@ -69,7 +69,7 @@ def starts(argv: list[str], world: int) -> config.Config:
     sizes = mesh.resolve(asked.mesh, world)
     cfg = fitted(asked, sizes)
     check(cfg, sizes, torch.device("cpu"))
-    TrainBatches(cast(Any, None), cfg.data, cfg.batch, 0, *mesh.data_coordinate(sizes, 0)).close()
+    TrainBatches(cast(Any, None), cfg.data, cfg.batch, *mesh.data_coordinate(sizes, 0)).close()
     return cfg
 
 

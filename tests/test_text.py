@@ -15,8 +15,8 @@ import pytest
 from dtmega import config
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import State
-from dtmega.data import text
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
+from dtmega.data.objectives import NEXT_TOKEN, NextToken
 from dtmega.data.record import text_of
 from dtmega.data.samples import Samples
 from dtmega.data.text import fingerprint, open_text, read_again
@@ -81,16 +81,16 @@ def test_each_part_of_the_identity_changes_alone_and_then_the_run_is_not_continu
     paths = {"other": other, "same": same, "tokenizer": str(tmp_path / "other.tiktoken")}
     flags = [*KEYS, "--data.path", json.dumps([same, same])]
     cfg = config.load(flags)
-    before = open_text(cfg).identity
+    before = open_text(cfg, NEXT_TOKEN).identity
     assert set(before) == set(PARTS)
     state = json.loads(State.of(cfg.model_dump(), identity=before).model_dump_json())  # as a checkpoint has it
     checkpoint = SimpleNamespace(path="step-00000001", manifest=SimpleNamespace(state=state))
-    resume.check_same(checkpoint, cfg, open_text(cfg).identity)
+    resume.check_same(checkpoint, cfg, open_text(cfg, NEXT_TOKEN).identity)
 
     if part == "order":
-        monkeypatch.setattr(text, "ORDER", text.ORDER + 1)
+        monkeypatch.setattr(NextToken, "order", NextToken.order + 1)
     change = [word.format(**paths) for word in PARTS[part]]
-    after = open_text(config.load([*flags, *change])).identity
+    after = open_text(config.load([*flags, *change]), NEXT_TOKEN).identity
     assert {key for key in before if before[key] != after[key]} == {part}
     with pytest.raises(ValueError, match=r"number 2, this dtmega in number 3|on other data: " + re.escape(part)):
         resume.check_same(checkpoint, cfg, after)
@@ -100,9 +100,9 @@ def test_a_moved_corpus_has_the_same_identity(tmp_path):
     flags = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
     flags += ["--data.path"]
     write(tmp_path / "a" / "text")
-    before = open_text(config.load([*flags, str(tmp_path / "a" / "text")])).identity
+    before = open_text(config.load([*flags, str(tmp_path / "a" / "text")]), NEXT_TOKEN).identity
     shutil.move(tmp_path / "a", tmp_path / "b")
-    assert open_text(config.load([*flags, str(tmp_path / "b" / "text")])).identity == before
+    assert open_text(config.load([*flags, str(tmp_path / "b" / "text")]), NEXT_TOKEN).identity == before
 
 
 @pytest.mark.parametrize(("n_bytes", "seen"), [(2**22, 64 * 2), (2**23, 64)])
@@ -125,7 +125,7 @@ def test_the_fingerprint_covers_every_byte_up_to_4_mib_and_64_blocks_of_a_larger
 
 
 def opened(prefix: str, *more: str):
-    return open_text(config.load([*KEYS, "--data.path", prefix, *more]))
+    return open_text(config.load([*KEYS, "--data.path", prefix, *more]), NEXT_TOKEN)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -149,7 +149,7 @@ def test_a_vocabulary_holds_all_ids_of_the_tokenizer_and_of_the_text_and_no_fewe
 
 
 def test_the_order_of_samples_has_the_number_that_the_identity_names(tmp_path):
-    # Where the second line changes, raise ORDER in data/text.py and the number here: older runs must then be refused.
+    # Where the second line changes, raise `order` in data/objectives.py and the number here, so older runs are refused.
     with IndexedWriter(tmp_path / "one", np.dtype(np.uint16)) as one, IndexedWriter(tmp_path / "two", one.dtype) as two:
         for k in range(20):
             one.add([k] * 3)
@@ -284,4 +284,4 @@ def test_an_evaluation_that_is_longer_than_a_split_is_said(tmp_path, steps, note
     flags = [*KEYS, "--data.path", write(tmp_path / "text"), "--data.split", "9,1,1", "--eval.steps", str(steps)]
     flags += ["--batch.micro_batch_size", "1", "--batch.global_batch_size", "1"]
     cfg = config.load(flags)
-    assert read_again(cfg, open_text(cfg)) == ([note] if note else [])
+    assert read_again(cfg, open_text(cfg, NEXT_TOKEN)) == ([note] if note else [])

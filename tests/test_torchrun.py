@@ -194,7 +194,7 @@ from pathlib import Path
 from dtmega import config
 from dtmega.data.loader import TrainBatches
 
-class Samples:
+class Rows:
     def __reduce__(self):
         return wait, ()
 
@@ -206,7 +206,7 @@ def wait():
         time.sleep(0.01)
 
 if __name__ == "__main__":
-    next(TrainBatches(Samples(), config.Data(num_workers=1), config.Batch(), 0, 0, 1))
+    next(TrainBatches(Rows(), config.Data(num_workers=1), config.Batch(), 0, 1))
 """
 
 

@@ -1,7 +1,7 @@
 """Corpora mixed by weight: sample g is a function of g, and each corpus has its share of any prefix.
 
-    samples = build_samples(config.data, prefixes, config.run.seed)
-    samples["train"][g]  # [S + 1] token ids
+    splits = build_samples(NEXT_TOKEN, config.data, prefixes, config.run.seed)
+    splits.samples["train"][g]  # [S + 1] token ids
 
 Megatron goes through the run from its beginning and always takes the corpus that is furthest behind, with a compiled
 helper and a table of the whole run. Here nothing is gone through and nothing is stored: the corpora are the leaves of a
@@ -17,11 +17,10 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from numpy.typing import NDArray
-
 from dtmega.config import Data
 from dtmega.data.indexed import IndexedDataset
-from dtmega.data.samples import Samples
+from dtmega.data.objectives import Objective
+from dtmega.data.samples import AnySamples
 
 SPLITS = ("train", "valid", "test")
 
@@ -87,17 +86,19 @@ class Blend:
         weights: one positive number per part; empty = by number of tokens.
     """
 
-    def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[AnySamples], weights: Sequence[float]) -> None:
         self.parts, self.weights = list(parts), list(weights)
         self.n_tokens = sum(part.n_tokens for part in parts)
+        self.n_samples = sum(part.n_samples for part in parts)
+        self.note = ""
         self._tree = huffman(weights or [part.n_tokens for part in parts])
 
-    def __getitem__(self, g: int) -> NDArray[Any]:
-        """Tokens [S + 1] of sample g >= 0, in the dtype of the corpus it comes from."""
+    def __getitem__(self, g: int) -> Any:
+        """Sample g >= 0, as the corpus has it that it comes from."""
         corpus, sample = deal(self._tree, g)
         return self.parts[corpus][sample]
 
-    def __reduce__(self) -> tuple[type[Blend], tuple[list[Samples], list[float]]]:
+    def __reduce__(self) -> tuple[type[Blend], tuple[list[AnySamples], list[float]]]:
         # The tree is made again: it may be deeper than pickle can go.
         return Blend, (self.parts, self.weights)
 
@@ -107,14 +108,14 @@ class Splits(NamedTuple):
 
     Attributes:
         samples: of "train", "valid" and "test"; None where the split has weight 0.
-        left_out: for people, which corpus is too small to be in which split.
+        notes: for people, what is left out of which split.
     """
 
-    samples: dict[str, Samples | Blend | None]
-    left_out: list[str]
+    samples: dict[str, AnySamples | None]
+    notes: list[str]
 
 
-def build_samples(data: Data, prefixes: Sequence[str], seed: int) -> Splits:
+def build_samples(objective: Objective, data: Data, prefixes: Sequence[str], seed: int) -> Splits:
     """The samples of each split: each corpus is split by document, then parts of one name are blended.
 
     A small corpus may have no sample in the validation or the test part; the others are then blended without it.
@@ -129,11 +130,11 @@ def build_samples(data: Data, prefixes: Sequence[str], seed: int) -> Splits:
     for s, split in enumerate(SPLITS):
         if data.split_weights[s] == 0:
             continue
-        parts: dict[int, Samples] = {}
+        parts: dict[int, AnySamples] = {}
         refusals = []
         for corpus, dataset in enumerate(datasets):
             try:
-                parts[corpus] = Samples(dataset, ranges[corpus][s], data.seq_len, seed, split, corpus)
+                parts[corpus] = objective.samples(dataset, ranges[corpus][s], data, seed, split, corpus)
             except ValueError as error:
                 if split == "train":
                     raise
@@ -142,7 +143,8 @@ def build_samples(data: Data, prefixes: Sequence[str], seed: int) -> Splits:
             raise refusals[0]
         weights = [data.weights[corpus] for corpus in parts] if data.weights else []
         splits.samples[split] = Blend([*parts.values()], weights) if len(datasets) > 1 else parts[0]
-        splits.left_out.extend(
+        splits.notes.extend(part.note for part in parts.values() if part.note)
+        splits.notes.extend(
             f"'{split}' is blended without {dataset.prefix}: its part has less than one sample"
             for corpus, dataset in enumerate(datasets)
             if corpus not in parts

@@ -130,8 +130,11 @@ class IndexedDataset:
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
         """The tokens of the .bin file before each of these documents; all of them for one past the last."""
-        sequences = self.document_index[documents]
-        starts = np.full(len(sequences), self.n_tokens)
+        return self.tokens_before(self.document_index[documents])
+
+    def tokens_before(self, sequences: NDArray[Any]) -> NDArray[np.int64]:
+        """The tokens of the .bin file before each of these sequences; all of them for one past the last."""
+        starts = np.full(sequences.shape, self.n_tokens)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
         return starts

@@ -1,14 +1,8 @@
 """From samples to batches, one optimizer step at a time. The only state is how many samples have been consumed.
 
 The step after c consumed samples has `batch.size_at(c)` sequences, samples c, c + 1, ...; data rank r of R takes the
-r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch] micro_batch_size`. A microbatch is
-
-    tokens        int64 [B, S]
-    labels        int64 [B, S]  the next token, IGNORED where it does not count
-    sample_ids    int64 [B]     the global sample numbers, which key dropout
-    places        int64 [B, S]  0, 1, ...: the index of each token in its sample
-    position_ids  int64 [B, S]  with `[data] reset_position_ids`: 0, 1, ..., again from 0 after each end-of-document
-    document_ids  int64 [B, S]  with `[data] reset_attention_mask`: attention stays between equal numbers
+r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch] micro_batch_size`. What is in one is
+said in `rows.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtmega.config import Batch, Data
-from dtmega.data.blend import Blend
-from dtmega.data.objectives import IGNORED
-from dtmega.data.samples import Samples
+from dtmega.data.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
@@ -46,51 +37,12 @@ class StepBatch:
     Attributes:
         first_sample: the first of the global batch's samples.
         samples: how many sequences the global batch has, over all data ranks.
-        microbatches: this rank's, each as above.
+        microbatches: this rank's.
     """
 
     first_sample: int
     samples: int
     microbatches: list[dict[str, Tensor]]
-
-
-def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """[B, S] -> [B, S]: 0, 1, ... by document; the end-of-document token belongs to the document that it ends."""
-    ends = (tokens == eod_id).long()
-    return ends.cumsum(1) - ends
-
-
-def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """[B, S] -> [B, S]: positions within each document (Megatron-LM `get_ltor_masks_and_position_ids`)."""
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    starts = torch.zeros_like(tokens)  # at a document's first token its position in the sample, 0 elsewhere
-    starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
-    return positions - starts.cummax(1).values
-
-
-class _Rows:
-    """The tensors of a range of samples: what a worker process holds and computes."""
-
-    def __init__(self, samples: Samples | Blend, data: Data, eod_id: int) -> None:
-        self.samples, self.data, self.eod_id = samples, data, eod_id
-
-    def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        """The keys above, with B = all of the range: few large tensors travel better than many small ones."""
-        ids = torch.from_numpy(np.stack([self.samples[g] for g in indices]).astype(np.int64))  # [B, S + 1]
-        tokens, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
-        rows = {
-            "tokens": tokens,
-            "labels": labels,
-            "sample_ids": torch.arange(indices.start, indices.stop),
-            "places": torch.arange(tokens.shape[1]).repeat(len(tokens), 1),
-        }
-        if self.data.eod_mask_loss:
-            labels.masked_fill_(tokens == self.eod_id, IGNORED)
-        if self.data.reset_position_ids:
-            rows["position_ids"] = position_ids(tokens, self.eod_id)
-        if self.data.reset_attention_mask:
-            rows["document_ids"] = document_ids(tokens, self.eod_id)
-        return rows
 
 
 class TrainBatches:
@@ -105,7 +57,7 @@ class TrainBatches:
     the trainer's death. They are spawned, so the script that iterates needs its `if __name__ == "__main__"`.
 
     Args:
-        eod_id: the tokenizer's end-of-document token.
+        rows: of the samples.
         rank, world: this data rank, and how many there are.
         pin_memory: deliver in page-locked memory, for copies to a GPU that overlap with compute.
 
@@ -115,10 +67,9 @@ class TrainBatches:
 
     def __init__(
         self,
-        samples: Samples | Blend,
+        rows: Rows,
         data: Data,
         batch: Batch,
-        eod_id: int,
         rank: int,
         world: int,
         *,
@@ -126,7 +77,7 @@ class TrainBatches:
         pin_memory: bool = False,
     ) -> None:
         _check_sizes(batch, world)
-        self._rows, self._data, self._batch = _Rows(samples, data, eod_id), data, batch
+        self._rows, self._data, self._batch = rows, data, batch
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
         self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
@@ -183,9 +134,7 @@ class TrainBatches:
             return iter(loader)
 
 
-def eval_batches(
-    samples: Samples | Blend, data: Data, batch: Batch, eod_id: int, rank: int, world: int, steps: int
-) -> Iterator[StepBatch]:
+def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
     """The first `steps` full global batches, the same ones in each evaluation, read in this process.
 
     A split with fewer samples goes on into its next epoch.
@@ -195,15 +144,14 @@ def eval_batches(
     """
     full = batch.model_copy(update={"rampup": []})
     _check_sizes(full, world)
-    rows = _Rows(samples, data, eod_id)
     for step, indices in zip(range(steps), _slices(full, 0, rank, world), strict=False):
         size = full.global_batch_size
         yield StepBatch(step * size, size, _microbatches(rows[indices], full.micro_batch_size))
 
 
-def bears_loss(samples: Samples | Blend, g: int, data: Data, eod_id: int) -> bool:
+def bears_loss(rows: Rows, g: int) -> bool:
     """Whether a token of sample g counts in the loss."""
-    return bool((_Rows(samples, data, eod_id)[range(g, g + 1)]["labels"] != IGNORED).any())
+    return bool((rows[range(g, g + 1)]["labels"] != IGNORED).any())
 
 
 def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:

@@ -6,10 +6,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
+from dtmega.config import Data
+from dtmega.data.indexed import IndexedDataset
+from dtmega.data.masking import Vocabulary
+from dtmega.data.pairs import PairSamples, Specials
+from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, Rows
+from dtmega.data.samples import AnySamples, Samples
+from dtmega.data.tokenizer import Tokenizer
 
 NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
@@ -33,13 +40,51 @@ class Objective(Protocol):
 
     Attributes:
         sums: all that a model returns with labels, whichever stages have them.
+        aim: for people, what its models are trained on.
+        reads: keys of [data] that it reads and not every objective does; the samples depend on them.
+        sentences: it reads texts that are split into sentences, each a sequence of the data set.
+        order: raise it when sample g of the same data, keys and seed becomes another: older runs are then refused.
     """
 
     @property
     def sums(self) -> tuple[Sum, ...]: ...
 
+    @property
+    def aim(self) -> str: ...
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    @property
+    def sentences(self) -> bool: ...
+
+    @property
+    def order(self) -> int: ...
+
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
         """The part of each divisor that a microbatch adds; every microbatch has the same names, in the same order."""
+        ...
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer that lacks what the objective needs of it.
+
+        Raises:
+            ValueError: names the token that is missing, and the key.
+        """
+        ...
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> AnySamples:
+        """The samples of documents (start, stop) of one corpus of a split.
+
+        Raises:
+            ValueError: there is not one.
+        """
+        ...
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
+        """The rows of such samples, or of several mixed."""
         ...
 
 
@@ -47,9 +92,24 @@ class NextToken:
     """Cross-entropy of the next token, as a mean over the tokens that have a label."""
 
     sums = (Sum("lm", "tokens"),)
+    aim = "next tokens"
+    reads = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    sentences = False
+    order = 2
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
-        return {"tokens": int((microbatch["labels"] != IGNORED).sum())}
+        return {"tokens": _labelled(microbatch)}
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        pass
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> Samples:
+        return Samples(dataset, documents, data.seq_len, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> NextTokenRows:
+        return NextTokenRows(samples, data, tokenizer.eod_id)
 
 
 class Masked:
@@ -60,12 +120,72 @@ class Masked:
         Sum("order", "sequences"),
         Sum("order_right", "sequences", weight=0.0),
     )
+    aim = "masked tokens and the order of sentences"
+    reads = ("short_seq_prob", "mask_prob", "max_ngram")
+    sentences = True
+    order = 1
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
-        return {
-            "tokens": int((microbatch["labels"] != IGNORED).sum()),
-            "sequences": len(microbatch["labels"]),
-        }
+        return {"tokens": _labelled(microbatch), "sequences": len(microbatch["labels"])}
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        specials(tokenizer)
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> PairSamples:
+        return PairSamples(dataset, documents, data.seq_len, data.short_seq_prob, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> MaskedRows:
+        ids = np.arange(tokenizer.vocab_size)
+        continues = np.isin(ids, [*tokenizer.continuing_ids])
+        ordinary = ids[~np.isin(ids, [*tokenizer.special_ids])]
+        return MaskedRows(samples, data, Vocabulary(specials(tokenizer), continues, ordinary))
+
+
+def specials(tokenizer: Tokenizer) -> Specials:
+    """The ids of the special tokens that BERT's samples have.
+
+    Raises:
+        ValueError: the vocabulary lacks one.
+    """
+    found = {
+        "[CLS]": tokenizer.cls_id,
+        "[SEP]": tokenizer.sep_id,
+        "[MASK]": tokenizer.mask_id,
+        "[PAD]": tokenizer.pad_id,
+    }
+    for name, i in found.items():
+        if i is None:
+            raise ValueError(
+                f"tokenizer '{tokenizer.name}': expected {', '.join(found)} in its vocabulary, {name} is missing; take "
+                f"stdlib-wordpiece or bert:PATH of a vocab.txt ([data] tokenizer)"
+            )
+    return Specials(*(i for i in found.values() if i is not None))
+
+
+NEXT_TOKEN = NextToken()
+MASKED = Masked()
+OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, MASKED)
+
+
+def check_keys(data: Data, objective: Objective) -> None:
+    """Refuse keys of [data] that the objective would not read.
+
+    Raises:
+        ValueError: one of them is set.
+    """
+    foreign = {key for other in OBJECTIVES for key in other.reads} - {*objective.reads}
+    for key, field in Data.model_fields.items():
+        if key in foreign and getattr(data, key) != field.default:
+            raise ValueError(
+                f"{key}={getattr(data, key)} means nothing to a model that is trained on {objective.aim}: expected "
+                f"{field.default}, or another model ([data] {key}, [model] name)"
+            )
+
+
+def _labelled(microbatch: Mapping[str, Tensor]) -> int:
+    return int((microbatch["labels"] != IGNORED).sum())
 
 
 class Tally:
@@ -107,10 +227,6 @@ class Tally:
                 if one.weight and found[one.name].requires_grad:
                     in_loss.append((found[one.name], factors[one.name]))
         return in_loss
-
-
-NEXT_TOKEN = NextToken()
-MASKED = Masked()
 
 
 def means(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -> dict[str, float]:

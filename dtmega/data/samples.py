@@ -10,7 +10,7 @@ other data, and it needs a rule for the last epoch. Here there is no last epoch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,29 @@ from dtmega import keyed
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.order import Order, document_order
 from dtmega.output import counted
+
+
+class AnySamples(Protocol):
+    """The endless samples of one part of one corpus, or of several of them mixed, as some objective reads them.
+
+    Attributes:
+        n_tokens: of an epoch.
+        n_samples: of an epoch; no whole number where samples run from one into the next.
+        note: for people, '' where there is nothing to say.
+    """
+
+    @property
+    def n_tokens(self) -> int: ...
+
+    @property
+    def n_samples(self) -> float: ...
+
+    @property
+    def note(self) -> str: ...
+
+    def __getitem__(self, g: int) -> Any:
+        """Sample g >= 0, a pure function of g."""
+        ...
 
 
 class Samples:
@@ -38,6 +61,8 @@ class Samples:
         ValueError: the part has no S + 1 tokens.
     """
 
+    note = ""
+
     def __init__(
         self, dataset: IndexedDataset, documents: tuple[int, int], seq_len: int, seed: int, split: str, corpus: int = 0
     ) -> None:
@@ -56,6 +81,10 @@ class Samples:
                 f"[data] seq_len or more text"
             )
         self._epochs: dict[int, Order] = {}
+
+    @property
+    def n_samples(self) -> float:
+        return self.n_tokens / self.seq_len
 
     def __getitem__(self, g: int) -> NDArray[Any]:
         """Tokens [S + 1] of sample g >= 0, in the data set's dtype."""

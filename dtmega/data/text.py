@@ -3,54 +3,62 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import xxhash
 
-from dtmega.config import Config
+from dtmega.config import Config, Data
 from dtmega.data import record
-from dtmega.data.blend import Blend, build_samples
+from dtmega.data.blend import build_samples
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import bears_loss
-from dtmega.data.samples import Samples
+from dtmega.data.objectives import Objective, check_keys
+from dtmega.data.rows import Rows
+from dtmega.data.samples import AnySamples
 from dtmega.data.token_ids import check_token_ids
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
 from dtmega.output import counted
 
 SAMPLED_BYTES, SAMPLES = 2**16, 64
-ORDER = 2  # raise it when sample g of the same data, keys and seed becomes another one: older runs are then refused
 
 
 class Text(NamedTuple):
     """What there is to read, per split, and the vocabulary it is written in.
 
     Attributes:
+        objective, data: how it is read.
         identity: TOML key -> digest or value of all that decides which tokens and which dropout step n sees. A run that
             goes on must find it unchanged.
         notes: lines that the run should show once.
     """
 
+    objective: Objective
+    data: Data
     tokenizer: Tokenizer
-    splits: dict[str, Samples | Blend | None]
+    splits: dict[str, AnySamples | None]
     identity: dict[str, Any]
     notes: list[str]
 
-    def samples(self, split: str) -> Samples | Blend:
+    def samples(self, split: str) -> AnySamples:
         found = self.splits[split]
         assert found is not None
         return found
 
+    def rows(self, split: str) -> Rows:
+        return self.objective.rows(self.samples(split), self.data, self.tokenizer)
 
-def open_text(cfg: Config) -> Text:
+
+def open_text(cfg: Config, objective: Objective) -> Text:
     """Tokenizer and data of the configuration; builds the default corpus on first use.
 
     Raises:
-        ValueError: no such tokenizer or data, damaged files, ids outside the vocabulary or of another one, less than
-            one sample, or nothing to evaluate in a split that has a weight.
+        ValueError: keys of another objective, no such tokenizer or data, damaged files, ids outside the vocabulary or
+            of another one, less than one sample, or nothing to evaluate in a split that has a weight.
     """
+    check_keys(cfg.data, objective)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
+    objective.check(tokenizer)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ValueError(
             f"vocab_size={cfg.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer "
@@ -63,13 +71,15 @@ def open_text(cfg: Config) -> Text:
         check_token_ids(dataset, cfg.model.vocab_size)
         if path != "stdlib" and not record.check_tokenizer(dataset, cfg.data, tokenizer):
             without_record.append(prefix)
-    splits = build_samples(cfg.data, prefixes, cfg.run.seed)
-    check_losses(splits.samples, cfg, tokenizer.eod_id)
-    notes = [*([record.unrecorded(without_record, tokenizer)] if without_record else []), *splits.left_out]
-    return Text(tokenizer, splits.samples, identity(cfg, tokenizer, prefixes), notes)
+    splits = build_samples(objective, cfg.data, prefixes, cfg.run.seed)
+    notes = [*([record.unrecorded(without_record, tokenizer)] if without_record else []), *splits.notes]
+    same = identity(cfg, objective, tokenizer, prefixes)
+    text = Text(objective, cfg.data, tokenizer, splits.samples, same, notes)
+    check_losses(text, cfg)
+    return text
 
 
-def check_losses(splits: Mapping[str, Samples | Blend | None], cfg: Config, eod_id: int) -> None:
+def check_losses(text: Text, cfg: Config) -> None:
     """In what an evaluation reads of the validation and of the test split, a token bears a loss.
 
     As a rule the first sample that is looked at has one. Without any, the mean would be of nothing.
@@ -79,19 +89,22 @@ def check_losses(splits: Mapping[str, Samples | Blend | None], cfg: Config, eod_
     """
     n_samples = cfg.eval.steps * cfg.batch.global_batch_size
     for split in ("valid", "test"):
-        samples = splits[split]
-        if samples is not None and not any(bears_loss(samples, g, cfg.data, eod_id) for g in range(n_samples)):
+        if text.splits[split] is None:
+            continue
+        rows = text.rows(split)
+        if not any(bears_loss(rows, g) for g in range(n_samples)):
+            settings = ", ".join(f"{key}={str(getattr(cfg.data, key)).lower()}" for key in text.objective.reads)
             raise ValueError(
                 f"[data] split: no token of the {n_samples} samples that an evaluation reads of '{split}' bears a loss "
-                f"([eval] steps={cfg.eval.steps}, [data] eod_mask_loss={str(cfg.data.eod_mask_loss).lower()}): split "
-                f"the documents otherwise, or give '{split}' weight 0 for no evaluation"
+                f"([eval] steps={cfg.eval.steps}, [data] {settings}): split the documents otherwise, or give '{split}' "
+                f"weight 0 for no evaluation"
             )
 
 
 def read_again(cfg: Config, text: Text) -> list[str]:
     """A line if an evaluation is longer than a split that it reads."""
     wanted = cfg.eval.steps * cfg.batch.global_batch_size
-    held = {name: part.n_tokens // cfg.data.seq_len for name in ("valid", "test") if (part := text.splits[name])}
+    held = {name: int(part.n_samples) for name in ("valid", "test") if (part := text.splits[name])}
     short = [f"{name} has {n:,}" for name, n in held.items() if n < wanted]
     if not short:
         return []
@@ -99,15 +112,15 @@ def read_again(cfg: Config, text: Text) -> list[str]:
     return [f"eval: {counted(cfg.eval.steps, 'step')} of {each}, and {', '.join(short)}: read again ([eval] steps)"]
 
 
-def identity(cfg: Config, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
+def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
     """See `Text`. Where the files are and what they are called does not count."""
-    same = ("weights", "seq_len", "split", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    same = ("weights", "seq_len", "split", *objective.reads)
     return {
         "[data] path": [fingerprint(prefix) for prefix in prefixes],
         "[data] tokenizer": tokenizer.fingerprint,
         **{f"[data] {key}": getattr(cfg.data, key) for key in same},
         "[run] seed": cfg.run.seed,
-        "order": ORDER,
+        "order": objective.order,
     }
 
 

@@ -1,0 +1,207 @@
+"""BERT's samples: two neighbouring segments of a document, in its order or swapped: a pure function of (seed, g).
+
+    samples = PairSamples(dataset, documents=(0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
+    pairs = laid_out([samples[g] for g in range(8)], 512, specials)
+    pairs.tokens  # [8, 512]: [CLS] A [SEP] B [SEP], padded
+
+An epoch has each entry of the table of `cut.py` once, in an order keyed by (seed, epoch). The rest is drawn for each
+sample anew, keyed by its number g: where A ends and B begins, which of them comes first, and what is left of them where
+they are longer than their target. Rules: Megatron-LM's `dataset_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega import keyed
+from dtmega.data.cut import LONGEST_SENTENCE, Targets, cut_table
+from dtmega.data.indexed import CHUNK, IndexedDataset
+from dtmega.output import counted
+
+N_SPECIAL = 3  # [CLS], and a [SEP] after each segment
+SHORTEST = 2  # tokens of the shortest pair
+
+
+class Segments(NamedTuple):
+    """What there is to make a sample of.
+
+    Attributes:
+        tokens: of both segments, as they stand in the document.
+        n_first: how many of them are the first one's.
+        target: at most so many are to be in the sample.
+        key: 64 bits; all that is drawn for the sample is a function of them.
+    """
+
+    tokens: NDArray[Any]
+    n_first: int
+    target: int
+    key: int
+
+
+class PairSamples:
+    """The endless samples of one part of one corpus.
+
+    Args:
+        documents: (start, stop) in the data set's document index; each sequence is a sentence.
+        seq_len: S, of the samples with their special tokens.
+        split, corpus: give each part its own draws, as in `Samples`.
+
+    Attributes:
+        n_tokens, n_samples: of an epoch.
+        note: for people, which documents are not used.
+
+    Raises:
+        ValueError: no document has two sentences, or `seq_len` has no room for two.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        documents: tuple[int, int],
+        seq_len: int,
+        short_seq_prob: float,
+        seed: int,
+        split: str,
+        corpus: int = 0,
+    ) -> None:
+        longest = seq_len - N_SPECIAL
+        if longest < SHORTEST:
+            raise ValueError(
+                f"seq_len={seq_len} has no room for two segments and {N_SPECIAL} special tokens: expected at least "
+                f"{SHORTEST + N_SPECIAL} ([data] seq_len)"
+            )
+        self._arguments = (dataset, documents, seq_len, short_seq_prob, seed, split, corpus)
+        self.dataset = dataset
+        self._stream = f"{seed}/{split}/{corpus}"
+        self._table = cut_table(dataset, documents, Targets(longest, short_seq_prob, self._stream))
+        self.n_samples = len(self._table)
+        self.n_tokens = self._count_tokens()
+        begin, end = dataset.first_token(np.array(documents))
+        unused = int(end - begin) - self.n_tokens
+        why = f"documents that have not two sentences, or one that is empty or longer than {LONGEST_SENTENCE} tokens"
+        self.note = f"'{split}': {counted(unused, 'token')} of {dataset.prefix} are in {why}" if unused else ""
+        if not self.n_samples:
+            raise ValueError(
+                f"{dataset.prefix}: expected a document of at least two sentences for '{split}', each of 1 to "
+                f"{LONGEST_SENTENCE} tokens, got none among {counted(documents[1] - documents[0], 'document')}. "
+                f"[data] split deals out whole documents: leave a part out ([data] split = '1,0,0': all to train), or "
+                f"take more text"
+            )
+
+    def __getitem__(self, g: int) -> Segments:
+        if g < 0:
+            raise IndexError(f"sample {g}: samples are numbered from 0")
+        epoch, i = divmod(g, self.n_samples)
+        entry = keyed.permuted(i, self.n_samples, f"{self._stream}/{epoch}/samples")
+        first, end, target = self._table[entry].tolist()
+        # A has at least one sentence, B too.
+        n_sentences = 1 + keyed.key64(f"{self._stream}/{g}/cut") % (end - first - 1)
+        begin, middle, stop = self.dataset.tokens_before(np.array([first, first + n_sentences, end])).tolist()
+        return Segments(
+            tokens=self.dataset.tokens[begin:stop],
+            n_first=middle - begin,
+            target=target,
+            key=keyed.key64(f"{self._stream}/{g}"),
+        )
+
+    def __reduce__(self) -> tuple[type[PairSamples], tuple[Any, ...]]:
+        # A worker process makes the table for itself, or maps its file.
+        return PairSamples, self._arguments
+
+    def _count_tokens(self) -> int:
+        total = 0
+        for start in range(0, self.n_samples, CHUNK):
+            bounds = self.dataset.tokens_before(self._table[start : start + CHUNK, :2].astype(np.int64))
+            total += int((bounds[:, 1] - bounds[:, 0]).sum())
+        return total
+
+
+class Specials(NamedTuple):
+    """The ids of special tokens."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+
+
+class Pairs(NamedTuple):
+    """Samples before anything is masked.
+
+    Attributes:
+        tokens: int64 [B, S].
+        segments: int64 [B, S], 1 in the first segment, 2 in the second, 0 at special tokens and padding.
+        types: int64 [B, S], 1 in the second segment and at the [SEP] that ends it, else 0.
+        padding: bool [B, S].
+        swapped: bool [B], the first segment is the later one of the text.
+        keys: uint64 [B].
+    """
+
+    tokens: NDArray[np.int64]
+    segments: NDArray[np.int64]
+    types: NDArray[np.int64]
+    padding: NDArray[np.bool_]
+    swapped: NDArray[np.bool_]
+    keys: NDArray[np.uint64]
+
+
+def laid_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pairs:
+    """[CLS] first [SEP] second [SEP], padded to S, all samples at once."""
+    keys = np.array([sample.key for sample in samples], np.uint64)
+    targets = np.array([sample.target for sample in samples])
+    n_tokens = np.array([len(sample.tokens) for sample in samples])
+    n_earlier = np.array([sample.n_first for sample in samples])
+    n_later = n_tokens - n_earlier
+    # Where each segment starts in the tokens of all samples, one after the other.
+    text = np.concatenate([sample.tokens for sample in samples]).astype(np.int64)
+    earlier = np.cumsum(n_tokens) - n_tokens
+    later = earlier + n_earlier
+
+    swapped = keyed.below(keyed.draws(keys, "swap", np.zeros(1, np.int64)), 2) == 1
+    first, n_first = np.where(swapped, [later, n_later], [earlier, n_earlier])
+    second, n_second = np.where(swapped, [earlier, n_earlier], [later, n_later])
+
+    less_first, less_second = _shares(n_first, n_second, n_first + n_second - targets)
+    first = first + _from_the_front(less_first, keys, "front of the first")
+    second = second + _from_the_front(less_second, keys, "front of the second")
+    n_first = n_first - less_first
+    n_second = n_second - less_second
+
+    places = np.arange(seq_len)
+    in_first = places - 1  # of a place of the sample, in its first segment
+    in_second = in_first - (n_first + 1)[:, None]
+    is_first = (in_first >= 0) & (in_first < n_first[:, None])
+    is_second = (in_second >= 0) & (in_second < n_second[:, None])
+    padding = places >= (n_first + n_second + N_SPECIAL)[:, None]
+    tokens = np.where(padding, specials.pad, specials.sep)
+    tokens[:, 0] = specials.cls
+    tokens[is_first] = text[(first[:, None] + in_first)[is_first]]
+    tokens[is_second] = text[(second[:, None] + in_second)[is_second]]
+    types = ((in_second >= 0) & ~padding).astype(np.int64)
+    return Pairs(tokens, is_first + 2 * is_second, types, padding, swapped, keys)
+
+
+def _shares(
+    n_first: NDArray[np.int64], n_second: NDArray[np.int64], surplus: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The tokens [B] that each segment loses, if always the longer one loses one, on a tie the second.
+
+    Until they are equally long only the longer one loses, then both in turn.
+    """
+    surplus = np.maximum(surplus, 0)
+    difference = n_first - n_second
+    alone = np.minimum(surplus, np.abs(difference))
+    in_turn = surplus - alone
+    less_first = np.where(difference > 0, alone, 0) + in_turn // 2
+    return less_first, surplus - less_first
+
+
+def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
+    """How many of the lost tokens [B] are the segment's first ones, each with probability 1/2; the others its last."""
+    index = np.arange(lost.max())
+    front = keyed.below(keyed.draws(keys[:, None], name, index), 2) == 1
+    return (front & (index < lost[:, None])).sum(1)

@@ -1,0 +1,111 @@
+"""The rows of a batch: what is made of a range of samples, in a worker process, from plain data that goes there.
+
+Every microbatch of B sequences has
+
+    tokens        int64 [B, S]
+    labels        int64 [B, S]  what is to be predicted at each token, IGNORED where nothing is
+    sample_ids    int64 [B]     the global sample numbers, which key dropout
+    places        int64 [B, S]  0, 1, ...: the index of each token in its sample
+    document_ids  int64 [B, S]  where there are several: attention stays between equal numbers
+
+and what its objective adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtmega.config import Data
+from dtmega.data.masking import Vocabulary, hide
+from dtmega.data.pairs import laid_out
+from dtmega.data.samples import AnySamples
+
+IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
+
+
+class Rows(Protocol):
+    """The rows of samples; they are pickled for worker processes."""
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        """The keys above, with B = all of the range: few large tensors travel better than many small ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class NextTokenRows:
+    """Samples of S + 1 tokens as inputs and next tokens.
+
+    `document_ids` come with `[data] reset_attention_mask`, and with `reset_position_ids`
+
+        position_ids  int64 [B, S]  0, 1, ..., again from 0 after each end-of-document
+    """
+
+    samples: AnySamples
+    data: Data
+    eod_id: int
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        ids = torch.from_numpy(np.stack([self.samples[g] for g in indices]).astype(np.int64))  # [B, S + 1]
+        tokens, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
+        rows = {"tokens": tokens, "labels": labels, **_numbers(indices, tokens)}
+        if self.data.eod_mask_loss:
+            labels.masked_fill_(tokens == self.eod_id, IGNORED)
+        if self.data.reset_position_ids:
+            rows["position_ids"] = position_ids(tokens, self.eod_id)
+        if self.data.reset_attention_mask:
+            rows["document_ids"] = document_ids(tokens, self.eod_id)
+        return rows
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """Pairs of segments with masks. Labels are the tokens that are hidden, and there are
+
+    token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, else 0
+    swapped       int64 [B]     1 where the first segment is the later one of the text
+    document_ids  int64 [B, S]  1 at padding, else 0
+    """
+
+    samples: AnySamples
+    data: Data
+    vocabulary: Vocabulary
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        pairs = laid_out([self.samples[g] for g in indices], self.data.seq_len, self.vocabulary.specials)
+        masked = hide(pairs, self.vocabulary, self.data.mask_prob, self.data.max_ngram)
+        labels = np.where(masked.hidden, pairs.tokens, IGNORED)
+        tokens = torch.from_numpy(masked.tokens)
+        return {
+            "tokens": tokens,
+            "labels": torch.from_numpy(labels),
+            **_numbers(indices, tokens),
+            "token_types": torch.from_numpy(pairs.types),
+            "swapped": torch.from_numpy(pairs.swapped.astype(np.int64)),
+            "document_ids": torch.from_numpy(pairs.padding.astype(np.int64)),
+        }
+
+
+def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
+    return {
+        "sample_ids": torch.arange(indices.start, indices.stop),
+        "places": torch.arange(tokens.shape[1]).repeat(len(tokens), 1),
+    }
+
+
+def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
+    """[B, S] -> [B, S]: 0, 1, ... by document; the end-of-document token belongs to the document that it ends."""
+    ends = (tokens == eod_id).long()
+    return ends.cumsum(1) - ends
+
+
+def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
+    """[B, S] -> [B, S]: positions within each document (Megatron-LM `get_ltor_masks_and_position_ids`)."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    starts = torch.zeros_like(tokens)  # at a document's first token its position in the sample, 0 elsewhere
+    starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
+    return positions - starts.cummax(1).values
