@@ -7,7 +7,8 @@ from itertools import groupby, islice
 import pytest
 
 from dtmega.data import corpus, sentences
-from dtmega.data.sentences import BLOCKS, LONGEST, PROSE
+from dtmega.data.cut import LONGEST_SENTENCE
+from dtmega.data.sentences import BLOCKS, PROSE
 from dtmega.data.tokenizer import load_tokenizer
 
 WORDPIECE = load_tokenizer("stdlib-wordpiece")
@@ -40,7 +41,7 @@ def test_a_block_is_the_lines_between_blank_lines(some):
     for name, text in some.items():
         groups = groupby(text.split("\n"), key=lambda line: bool(line.strip()))
         expected = [WORDPIECE.encode("\n".join(lines)) for is_text, lines in groups if is_text]
-        if max(map(len, expected)) <= LONGEST:
+        if max(map(len, expected)) <= LONGEST_SENTENCE:
             assert sentences.encode(text, BLOCKS, WORDPIECE) == expected, name
             compared += 1
     assert compared > 20
@@ -64,7 +65,7 @@ def test_a_long_block_is_cut_at_line_ends_as_late_as_it_may():
 
 
 def test_a_block_of_the_most_tokens_is_not_cut():
-    assert len(sentences.encode("x\n" * LONGEST, BLOCKS, WORDPIECE)) == 1
+    assert len(sentences.encode("x\n" * LONGEST_SENTENCE, BLOCKS, WORDPIECE)) == 1
 
 
 def test_a_long_line_is_cut_before_a_word():
@@ -75,7 +76,7 @@ def test_a_long_line_is_cut_before_a_word():
     assert len(word) > 1
     assert (x, y) == (WORDPIECE.encode("x"), WORDPIECE.encode("y"))
     assert [i for ids in found for i in ids] == word * 400
-    most = LONGEST // len(word) * len(word)
+    most = LONGEST_SENTENCE // len(word) * len(word)
     assert [len(ids) for ids in found[:-1]] == [most] * (len(found) - 1)
 
 

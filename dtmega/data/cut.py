@@ -28,7 +28,7 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.shared_file import DIGEST_BYTES, SharedFile, index_path, state_of
 
-LONGEST_SENTENCE = 512  # tokens; Megatron's LONG_SENTENCE_LEN
+LONGEST_SENTENCE = 512  # tokens: LONG_SENTENCE_LEN of Megatron's `helpers.cpp`
 CHUNK = 1 << 20  # sentences that are cut at a time, which bounds the memory that it takes
 LONG = 1 << 22  # sentences from which on a table is worth a file: below, it is made in less than a second
 

@@ -76,14 +76,13 @@ class PairSamples:
             )
         self._arguments = (dataset, documents, seq_len, short_seq_prob, seed, split, corpus)
         self.dataset = dataset
+        self._split = split
         self._stream = f"{seed}/{split}/{corpus}"
         self._table = cut_table(dataset, documents, Targets(longest, short_seq_prob, self._stream))
         self.n_samples = len(self._table)
         self.n_tokens = self._count_tokens()
         begin, end = dataset.first_token(np.array(documents))
-        unused = int(end - begin) - self.n_tokens
-        why = f"documents that have not two sentences, or one that is empty or longer than {LONGEST_SENTENCE} tokens"
-        self.note = f"'{split}': {counted(unused, 'token')} of {dataset.prefix} are in {why}" if unused else ""
+        self._unread = int(end - begin) - self.n_tokens
         if not self.n_samples:
             raise ValueError(
                 f"{dataset.prefix}: expected a document of at least two sentences for '{split}', each of 1 to "
@@ -91,6 +90,15 @@ class PairSamples:
                 f"[data] split deals out whole documents: leave a part out ([data] split = '1,0,0': all to train), or "
                 f"take more text"
             )
+
+    @property
+    def note(self) -> str:
+        if not self._unread:
+            return ""
+        return (
+            f"'{self._split}': {counted(self._unread, 'token')} of {self.dataset.prefix} are not read, in documents of "
+            f"fewer than two sentences, or with one that is empty or longer than {LONGEST_SENTENCE} tokens"
+        )
 
     def __getitem__(self, g: int) -> Segments:
         if g < 0:

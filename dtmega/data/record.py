@@ -79,6 +79,31 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
     return True
 
 
+def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
+    """Refuse sentences where documents are read, and documents where sentences are.
+
+    Without a record a text is taken for sentences if it has more sequences than documents. Such a one is read as
+    documents too: Megatron's merged files are so.
+
+    Raises:
+        ValueError: names the option that makes the other form.
+    """
+    record = of(dataset)
+    n_documents = len(dataset.document_index) - 1
+    found = len(dataset) > n_documents if record is None else record.sentences
+    if expected and not found:
+        raise ValueError(
+            f"{dataset.prefix}.bin is not split into sentences, of which a BERT reads pairs: expected more sequences "
+            f"than documents, got {len(dataset)} of {n_documents}: tokenize the text with python -m dtmega tokenize "
+            f"--split-sentences ([data] path, [model] name)"
+        )
+    if record is not None and found and not expected:
+        raise ValueError(
+            f"{dataset.prefix}.bin is split into sentences, and has no ends of documents for a model that predicts the "
+            f"next token: tokenize the text without --split-sentences ([data] path, [model] name)"
+        )
+
+
 def of(dataset: IndexedDataset) -> Record | None:
     """The record of a data set; None where there is none, or one of another `.bin`.
 

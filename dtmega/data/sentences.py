@@ -3,8 +3,8 @@
     prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
     blocks    of source code: what stands between blank lines, since lines cut at each "." would make nonsense
 
-No sentence has more than LONGEST tokens: a longer one is cut at its line ends, and a longer line between words.
-Megatron would skip the whole document. Of Python's library that is 108 documents of 685, with 45 % of the tokens.
+No sentence has more than LONGEST_SENTENCE tokens: a longer one is cut at its line ends, and a longer line between
+words. Megatron would skip the whole document; of Python's library 108 of 685, with 45 % of the tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
 
+from dtmega.data.cut import LONGEST_SENTENCE
 from dtmega.data.tokenizer import Tokenizer
 
 PROSE, BLOCKS = "prose", "blocks"
-LONGEST = 512  # tokens: LONG_SENTENCE_LEN of Megatron's `helpers.cpp`
 BLANK_LINES = re.compile(r"\n[ \t\r\f]*\n")
 # Looking for quotes in a paragraph takes sentencex a time that grows as its square: 37 s for 7 million characters.
 PORTION_CHARS = 100_000
@@ -51,16 +51,16 @@ def _portions(text: str) -> Iterator[str]:
 
 
 def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of a sentence, cut where it is longer than LONGEST."""
+    """The ids of a sentence, cut where it is longer than LONGEST_SENTENCE."""
     whole = tokenizer.encode(sentence)
-    if len(whole) <= LONGEST:
+    if len(whole) <= LONGEST_SENTENCE:
         if whole:
             yield whole
         return
     lines: list[int] = []
     for line in sentence.splitlines(keepends=True):
         ids = tokenizer.encode(line)
-        if lines and len(lines) + len(ids) > LONGEST:
+        if lines and len(lines) + len(ids) > LONGEST_SENTENCE:
             yield from _cut(lines, tokenizer)
             lines = []
         lines += ids
@@ -68,10 +68,10 @@ def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def _cut(ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Parts of no more than LONGEST, each of which starts with a word if there is one to start with."""
+    """Parts of no more than LONGEST_SENTENCE, each of which starts with a word if there is one to start with."""
     start = 0
-    while len(ids) - start > LONGEST:
-        stop = start + LONGEST
+    while len(ids) - start > LONGEST_SENTENCE:
+        stop = start + LONGEST_SENTENCE
         words = (i for i in range(stop, start, -1) if ids[i] not in tokenizer.continuing_ids)
         end = next(words, stop)
         yield ids[start:end]

@@ -64,13 +64,18 @@ def open_text(cfg: Config, objective: Objective) -> Text:
             f"vocab_size={cfg.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer "
             f"'{cfg.data.tokenizer}' ([model] vocab_size, [data] tokenizer)"
         )
-    prefixes = [prepare_stdlib(tokenizer) if path == "stdlib" else path for path in cfg.data.paths]
+    prefixes = []
     without_record = []
-    for prefix, path in zip(prefixes, cfg.data.paths, strict=True):
+    for path in cfg.data.paths:
+        prefix = prepare_stdlib(tokenizer, in_sentences=objective.sentences) if path == "stdlib" else path
+        prefixes.append(prefix)
         dataset = IndexedDataset(prefix)
         check_token_ids(dataset, cfg.model.vocab_size)
-        if path != "stdlib" and not record.check_tokenizer(dataset, cfg.data, tokenizer):
+        if path == "stdlib":
+            continue
+        if not record.check_tokenizer(dataset, cfg.data, tokenizer):
             without_record.append(prefix)
+        record.check_sentences(dataset, objective.sentences)
     splits = build_samples(objective, cfg.data, prefixes, cfg.run.seed)
     notes = [*([record.unrecorded(without_record, tokenizer)] if without_record else []), *splits.notes]
     same = identity(cfg, objective, tokenizer, prefixes)
