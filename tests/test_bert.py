@@ -75,6 +75,11 @@ def batch() -> dict[str, Tensor]:
     }
 
 
+def asked(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a model needs beside tokens to give logits."""
+    return {name: x[name] for name in ("token_types", "document_ids")}
+
+
 def forward(theirs: Any, x: dict[str, Tensor]) -> Any:
     """Everything that transformers gives for a batch, its loss too."""
     return theirs(
@@ -119,7 +124,7 @@ def test_logits_loss_and_every_gradient_equal_hugging_face(tmp_path: Path, kind:
     ours = ours_in(tmp_path)
     compare(ours, theirs)
     truth = forward(theirs, x)
-    found = ours(**{name: rows for name, rows in x.items() if name not in ("labels", "swapped")})
+    found = ours(x["tokens"], **asked(x))
     text = x["document_ids"] == 0
     logits = truth.prediction_logits[text]
     assert ((found["logits"][text] - logits).norm() / logits.norm()).item() < 1e-5
@@ -186,10 +191,21 @@ def test_the_residual_may_be_the_output_of_the_layer_norm(tmp_path: Path, monkey
 def test_padding_changes_nothing_of_the_text_before_it(tmp_path: Path):
     theirs_in(tmp_path, "megatron-bert")
     ours, x = ours_in(tmp_path), batch()
-    padded = ours(x["tokens"], document_ids=x["document_ids"], token_types=x["token_types"])
+    padded = ours(x["tokens"], **asked(x))
     alone = ours(x["tokens"][1:, :20], token_types=x["token_types"][1:, :20])
     torch.testing.assert_close(padded["logits"][1:, :20], alone["logits"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(padded["order"][1:], alone["order"], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_pad_the_vocabulary_take_no_part(tmp_path: Path):
+    theirs_in(tmp_path, "bert")
+    x = batch()
+    plain, padded = (ours_in(tmp_path, pad_vocab_to_multiple=multiple) for multiple in (1, 64))
+    with torch.no_grad():
+        padded.get_parameter("head.output.bias")[V:] = 9.0
+    assert padded(x["tokens"], **asked(x))["logits"].shape == (2, S, V)
+    for name, loss in plain(**x).items():
+        torch.testing.assert_close(padded(**x)[name], loss, rtol=1e-6, atol=0)
 
 
 def small(**keys: Any) -> bert.Bert:
@@ -308,13 +324,9 @@ def test_fine_tuning_starts_from_the_encoder_that_was_exported(tmp_path: Path, k
     x = batch()
     mask = {"attention_mask": 1 - x["document_ids"], "token_type_ids": x["token_types"]}
     pooled = loaded.bert(x["tokens"], **mask).pooler_output
-    order = loaded.bert.pooler.dense.weight.new_tensor(ours(x["tokens"], **kept(x))["order"].tolist())
     assert ours.order is not None
+    order = ours(x["tokens"], **asked(x))["order"]
     torch.testing.assert_close(ours.order.classifier(pooled), order, rtol=1e-5, atol=1e-5)
-
-
-def kept(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x[name] for name in ("sample_ids", "token_types", "document_ids")}
 
 
 def test_names_and_buffers_of_old_files_are_read(tmp_path: Path):
