@@ -40,13 +40,21 @@ class Dropout(NamedTuple):
     sample_ids: Tensor  # [B] int64
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, dropout: Dropout | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(K) + added) v over the pairs that are allowed, with dropout on the probabilities if asked.
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AttentionRule,
+    dropout: Dropout | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(q k^T scale + added) v over the pairs that are allowed, with dropout on the probabilities if asked.
 
     Args:
         q: [B, H, S, K].
         k, v: [B, H or a divisor of it, T, K]; the first heads of q share the first head of these, and so on.
         rule: from `attention_rule`; made with `fused=False` if `dropout` is given.
+        scale: 1 / sqrt(K) if None. It is applied in fp32, to products that the plain formula has in the dtype of q.
 
     Returns:
         [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
@@ -55,26 +63,36 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, dropout: Dro
     assert (q.shape[2], k.shape[2]) == lengths, (q.shape, k.shape, lengths)
     if rule.block_mask is not None:
         assert dropout is None
-        return _flex(q, k, v, rule)
+        return _flex(q, k, v, rule, scale)
     is_learned = rule.table is not None and rule.table.requires_grad
     outs = []
     for chunk in rule.chunks():
         part = q[:, :, chunk.start : chunk.stop], k[:, :, chunk.first : chunk.last], v[:, :, chunk.first : chunk.last]
         if dropout is not None or is_learned:
-            outs.append(_plain(*part, rule, chunk, dropout))
+            outs.append(_plain(*part, rule, chunk, dropout, scale))
         elif rule.keeps_bias or q.device.type != "cpu":
             bias = _in_dtype(rule.bias(chunk), q)
-            outs.append(F.scaled_dot_product_attention(*part, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1]))
+            shared = q.shape[1] != k.shape[1]
+            outs.append(F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scale, enable_gqa=shared))
         else:
-            outs.append(_WithBiasMadeAgain.apply(*part, *chunk, *rule))
+            outs.append(_WithBiasMadeAgain.apply(*part, scale, *chunk, *rule))
     return torch.cat(outs, dim=2)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chunk: Chunk, dropout: Dropout | None) -> Tensor:
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AttentionRule,
+    chunk: Chunk,
+    dropout: Dropout | None,
+    scale: float | None,
+) -> Tensor:
     """The formula, for what no kernel takes: dropout by global indices, a table that learns."""
     n_groups = k.shape[1]
     # Queries that share a head of k stand one below the other, so that k is not repeated.
-    scores = torch.matmul(_stacked(q, n_groups), k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])
+    scores = torch.matmul(_stacked(q, n_groups), k.transpose(-2, -1)).float()
+    scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
     scores = _unstacked(scores, q.shape[1])
     bias = rule.bias(chunk)
     if bias is not None:
@@ -118,13 +136,15 @@ class _WithBiasMadeAgain(torch.autograd.Function):
     """`scaled_dot_product_attention` on a CPU, which keeps its mask for backward: here the mask is made again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *chunk_and_rule: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *chunk_and_rule: Any) -> Tensor:
         chunk, rule = Chunk(*chunk_and_rule[:4]), AttentionRule(*chunk_and_rule[4:])
         bias = _in_dtype(rule.bias(chunk), q)
-        out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+        out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=bias, scale=scale
+        )
         tensors = rule[:N_TENSORS]
         ctx.save_for_backward(q, k, v, out, log_sum_exp, *tensors)
-        ctx.chunk, ctx.settings = chunk, rule[N_TENSORS:]
+        ctx.scale, ctx.chunk, ctx.settings = scale, chunk, rule[N_TENSORS:]
         return out
 
     @staticmethod
@@ -132,19 +152,19 @@ class _WithBiasMadeAgain(torch.autograd.Function):
         q, k, v, out, log_sum_exp, *tensors = ctx.saved_tensors
         bias = _in_dtype(AttentionRule(*tensors, *ctx.settings).bias(ctx.chunk), q)
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, log_sum_exp, 0.0, False, attn_mask=bias
+            gradient, q, k, v, out, log_sum_exp, 0.0, False, attn_mask=bias, scale=ctx.scale
         )
-        return (*gradients, *(None for _ in (*ctx.chunk, *tensors, *ctx.settings)))
+        return (*gradients, *(None for _ in ("scale", *ctx.chunk, *tensors, *ctx.settings)))
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | None) -> Tensor:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         added = rule.added(b, h, i, j)
         return score if added is None else score + added
 
     kernel = _flex_kernel(q.device.type)
     shared = q.shape[1] != k.shape[1]
-    out = kernel(q, k, v, score_mod=score_mod, block_mask=rule.block_mask, enable_gqa=shared)
+    out = kernel(q, k, v, score_mod=score_mod, block_mask=rule.block_mask, scale=scale, enable_gqa=shared)
     assert isinstance(out, Tensor)
     return out
 

@@ -113,10 +113,24 @@ class OwnModel(Model):
 
 
 class DroppingModel(OwnModel):
-    """The keys of every family that may be trained with dropout."""
+    """The keys of every family with Megatron's layers, which may be trained with dropout."""
 
     hidden_dropout: float = key(0.0, "on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "on the attention probabilities", ge=0, lt=1)
+    fp32_residual: bool = key(False, "the residual stream stays fp32, whatever [precision] params is")
+    query_key_layer_scaling: bool = key(
+        False, "scores are divided by the layer's number, from 1, and multiplied back in fp32: float16 holds more"
+    )
+
+    @model_validator(mode="after")
+    def _check_residual(self) -> DroppingModel:
+        normed = getattr(self, "apply_residual_connection_post_layernorm", False)
+        if self.fp32_residual and (normed or getattr(self, "norm", "pre") == "post"):
+            raise ValueError(
+                "the residual is a LayerNorm's output, which is not fp32: expected fp32_residual=false, got true "
+                "([model] fp32_residual, [model] apply_residual_connection_post_layernorm, [model] norm)"
+            )
+        return self
 
 
 class Bloom(DroppingModel):

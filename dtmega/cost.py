@@ -171,7 +171,9 @@ def wire(
         # Each way one message per boundary and microbatch, the hidden state (arXiv:2104.04473, section 3.2), of which
         # sequence parallelism left S/tp; a neighbour on the same rank takes it from memory.
         away = [i for i in (number - 1, number + 1) if 0 <= i < len(stages) and i not in held]
-        message_bytes = hidden_bytes // (tp if cfg.mesh.sequence_parallel else 1)
+        stream = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
+        stream_bytes = tokens * cfg.model.hidden_size * BYTES[stream]
+        message_bytes = stream_bytes // (tp if cfg.mesh.sequence_parallel else 1)
         found += [Traffic("hidden state", "pp", kind, n * len(away), message_bytes) for kind in ("send", "receive")]
     if len(stages) - 1 in held:
         full, rest = divmod(tokens, loss_chunk_tokens)

@@ -381,6 +381,7 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
 
 
 def _hidden(cfg: config.Config, parts: int) -> Tensor:
-    """[B, S / parts, D] on meta."""
+    """The residual stream [B, S / parts, D] on meta."""
     shape = (cfg.batch.micro_batch_size, cfg.data.seq_len // parts, cfg.model.hidden_size)
-    return torch.empty(shape, dtype=getattr(torch, cfg.precision.params), device="meta")
+    dtype = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -73,7 +73,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 V131 = {"model.vocab_size": 131}
 BF16 = {"precision.params": "bfloat16"}
-FP16 = {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14}  # far from where one layout overflows
+FP16 = {
+    "precision.params": "float16",
+    "precision.initial_loss_scale": 2.0**14,  # far from where one layout overflows
+    "model.fp32_residual": True,
+    "model.query_key_layer_scaling": True,
+}
 # The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}

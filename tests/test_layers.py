@@ -1,8 +1,14 @@
 """Claims about models/layers.py."""
 
+import pytest
 import torch
 
-from dtmega.models.layers import KeyedDropout
+from dtmega import config
+from dtmega.models.bloom import Bloom
+from dtmega.models.gpt import GPT
+from dtmega.models.initial import init_weights
+from dtmega.models.layers import FusedAttention, KeyedDropout, MixedLayerNorm
+from dtmega.rule import alibi_slopes, attention_rule
 
 PLACES = torch.arange(96).repeat(4, 1)
 
@@ -25,3 +31,74 @@ def test_dropout_in_evaluation_is_the_identity():
     site = KeyedDropout(0.5).eval()
     x = torch.ones(1, 2, 3)
     assert site(x, None, PLACES[:1, :2]) is x
+
+
+def attended(scaling: bool, dtype: torch.dtype, dropout: float, size: float = 1.0) -> list[torch.Tensor]:
+    """The output of the 24th layer's attention and the gradient of its input, for queries and keys of this size."""
+    cfg = config.Bloom(
+        hidden_size=32, n_heads=2, vocab_size=9, attention_dropout=dropout, query_key_layer_scaling=scaling
+    )
+    attention = FusedAttention(cfg, number=24)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_(generator=generator).mul_(0.1)
+        rows = attention.qkv.bias.unflatten(0, (2, 3, 16))
+        rows[:, :2] = size
+    x = (0.1 * torch.randn(1, 70, 32, generator=generator)).to(dtype).requires_grad_()
+    places = torch.arange(70)[None]
+    rule = attention_rule(places, causal=True, slopes=alibi_slopes(2), fused=False)
+    out = attention.to(dtype)(x, rule, torch.arange(2, dtype=torch.int32), torch.tensor([7]))
+    out.square().sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["a kernel", "the plain formula"])
+def test_query_key_layer_scaling_changes_nothing_but_rounding(dropout: float):
+    for scaled, plain in zip(
+        attended(True, torch.float32, dropout), attended(False, torch.float32, dropout), strict=True
+    ):
+        torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_query_key_layer_scaling_keeps_products_in_float16_that_would_be_infinite():
+    # 16 channels x 80 x 80 = 102,400 is more than 65,504; Megatron's are divided by 24 sqrt(16).
+    infinite, _ = attended(False, torch.float16, 0.1, size=80.0)
+    assert infinite.isnan().any()
+    assert all(found.isfinite().all() for found in attended(True, torch.float16, 0.1, size=80.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_of_the_fp32_stream_rounds_its_output_once(dtype: torch.dtype):
+    norm = MixedLayerNorm(64).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.weight.normal_(generator=generator)
+        norm.bias.normal_(generator=generator)
+    x = 1000 + torch.randn(5, 64, generator=generator)  # as which float16 would lose half of
+    truth = torch.nn.functional.layer_norm(x.double(), (64,), norm.weight.double(), norm.bias.double(), norm.eps)
+    assert norm(x).dtype == dtype
+    torch.testing.assert_close(norm(x), truth.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Bloom, GPT])
+def test_the_stream_is_fp32_from_the_embedding_to_the_last_norm_and_branches_are_not(kind):
+    section = {Bloom: config.Bloom, GPT: config.GPT}[kind]
+    model = kind(section(vocab_size=32, hidden_size=16, n_layers=2, n_heads=2, fp32_residual=True)).half()
+    init_weights(model, 0)
+    model.init_buffers(0)
+    seen: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules():
+        if name in ("layers.0", "layers.1", "layers.1.attn", "layers.1.mlp", "norm"):
+            module.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, out.dtype))
+    tokens = torch.arange(24).view(2, 12)
+    model(tokens, labels=tokens)["lm"].backward()
+    stream, branch = ("layers.0", "layers.1"), ("layers.1.attn", "layers.1.mlp", "norm")
+    assert seen == dict.fromkeys(stream, torch.float32) | dict.fromkeys(branch, torch.float16)
+
+
+def test_an_fp32_stream_that_a_norm_would_round_is_refused():
+    for keys in ({"apply_residual_connection_post_layernorm": True}, {"name": "bert", "norm": "post"}):
+        with pytest.raises(ValueError, match=r"expected fp32_residual=false, got true"):
+            config.model_section({"name": "bloom", **keys, "fp32_residual": True}, "here")

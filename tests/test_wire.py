@@ -59,6 +59,7 @@ TP2: dict[str, Any] = {"mesh": {"tp": 2}}
 TP2_ALONE: dict[str, Any] = {"mesh": {"tp": 2, "sequence_parallel": False}}
 HSDP: dict[str, Any] = {"mesh": {"dp_replicate": 2, "dp_shard": 2}}
 V32 = {"model": {"pad_vocab_to_multiple": 4}}  # every rank has as much of the tied weight
+FP32_STREAM = {"model": {"fp32_residual": True}}
 MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp 2, recompute": (2, 1, {**TP2, "recompute": {"mode": "full"}, "model": {"hidden_dropout": 0.1}}),
     "tp 2, no sequence parallel, recompute": (2, 1, {**TP2_ALONE, "recompute": {"mode": "selective"}}),
@@ -67,6 +68,7 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pp 2 x tp 2, ZBV": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}, **V32}),
     "pp 2 x dp_shard 2": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32}),
     "pp 2 x tp 2, bf16": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "precision": {"params": "bfloat16"}, **V32}),
+    "pp 2, bf16, fp32 stream": (2, 2, {"mesh": {"pp": 2}, "precision": {"params": "bfloat16"}, **FP32_STREAM}),
     "dp_shard 2, more metrics": (2, 1, {"mesh": {"dp_shard": 2}, "log": {"num_zeros": True, "params_norm": True}}),
 }
 

@@ -36,7 +36,10 @@ COURSE: dict[str, tuple[str, ...]] = {
     "train": ("steps", "samples", "tokens"),
 }
 PRINTED: dict[str, tuple[str, ...]] = {
-    "model": ("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss"),
+    "model": (
+        *("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss"),
+        *("fp32_residual", "query_key_layer_scaling"),
+    ),
     "batch": ("micro_batch_size", *COURSE["batch"]),
     "optim": (*COURSE["optim"], "beta1", "beta2", "eps", "weight_decay", "clip_grad"),
     "train": (

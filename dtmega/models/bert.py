@@ -18,7 +18,17 @@ from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.loss import IGNORED
-from dtmega.models.layers import FusedAttention, Gelu, GeluMLP, KeyedDropout, LMHead, gelu, set_dropout_keys
+from dtmega.models.layers import (
+    FusedAttention,
+    Gelu,
+    GeluMLP,
+    KeyedDropout,
+    LMHead,
+    gelu,
+    residual_stream,
+    set_dropout_keys,
+    stream_norm,
+)
 from dtmega.models.stage import Stage
 from dtmega.rule import AttentionRule, attention_rule
 
@@ -32,14 +42,14 @@ class Block(nn.Module):
     post: LN(x + drop(f(x))).
     """
 
-    def __init__(self, cfg: config.Bert) -> None:
+    def __init__(self, cfg: config.Bert, number: int) -> None:
         super().__init__()
         self.norm_comes_last = cfg.norm == "post"
         self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
-        self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
-        self.attn = FusedAttention(cfg)
+        self.attn_norm = stream_norm(cfg, cfg.layer_norm_eps)
+        self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
-        self.mlp_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
         self.mlp = GeluMLP(cfg, cfg.gelu)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
@@ -109,14 +119,14 @@ class Bert(Stage):
         self.works_per = {"head": "label", "order": "sequence"}
 
         def norm_if(order: str) -> nn.LayerNorm | None:
-            return nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps) if cfg.norm == order else None
+            return stream_norm(cfg, cfg.layer_norm_eps) if cfg.norm == order else None
 
         self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
         self.positions: nn.Embedding | None = nn.Embedding(cfg.max_position_embeddings, cfg.hidden_size)
         self.types: nn.Embedding | None = nn.Embedding(N_TYPES, cfg.hidden_size)
         self.embed_norm = norm_if("post")
         self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
-        self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(cfg, number=i + 1) for i in range(cfg.n_layers)})
         self.norm = norm_if("pre")
         self.head: WordHead | None = WordHead(cfg)
         self.order: OrderHead | None = OrderHead(cfg)
@@ -162,11 +172,11 @@ class Bert(Stage):
         rule = attention_rule(places, document_ids=document_ids, fused=fused)
         if self.embed is not None and self.positions is not None and self.types is not None:
             types = torch.zeros_like(tokens) if token_types is None else token_types
-            hidden = self.embed(tokens) + self.positions(places) + self.types(types)
+            embedded = self.embed(tokens) + self.positions(places) + self.types(types)
             if self.embed_norm is not None:
-                hidden = self.embed_norm(hidden)
+                embedded = self.embed_norm(embedded)
             assert self.embed_dropout is not None
-            hidden = self.embed_dropout(hidden, sample_ids, places)
+            hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)
         for layer in self.layers.values():
             hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
-from dtmega.models.layers import FusedAttention, GeluMLP, KeyedDropout, LMHead, finish, set_dropout_keys
+from dtmega.models.layers import (
+    FusedAttention,
+    GeluMLP,
+    KeyedDropout,
+    LMHead,
+    finish,
+    residual_stream,
+    set_dropout_keys,
+    stream_norm,
+)
 from dtmega.models.stage import Stage
 from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
 
@@ -20,13 +29,13 @@ from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
 class Block(nn.Module):
     """x + drop(attn(LN x)), then x + drop(mlp(LN x)); or, post-layernorm, the residual is the LayerNorm's output."""
 
-    def __init__(self, cfg: config.Bloom) -> None:
+    def __init__(self, cfg: config.Bloom, number: int) -> None:
         super().__init__()
         self.residual_is_normed = cfg.apply_residual_connection_post_layernorm
-        self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
-        self.attn = FusedAttention(cfg)
+        self.attn_norm = stream_norm(cfg, cfg.layer_norm_eps)
+        self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
-        self.mlp_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
         self.mlp = GeluMLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
@@ -59,8 +68,8 @@ class Bloom(Stage):
         self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
         self.embed_norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
         self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
-        self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
-        self.norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.layers = nn.ModuleDict({str(i): Block(cfg, number=i + 1) for i in range(cfg.n_layers)})
+        self.norm: nn.LayerNorm | None = stream_norm(cfg, cfg.layer_norm_eps)
         self.head: LMHead | None = LMHead(cfg)
         self.tie()
         self.register_buffer("slopes", torch.empty(cfg.n_heads), persistent=False)
@@ -100,7 +109,8 @@ class Bloom(Stage):
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=self.slopes, fused=fused)
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
-            hidden = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)
+            embedded = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)
+            hidden = residual_stream(embedded, self.cfg)
         for layer in self.layers.values():
             hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None

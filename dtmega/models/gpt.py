@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
-from dtmega.models.layers import FusedAttention, GeluMLP, KeyedDropout, LMHead, finish, set_dropout_keys
+from dtmega.models.layers import (
+    FusedAttention,
+    GeluMLP,
+    KeyedDropout,
+    LMHead,
+    finish,
+    residual_stream,
+    set_dropout_keys,
+    stream_norm,
+)
 from dtmega.models.stage import Stage
 from dtmega.rule import AttentionRule, attention_rule
 
@@ -23,12 +32,12 @@ from dtmega.rule import AttentionRule, attention_rule
 class Block(nn.Module):
     """x + drop(attn(LN x)), then x + drop(mlp(LN x))."""
 
-    def __init__(self, cfg: config.GPT) -> None:
+    def __init__(self, cfg: config.GPT, number: int) -> None:
         super().__init__()
-        self.attn_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
-        self.attn = FusedAttention(cfg)
+        self.attn_norm = stream_norm(cfg, cfg.layer_norm_eps)
+        self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
-        self.mlp_norm = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
         self.mlp = GeluMLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
@@ -57,8 +66,8 @@ class GPT(Stage):
         self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
         self.positions: nn.Embedding | None = nn.Embedding(cfg.max_position_embeddings, cfg.hidden_size)
         self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
-        self.layers = nn.ModuleDict({str(i): Block(cfg) for i in range(cfg.n_layers)})
-        self.norm: nn.LayerNorm | None = nn.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
+        self.layers = nn.ModuleDict({str(i): Block(cfg, number=i + 1) for i in range(cfg.n_layers)})
+        self.norm: nn.LayerNorm | None = stream_norm(cfg, cfg.layer_norm_eps)
         self.head: LMHead | None = LMHead(cfg)
         self.ties = (("embed.weight", "head.weight"),) if cfg.tied else ()
         self.tie()
@@ -98,8 +107,8 @@ class GPT(Stage):
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, causal=True, document_ids=document_ids, fused=fused)
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
-            hidden = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
-            hidden = self.embed_dropout(hidden, sample_ids, places)
+            embedded = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
+            hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)
         for layer in self.layers.values():
             hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -57,12 +58,44 @@ def set_dropout_keys(model: nn.Module, seed: int) -> None:
             module.key.fill_(keyed.key(seed, name))
 
 
-class FusedAttention(nn.Module):
-    """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM."""
+def residual_stream(embedded: Tensor, cfg: config.DroppingModel) -> Tensor:
+    """The embedding's output as the residual stream begins: what is added to it later stays in its dtype."""
+    return embedded.float() if cfg.fp32_residual else embedded
 
-    def __init__(self, cfg: config.DroppingModel) -> None:
+
+class MixedLayerNorm(nn.LayerNorm):
+    """A LayerNorm of the fp32 residual stream: its output has the dtype of its weight, and is rounded once.
+
+    Megatron's `MixedFusedLayerNorm`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        wide = input.dtype
+        normed = F.layer_norm(input, self.normalized_shape, self.weight.to(wide), self.bias.to(wide), self.eps)
+        return normed.to(self.weight.dtype)
+
+
+def stream_norm(cfg: config.DroppingModel, eps: float) -> nn.LayerNorm:
+    """A LayerNorm that reads the residual stream."""
+    kind = MixedLayerNorm if cfg.fp32_residual else nn.LayerNorm
+    return kind(cfg.hidden_size, eps)
+
+
+class FusedAttention(nn.Module):
+    """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
+
+    With query-key layer scaling queries are divided by `number` x sqrt(K), and scores multiplied by `number` in fp32:
+    the same by mathematics, but products that are rounded to float16 stay below its largest number. That is where a
+    product leaves its kernel, with attention dropout; others keep it in fp32 anyway.
+
+    Args:
+        number: of the layer, from 1.
+    """
+
+    def __init__(self, cfg: config.DroppingModel, number: int) -> None:
         super().__init__()
         self.head_dim = cfg.head_dim
+        self.coefficient = float(number) if cfg.query_key_layer_scaling else None
         self.qkv = nn.Linear(cfg.hidden_size, 3 * cfg.hidden_size)
         self.out = nn.Linear(cfg.hidden_size, cfg.hidden_size)
         self.dropout = KeyedDropout(cfg.attention_dropout)
@@ -70,7 +103,10 @@ class FusedAttention(nn.Module):
     def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
         dropout = self.dropout.of_probabilities(head_ids, sample_ids)
-        return self.out(attention(q, k, v, rule, dropout).transpose(1, 2).flatten(2))
+        if self.coefficient is not None:
+            q = q / (self.coefficient * math.sqrt(self.head_dim))
+        attended = attention(q, k, v, rule, dropout, scale=self.coefficient)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 def gelu(x: Tensor, form: Gelu) -> Tensor:
