@@ -110,7 +110,8 @@ def step(name: str, overrides: dict[str, str], show_kernels: bool) -> None:
             times_s.append(time.perf_counter() - started)
         step_s = statistics.median(times_s)
         tokens = cfg.batch.global_batch_size * cfg.data.seq_len
-        flops_per_s = cost.flops_per_token(families.pieces(cfg.model), cfg.data.seq_len) * tokens / step_s
+        flops_per_token = cost.flops_per_token(families.pieces(cfg.model), cfg.data.seq_len, cfg.data.mask_prob)
+        flops_per_s = flops_per_token * tokens / step_s
         row = {
             "case": " ".join([name, *(f"{key}={value}" for key, value in overrides.items())]),
             "ms per step": round(1e3 * step_s, 1),

@@ -65,7 +65,7 @@ class Metrics:
         self._seq_len = config.data.seq_len
         self._interval = config.log.interval
         self._total_steps = end.steps
-        self._flops_per_token = cost.flops_per_token(pieces, config.data.seq_len)
+        self._flops_per_token = cost.flops_per_token(pieces, config.data.seq_len, config.data.mask_prob)
         self._peak_flops = world_size * peak_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
@@ -274,7 +274,7 @@ def describe(
     return "\n".join(
         [
             f"{config.model.name}: {cost.parameters(pieces):,} parameters, "
-            f"{cost.flops_per_token(pieces, seq_len) / 1e6:,.1f} MFLOP/token, "
+            f"{cost.flops_per_token(pieces, seq_len, config.data.mask_prob) / 1e6:,.1f} MFLOP/token, "
             f"{config.precision.params} on {world_size} x {device.type}",
             f"data: {counted(n_tokens, 'training token')}; {counted(end.steps, 'step')} of "
             f"{config.batch.global_batch_size} x {seq_len} tokens = {counted(tokens, 'token')}, "

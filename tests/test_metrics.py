@@ -20,7 +20,7 @@ from dtmega import config, cost, metrics
 from dtmega.metrics import Metrics
 
 SEQ_LEN, STEPS, BATCH = 16, 6, 4
-PIECES = [cost.Piece("embed", 7, 0, 0), cost.Piece("layers.0", 1000, 6000, 60)]
+PIECES = [cost.Piece("embed", 7, 0, 0), cost.Piece("layers.0", 1000, 6000, 60, label_flops=8000)]
 
 
 class Start(Protocol):
@@ -36,7 +36,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         def start(start_step: int = 0, world_size: int = 1, write: bool = True, **log: Any) -> Metrics:
             settings = config.Config(
                 run=config.Run(dir=str(tmp_path)),
-                data=config.Data(seq_len=SEQ_LEN),
+                data=config.Data(seq_len=SEQ_LEN, mask_prob=0.25),
                 train=config.Train(steps=STEPS),
                 log=config.Log(**{"interval": 2, "tensorboard": False} | log),
             )
@@ -87,7 +87,7 @@ def test_tokens_per_second_are_those_of_this_step(start: Start, tmp_path: Path):
 
 def test_mfu_is_the_share_of_the_peak_of_all_devices(start: Start, tmp_path: Path):
     take(start(world_size=3), 1, step_time_s=0.25)
-    flops_per_s = BATCH * SEQ_LEN * (6000 + SEQ_LEN * 60) / 0.25
+    flops_per_s = BATCH * SEQ_LEN * (6000 + SEQ_LEN * 60 + 8000 // 4) / 0.25
     assert lines(tmp_path)[0]["mfu"] == pytest.approx(flops_per_s / 3e12)
 
 

@@ -54,6 +54,15 @@ def layers_of_stages(model: config.Bloom, seq_len: int, n_stages: int) -> list[l
     return [[int(name.removeprefix("layers.")) for name in stage if name not in ("embed", "head")] for stage in stages]
 
 
+@pytest.mark.parametrize(("mask_prob", "in_the_first"), [(0.15, 2), (0.9, 4)])
+def test_a_head_that_reads_labelled_tokens_only_is_as_long_as_their_share(mask_prob: float, in_the_first: int):
+    """A layer's 12 D^2 weights meet all tokens, the head's V D + D^2 those with a label: all would be four layers."""
+    model = config.Bert(vocab_size=4 * 12 * 64, hidden_size=64, n_layers=4, n_heads=4)
+    asked = settings().model_copy(update={"model": model, "data": config.Data(seq_len=1, mask_prob=mask_prob)})
+    first, second = plan_stages(asked, families.pieces(model), 2).pieces
+    assert (len(first) - len(["embed"]), second[-1]) == (in_the_first, "head")
+
+
 def pipeline(schedule: str, virtual_stages: int = 0, csv: str = "") -> config.Pipeline:
     return config.Pipeline.model_validate({"schedule": schedule, "virtual_stages": virtual_stages, "csv": csv})
 

@@ -42,7 +42,7 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
     else:
         ranks = stages_of_ranks(SCHEDULES[cfg.pipeline.schedule].shape, pp, per_rank)
     n_stages = sum(len(stages) for stages in ranks)
-    return Stages(pieces_of_stages(pieces, cfg.data.seq_len, cfg.pipeline, n_stages), ranks)
+    return Stages(pieces_of_stages(pieces, cfg.data.seq_len, cfg.pipeline, n_stages, cfg.data.mask_prob), ranks)
 
 
 class Cost(NamedTuple):
@@ -86,7 +86,7 @@ def _best_cut(
 
 
 def pieces_of_stages(
-    pieces: Sequence[Piece], seq_len: int, pipeline: config.Pipeline, n_stages: int
+    pieces: Sequence[Piece], seq_len: int, pipeline: config.Pipeline, n_stages: int, labelled: float = 1.0
 ) -> list[list[str]]:
     """The names of the pieces of each stage: by `[pipeline] stages`, or balanced by cost.
 
@@ -98,6 +98,9 @@ def pieces_of_stages(
     as one layer each; its last stage takes 6.44, so every step 7 % longer, but its first stage holds one layer less.
     Where memory is short, say so in `stages`. Where the head costs many layers (250k words, D small), the first and the
     last stage may hold no layer at all.
+
+    Args:
+        labelled: share of tokens with a label, as `Piece.flops_per_token` takes it.
 
     Raises:
         ValueError: more stages than layers, or `stages` that are not a cut of layers 0 to L - 1 into n_stages.
@@ -117,7 +120,7 @@ def pieces_of_stages(
             f"{n_stages} stages cannot be cut from n_layers={n_layers} layers: {n_stages} > {n_layers} "
             f"([mesh] pp x [pipeline] virtual_stages, [model] n_layers)"
         )
-    costs = [Cost(piece.flops_per_token(seq_len), piece.elements + piece.shared) for piece in pieces]
+    costs = [Cost(piece.flops_per_token(seq_len, labelled), piece.elements + piece.shared) for piece in pieces]
     return [[names[i] for i in stage] for stage in balanced(costs, n_stages)]
 
 
