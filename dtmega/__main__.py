@@ -104,30 +104,22 @@ def _generate(args: argparse.Namespace) -> int:
     from dtmega.checkpoint.resume import open_checkpoint, state_of
     from dtmega.checkpoint.weights import Weights, load
     from dtmega.data.tokenizer import load_tokenizer
-    from dtmega.models.generate import generate
 
     checkpoint = open_checkpoint(args.run)
     of_run = Path(args.run, "config.toml")
     cfg = config.read(of_run) if of_run.is_file() else recorded_config(checkpoint)
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
     family = families.of(cfg.model)
+    given = {name: value for name in arguments.SHOWN_BY if (value := getattr(args, name)) is not None}
+    for name in given.keys() - {*family.show.options}:
+        raise ValueError(f"--{name.replace('_', '-')} means nothing to a model of name = '{cfg.model.name}'")
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
     described = family.described(cfg.model, state_of(checkpoint).digest)
     model = family.build(described).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
     named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
     load(Weights(checkpoint), named, cfg.model.padded_vocab_size)
-    new = generate(
-        model,
-        tokenizer.encode(args.prompt),
-        args.tokens,
-        vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.eod_id,
-        seed=args.seed,
-        temperature=args.temperature,
-        top_k=args.top_k,
-    )
-    print(args.prompt + tokenizer.decode(new))
-    return 0
+    print(family.show(model, tokenizer, args.prompt, **given))
+    return job.DONE
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 from dtmega.data.sentences import BLOCKS, PROSE
 from dtmega.data.text_files import BLANK_LINES, KINDS
 
+SHOWN_BY = ("tokens", "temperature", "top_k", "seed")  # options of `generate` that are the families'
+
 
 class Parser(argparse.ArgumentParser):
     """Argparse's, which would print ten lines of usage before the one that matters."""
@@ -136,17 +138,14 @@ def _generate(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
     )
-    parser.add_argument("--prompt", required=True, help="text to go on from")
-    parser.add_argument("--tokens", type=integer(1), default=128, help="how many to draw (default 128)")
+    parser.add_argument("--prompt", required=True, help="text to go on from; for a BERT, with each [MASK] to fill")
+    # Each family has its own defaults, and refuses what it does not read (`Show.options`).
+    parser.add_argument("--tokens", type=integer(1), help="how many to draw (default 128)")
+    parser.add_argument("--temperature", type=temperature, help="0 = always the most probable (default 0.8)")
     parser.add_argument(
-        "--temperature", type=temperature, default=0.8, help="0 = always the most probable (default 0.8)"
+        "--top-k", type=integer(0), help="draw from the k most probable, or list them; 0 = all (default 50, or 5)"
     )
-    parser.add_argument(
-        "--top-k", type=integer(0), default=50, help="draw from the k most probable; 0 = all (default 50)"
-    )
-    parser.add_argument(
-        "--seed", type=integer(0, 2**63 - 1), default=0, help="another seed, another sample (default 0)"
-    )
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), help="another seed, another sample (default 0)")
 
 
 def _convert(parser: argparse.ArgumentParser) -> None:

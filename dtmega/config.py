@@ -357,8 +357,8 @@ class Train(Section):
 class Eval(Section):
     interval: int = key(100, "steps between validation losses", ge=0)
     steps: int = key(10, "global batches per validation and test loss, the same ones each time", ge=1)
-    prompt: str = key("def ", "continued by the trained model at the end; empty = no sample")
-    sample_tokens: int = key(64, "length of that continuation", ge=0)
+    prompt: str = key("def ", "continued by the trained model at the end, or each [MASK] filled; empty = no sample")
+    sample_tokens: int = key(64, "length of that continuation; 0 = no sample", ge=0)
 
 
 class Log(Section):

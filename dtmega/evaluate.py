@@ -1,4 +1,4 @@
-"""Evaluation: the loss on the other splits, and how the model goes on from a prompt.
+"""Evaluation: the loss on the other splits, and what the model makes of a prompt.
 
 All ranks call these together. A signal ends them between two batches or tokens, so that the run can save in time.
 """
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtmega import families
 from dtmega.data import objectives
 from dtmega.data.loader import eval_batches
 from dtmega.metrics import several
-from dtmega.models.generate import generate
 from dtmega.step import Run, count, signalled, to
 
 
@@ -51,14 +51,17 @@ def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
 
 
 def show_sample(run: Run, step: int) -> bool:
-    """Report how the model goes on from `eval.prompt`; False if a signal came before the end."""
-    cfg, tokenizer = run.cfg, run.text.tokenizer
+    """Report what the model makes of `eval.prompt`, as its family shows it; False if a signal came before the end."""
+    cfg = run.cfg
     if not cfg.eval.prompt or not cfg.eval.sample_tokens:
         return True
     if run.model.pipeline is not None:
         how = f"python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}"
         run.metrics.message(f"for a sample: {how}")
         return True
+    show = families.of(cfg.model).show
+    asked = {"tokens": cfg.eval.sample_tokens, "seed": cfg.run.seed}
+    options = {name: value for name, value in asked.items() if name in show.options}
     stopped = False
 
     def settle(token: Tensor) -> bool:
@@ -72,19 +75,17 @@ def show_sample(run: Run, step: int) -> bool:
     # Blocks are compiled for the shapes of training; those of a sample are not worth compiling for.
     try:
         with torch.compiler.set_stance("force_eager"):
-            new = generate(
+            shown = show(
                 run.model.stages[0],
-                tokenizer.encode(cfg.eval.prompt),
-                cfg.eval.sample_tokens,
-                vocab_size=tokenizer.vocab_size,
-                eod_id=tokenizer.eod_id,
-                seed=cfg.run.seed,
+                run.text.tokenizer,
+                cfg.eval.prompt,
                 multiple=run.world.sizes["tp"],
                 settle=settle,
+                **options,
             )
     except ValueError as error:  # the same on all ranks; a run that is done does not fail for its sample
         run.metrics.message(f"no sample of [eval] prompt: {error}")
         return True
     if not stopped:
-        run.metrics.message(f"a sample:\n{cfg.eval.prompt}{tokenizer.decode(new)}")
+        run.metrics.message(f"a sample:\n{shown}")
     return not stopped

@@ -27,6 +27,7 @@ from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, hf_resolve, llama
 from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
+from dtmega.models.show import CONTINUATION, FILLS, Show
 from dtmega.models.stage import Stage
 from dtmega.plans import apply_plan, check_plan, shard_buffers
 from dtmega.plans.bert import plan as bert_plan
@@ -47,6 +48,7 @@ class Family(Protocol):
         directory: [model] path names a directory that the model is read from.
         formats: how other programs store it, by the names that `convert` has for them; one for each form there.
         objective: what it is trained for.
+        show: what there is to see of it once it is trained.
         dtypes: of [precision] params that it can be trained in. Of float16 each head must know the loss scale.
     """
 
@@ -61,6 +63,9 @@ class Family(Protocol):
 
     @property
     def objective(self) -> Objective: ...
+
+    @property
+    def show(self) -> Show: ...
 
     @property
     def dtypes(self) -> tuple[str, ...]: ...
@@ -166,6 +171,7 @@ class Own:
     libraries: tuple[str, ...] = ()
     directory: bool = False
     objective: Objective = NEXT_TOKEN
+    show: Show = CONTINUATION
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
     def resolve(self, cfg: config.Config) -> config.Config:
@@ -245,6 +251,7 @@ class Transformers:
     directory = True
     formats: Mapping[str, Sequence[Format]] = {}
     objective = NEXT_TOKEN
+    show = CONTINUATION
     dtypes = ("float32", "bfloat16")
 
     def resolve(self, cfg: config.Config) -> config.Config:
@@ -319,7 +326,7 @@ FAMILIES: dict[str, Family] = {
     "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF]}),
     "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF]}),
     "llama": Own(llama.Llama, llama_plan, {"hf": [llama.HF]}),
-    "bert": Own(bert.Bert, bert_plan, {"hf": bert.HF}, objective=MASKED),
+    "bert": Own(bert.Bert, bert_plan, {"hf": bert.HF}, objective=MASKED, show=FILLS),
     "hf": Transformers(),
 }
 

@@ -114,20 +114,20 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "tokenize --input a --tokenizer bytes --output o",
         {
             **{"input": ["a"], "tokenizer": "bytes", "output": "o", "json_key": "text", "append_eod": False},
-            **{"split_documents": None, "kind": None, "workers": N_CPUS, "strict": False},
+            **{"split_documents": None, "split_sentences": None, "kind": None, "workers": N_CPUS, "strict": False},
         },
     ),
     (
-        "tokenize --input a b --tokenizer t --output o/p --json-key body --append-eod --split-documents 1 --kind jsonl "
-        "--workers 1 --strict",
+        "tokenize --input a b --tokenizer t --output o/p --json-key body --append-eod --split-documents 1 "
+        "--split-sentences blocks --kind jsonl --workers 1 --strict",
         {
             **{"input": ["a", "b"], "tokenizer": "t", "output": "o/p", "json_key": "body", "append_eod": True},
-            **{"split_documents": 1, "kind": "jsonl", "workers": 1, "strict": True},
+            **{"split_documents": 1, "split_sentences": "blocks", "kind": "jsonl", "workers": 1, "strict": True},
         },
     ),
     (
         "generate --run r --prompt p",
-        {"run": "r", "prompt": "p", "tokens": 128, "temperature": 0.8, "top_k": 50, "seed": 0},
+        {"run": "r", "prompt": "p", "tokens": None, "temperature": None, "top_k": None, "seed": None},
     ),
     (
         f"generate --run r --prompt p --tokens 1 --temperature 0.5 --top-k 0 --seed {2**63 - 1}",
@@ -219,7 +219,7 @@ def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, p
         asked.update(options, tokens=tokens, n=n, weights=dict(model.named_parameters()))
         return [33, 10]
 
-    monkeypatch.setattr("dtmega.models.generate.generate", generate)
+    monkeypatch.setattr("dtmega.models.show.generate", generate)
     weights = Weights(open_checkpoint(str(finished)))
     folder = finished if place == "the run" else finished / "checkpoints" / "step-00000001"
     options = ["--tokens", "7", "--temperature", "0.5", "--top-k", "3", "--seed", "9"]
@@ -236,12 +236,13 @@ def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, p
 
 def test_generate_reads_the_configuration_of_a_run_from_its_config_toml(finished, tmp_path, monkeypatch):
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("dtmega.models.generate.generate", lambda *args, **options: asked.update(options) or [])
+    monkeypatch.setattr("dtmega.models.show.generate", lambda *args, **options: asked.update(options, n=args[2]) or [])
     shutil.copytree(finished, tmp_path / "run")
     toml = tmp_path / "run" / "config.toml"
     toml.write_text(toml.read_text().replace('tokenizer = "bytes"', 'tokenizer = "stdlib-8k"'))
     assert command(["generate", "--run", str(tmp_path / "run"), "--prompt", "hi"]) == job.DONE
     assert asked["vocab_size"] > 8000
+    assert (asked["n"], asked["seed"]) == (128, 0)
 
 
 # By name, as `errno` has them: what the user of a command has named wrongly. All others are of the machine.

@@ -1,0 +1,94 @@
+"""models/show.py: what is shown of a BERT; what is shown of a decoder is in test_generate.py and test_loop.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtmega import config, families
+from dtmega.data.tokenizer import load_tokenizer
+from dtmega.models.show import FILLS, masked
+from dtmega.models.stage import Stage
+
+TOKENIZER = load_tokenizer("stdlib-wordpiece")
+CLS, SEP, MASK, PAD = 2, 3, 4, 0
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+class Lookup(Stage):
+    """Gives id 100 + place a probability of 1/2 and the next two ids 1/4 and 1/8; records what it is called with.
+
+    Ids that the tokenizer does not have are more probable than all others.
+    """
+
+    def __init__(self, longest: int | None = None) -> None:
+        super().__init__()
+        self.longest = longest
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, tokens: Tensor, document_ids: Tensor, *, places: Tensor) -> dict[str, Tensor]:
+        self.calls.append({"tokens": tokens, "document_ids": document_ids, "training": self.training})
+        logits = torch.full((*tokens.shape, TOKENIZER.vocab_size + 8), -30.0)
+        for i in range(3):
+            logits.scatter_(2, (100 + places + i)[..., None], math.log(2.0 ** -(i + 1)))
+        logits[..., TOKENIZER.vocab_size :] = 50.0
+        return {"logits": logits, "order": torch.zeros(1, 2)}
+
+
+def test_each_mask_has_its_most_probable_words_with_their_probabilities():
+    prompt = "def [MASK](self): return [MASK]"
+    name, result = 2, 1 + len(ids("def")) + 1 + len(ids("(self): return"))
+    first, second = (
+        ", ".join(f"{TOKENIZER.decode([100 + place + i])} {share}%" for i, share in enumerate(("57.1", "28.6", "14.3")))
+        for place in (name, result)
+    )
+    shown = FILLS(Lookup(), TOKENIZER, prompt, top_k=3)
+    assert shown == f"{prompt}\n[MASK]: {first}\n[MASK]: {second}"
+
+
+def test_a_prompt_stands_between_cls_and_sep_and_its_padding_is_another_document():
+    model = Lookup()
+    FILLS(model.train(), TOKENIZER, "a [MASK] b", multiple=3)
+    (call,) = model.calls
+    text = [CLS, *ids("a"), MASK, *ids("b"), SEP]
+    assert call["tokens"].tolist() == [text + [PAD] * (192 - len(text))]
+    assert call["document_ids"].tolist() == [[0] * len(text) + [1] * (192 - len(text))]
+    assert (call["training"], model.training) == (False, True)
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_a_prompt_may_fill_all_positions_and_no_more(multiple):
+    model = Lookup(longest=9)
+    FILLS(model, TOKENIZER, "[MASK]" + " a" * (6 if multiple == 1 else 5), multiple=multiple)
+    assert model.calls[0]["tokens"].shape == (1, 9 // multiple * multiple)
+    with pytest.raises(ValueError, match=f"10 tokens, and the model positions for {9 // multiple * multiple}"):
+        FILLS(model, TOKENIZER, "[MASK]" + " a" * 7, multiple=multiple)
+
+
+@pytest.mark.parametrize("prompt", ["def ", "", "[mask]"])
+def test_a_prompt_without_a_mask_is_refused(prompt):
+    with pytest.raises(ValueError, match=r"has no \[MASK\] to fill \(--prompt, \[eval\] prompt\)"):
+        masked(TOKENIZER, prompt)
+
+
+def test_masks_may_stand_side_by_side_and_be_all_there_is():
+    assert masked(TOKENIZER, "[MASK][MASK]") == ([CLS, MASK, MASK, SEP], [1, 2])
+
+
+def test_the_padding_of_a_prompt_does_not_change_what_a_bert_fills_in():
+    cfg = config.Bert(vocab_size=8192, hidden_size=32, n_layers=2, n_heads=4, max_position_embeddings=128)
+    torch.manual_seed(0)
+    model = families.of(cfg).build(cfg)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.init_buffers(0)
+    shown = {FILLS(model, TOKENIZER, "x = [MASK](y)", multiple=multiple) for multiple in (1, 96, 128)}
+    assert len(shown) == 1
