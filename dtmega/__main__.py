@@ -118,7 +118,7 @@ def _generate(args: argparse.Namespace) -> int:
     model.init_buffers(cfg.run.seed)
     named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
     load(Weights(checkpoint), named, cfg.model.padded_vocab_size)
-    print(family.show(model, tokenizer, args.prompt, **given))
+    print(family.show.text(model, tokenizer, args.prompt, **given))
     return job.DONE
 
 

@@ -75,7 +75,7 @@ def show_sample(run: Run, step: int) -> bool:
     # Blocks are compiled for the shapes of training; those of a sample are not worth compiling for.
     try:
         with torch.compiler.set_stance("force_eager"):
-            shown = show(
+            shown = show.text(
                 run.model.stages[0],
                 run.text.tokenizer,
                 cfg.eval.prompt,

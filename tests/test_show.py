@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtmega import config, families
 from dtmega.data.tokenizer import load_tokenizer
-from dtmega.models.show import FILLS, masked
+from dtmega.models.show import filled, masked
 from dtmega.models.stage import Stage
 
 TOKENIZER = load_tokenizer("stdlib-wordpiece")
@@ -50,13 +50,13 @@ def test_each_mask_has_its_most_probable_words_with_their_probabilities():
         ", ".join(f"{TOKENIZER.decode([100 + place + i])} {share}%" for i, share in enumerate(("57.1", "28.6", "14.3")))
         for place in (name, result)
     )
-    shown = FILLS(Lookup(), TOKENIZER, prompt, top_k=3)
+    shown = filled(Lookup(), TOKENIZER, prompt, top_k=3)
     assert shown == f"{prompt}\n[MASK]: {first}\n[MASK]: {second}"
 
 
 def test_a_prompt_stands_between_cls_and_sep_and_its_padding_is_another_document():
     model = Lookup()
-    FILLS(model.train(), TOKENIZER, "a [MASK] b", multiple=3)
+    filled(model.train(), TOKENIZER, "a [MASK] b", multiple=3)
     (call,) = model.calls
     text = [CLS, *ids("a"), MASK, *ids("b"), SEP]
     assert call["tokens"].tolist() == [text + [PAD] * (192 - len(text))]
@@ -67,10 +67,10 @@ def test_a_prompt_stands_between_cls_and_sep_and_its_padding_is_another_document
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_a_prompt_may_fill_all_positions_and_no_more(multiple):
     model = Lookup(longest=9)
-    FILLS(model, TOKENIZER, "[MASK]" + " a" * (6 if multiple == 1 else 5), multiple=multiple)
+    filled(model, TOKENIZER, "[MASK]" + " a" * (6 if multiple == 1 else 5), multiple=multiple)
     assert model.calls[0]["tokens"].shape == (1, 9 // multiple * multiple)
     with pytest.raises(ValueError, match=f"10 tokens, and the model positions for {9 // multiple * multiple}"):
-        FILLS(model, TOKENIZER, "[MASK]" + " a" * 7, multiple=multiple)
+        filled(model, TOKENIZER, "[MASK]" + " a" * 7, multiple=multiple)
 
 
 @pytest.mark.parametrize("prompt", ["def ", "", "[mask]"])
@@ -90,5 +90,5 @@ def test_the_padding_of_a_prompt_does_not_change_what_a_bert_fills_in():
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.init_buffers(0)
-    shown = {FILLS(model, TOKENIZER, "x = [MASK](y)", multiple=multiple) for multiple in (1, 96, 128)}
+    shown = {filled(model, TOKENIZER, "x = [MASK](y)", multiple=multiple) for multiple in (1, 96, 128)}
     assert len(shown) == 1

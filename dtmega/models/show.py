@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,81 +20,75 @@ from dtmega.models.stage import Stage
 from dtmega.output import counted
 
 
-class Show(Protocol):
-    """Show what a model makes of a prompt.
+class Show(NamedTuple):
+    """What a family shows.
 
     Attributes:
-        options: those of `dtmega generate` that it reads; it is called with no others, and has a default for each.
+        options: those of `dtmega generate` that it reads; it has a default for each, and is called with no others.
+        text: (model, tokenizer, prompt, **options) -> what to print; also takes `multiple` and `settle`, as `generate`
+            has them. It raises a ValueError for a prompt that it can do nothing with.
     """
 
-    @property
-    def options(self) -> tuple[str, ...]: ...
-
-    def __call__(self, model: Stage, tokenizer: Tokenizer, prompt: str, **options: Any) -> str:
-        """The text to print. `options` may also be `multiple` and `settle`, as `generate` has them.
-
-        Raises:
-            ValueError: a prompt that it can do nothing with.
-        """
-        ...
+    options: tuple[str, ...]
+    text: Callable[..., str]
 
 
-class Continuation:
-    """The prompt and what a decoder draws to follow it."""
-
-    options = ("tokens", "temperature", "top_k", "seed")
-
-    def __call__(
-        self, model: Stage, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, seed: int = 0, **options: Any
-    ) -> str:
-        new = generate(
-            model,
-            tokenizer.encode(prompt),
-            tokens,
-            vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id,
-            seed=seed,
-            **options,
-        )
-        return prompt + tokenizer.decode(new)
+def continued(
+    model: Stage, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, seed: int = 0, **options: Any
+) -> str:
+    """The prompt and what a decoder draws to follow it; arguments and errors as of `generate`."""
+    new = generate(
+        model,
+        tokenizer.encode(prompt),
+        tokens,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        seed=seed,
+        **options,
+    )
+    return prompt + tokenizer.decode(new)
 
 
-class Fills:
-    """The prompt, and a line for each [MASK] in it with the most probable tokens in its place."""
+@torch.no_grad()
+def filled(
+    model: Stage,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    top_k: int = 5,
+    multiple: int = 1,
+    settle: Callable[[Tensor], bool] = lambda ids: True,
+) -> str:
+    """The prompt, and a line for each [MASK] in it with the most probable tokens in its place.
 
-    options = ("top_k",)
+    Args:
+        top_k: how many; 0 = all.
+        multiple: how many equal parts a sequence must divide into.
+        settle: called with their ids, int64 [masks, top_k], which it may overwrite.
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: Stage,
-        tokenizer: Tokenizer,
-        prompt: str,
-        *,
-        top_k: int = 5,
-        multiple: int = 1,
-        settle: Callable[[Tensor], bool] = lambda ids: True,
-    ) -> str:
-        tokens, masks = masked(tokenizer, prompt)
-        longest = (model.longest or sys.maxsize) // multiple * multiple
-        if len(tokens) > longest:
-            raise ValueError(f"the prompt has {counted(len(tokens), 'token')}, and the model positions for {longest}")
-        n_padding = min(-len(tokens) % math.lcm(PADDING, multiple), longest - len(tokens))
-        device = next(model.parameters()).device
-        padded = torch.tensor([tokens + [tokenizer.pad_id] * n_padding], device=device)
-        is_padding = torch.tensor([[0] * len(tokens) + [1] * n_padding], device=device)
+    Raises:
+        ValueError: a prompt without a mask, or longer than the model has positions.
+    """
+    tokens, masks = masked(tokenizer, prompt)
+    longest = (model.longest or sys.maxsize) // multiple * multiple
+    if len(tokens) > longest:
+        raise ValueError(f"the prompt has {counted(len(tokens), 'token')}, and the model positions for {longest}")
+    n_padding = min(-len(tokens) % math.lcm(PADDING, multiple), longest - len(tokens))
+    device = next(model.parameters()).device
+    padded = torch.tensor([tokens + [tokenizer.pad_id] * n_padding], device=device)
+    is_padding = torch.tensor([[0] * len(tokens) + [1] * n_padding], device=device)
 
-        was_training = model.training
-        model.eval()
-        logits = model(padded, document_ids=is_padding)["logits"]
-        model.train(was_training)
-        probabilities = logits[0, masks, : tokenizer.vocab_size].float().softmax(-1)  # [masks, V]
-        best = probabilities.topk(min(top_k or sys.maxsize, tokenizer.vocab_size)).indices
-        settle(best)
-        lines = [prompt]
-        for likely, ids in zip(probabilities, best.tolist(), strict=True):
-            lines.append(f"{MASK}: " + ", ".join(f"{tokenizer.decode([i])} {100 * likely[i]:.1f}%" for i in ids))
-        return "\n".join(lines)
+    was_training = model.training
+    model.eval()
+    logits = model(padded, document_ids=is_padding)["logits"]
+    model.train(was_training)
+    probabilities = logits[0, masks, : tokenizer.vocab_size].float().softmax(-1)  # [masks, V]
+    best = probabilities.topk(min(top_k or sys.maxsize, tokenizer.vocab_size)).indices
+    settle(best)
+    lines = [prompt]
+    for likely, ids in zip(probabilities, best.tolist(), strict=True):
+        lines.append(f"{MASK}: " + ", ".join(f"{tokenizer.decode([i])} {100 * likely[i]:.1f}%" for i in ids))
+    return "\n".join(lines)
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
@@ -117,5 +111,5 @@ def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
     return [*tokens, tokenizer.sep_id], masks
 
 
-CONTINUATION = Continuation()
-FILLS = Fills()
+CONTINUATION = Show(("tokens", "temperature", "top_k", "seed"), continued)
+FILLS = Show(("top_k",), filled)
