@@ -30,6 +30,34 @@ def test_fold_uses_the_upper_half_of_an_index():
     assert len(set(keyed.fold(index).tolist())) == 3
 
 
+def splitmix64(seed: int, n: int) -> list[int]:
+    """The first n outputs, as https://prng.di.unimi.it/splitmix64.c has them."""
+    found = []
+    for _ in range(n):
+        seed = (seed + 0x9E3779B97F4A7C15) % 2**64
+        z = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        found.append(z ^ z >> 31)
+    return found
+
+
+def test_draws_are_the_outputs_of_the_published_generator_for_each_key_and_name():
+    assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]  # published
+    keys = np.array([5, 2**64 - 1], np.uint64)
+    for name in ("a", "b"):
+        # The seed is the generator's hash of key and name: its first output, if its step is taken back before.
+        seeds = [splitmix64(((k ^ keyed.key64(name)) - 0x9E3779B97F4A7C15) % 2**64, 1)[0] for k in keys.tolist()]
+        assert keyed.draws(keys[:, None], name, np.arange(9)).tolist() == [splitmix64(seed, 9) for seed in seeds]
+    assert keyed.draws(keys[:1], "a", np.array([3]))[0] == keyed.draws(keys, "a", np.full(2, 3))[0]
+
+
+def test_uniform_numbers_are_from_0_to_less_than_1_and_integers_below_n():
+    drawn = np.array([0, 2**63, 2**64 - 1], np.uint64)
+    assert keyed.uniform(drawn).tolist() == [0.0, 0.5, 1 - 2.0**-53]
+    assert keyed.below(drawn, 7).tolist() == [0, 3, 6]
+    assert keyed.below(drawn, np.array([1, 2**32, 2**32])).tolist() == [0, 2**31, 2**32 - 1]
+
+
 def test_normal_values_do_not_depend_on_their_neighbours_or_the_shape():
     whole = keyed.normal(3, "w", torch.arange(10_000))
     assert torch.equal(keyed.normal(3, "w", torch.arange(4567, 4592).view(5, 5)).flatten(), whole[4567:4592])

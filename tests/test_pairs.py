@@ -9,9 +9,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from dtmega.config import Data
 from dtmega.data import cache_dir, cut
+from dtmega.data.blend import Blend, build_samples
 from dtmega.data.cut import Targets, cut_table
 from dtmega.data.indexed import IndexedDataset
+from dtmega.data.objectives import MASKED
 from dtmega.data.pairs import PairSamples, laid_out
 from tests.library import SPECIALS, is_likely, library, samples_of, usable, write
 
@@ -78,6 +81,9 @@ def test_a_table_in_a_file_is_made_once_and_mapped(numbered, tmp_path, monkeypat
     for documents, targets in others:
         cut_table(numbered, documents, targets)
     assert len([*cache_dir().glob("pairs-*.bin")]) == 4
+    os.utime(f"{numbered.prefix}.idx", ns=(0, 0))  # as if the text had been made anew
+    cut_table(numbered, (2, 20), TARGETS)
+    assert path.stat().st_mtime_ns != 0
 
 
 def test_without_room_for_the_file_the_table_is_kept_in_memory_and_that_is_said(numbered, tmp_path, monkeypatch, capfd):
@@ -133,6 +139,23 @@ def test_each_epoch_seed_split_and_corpus_has_its_own_order(numbered):
     half = len(whole[0]) // 2
     assert len({tuple(one[:half]) for one in whole} | {tuple(one[half:]) for one in whole}) == 16
     assert len({tuple(sorted(one[:half])) for one in whole}) == 1
+
+
+def test_an_objective_makes_the_samples_of_each_part_with_its_own_draws(numbered):
+    data = Data(path=[numbered.prefix] * 2, weights=[1.0, 1.0], seq_len=S, short_seq_prob=0.5, split="1,1,0")
+    built = build_samples(MASKED, data, data.paths, seed=3)
+    n_documents = len(numbered.document_index) - 1
+    notes = []
+    for split, documents in (("train", (0, n_documents // 2)), ("valid", (n_documents // 2, n_documents))):
+        parts = [PairSamples(numbered, documents, S, 0.5, 3, split, corpus) for corpus in range(2)]
+        found, expected = built.samples[split], Blend(parts, [1, 1])
+        assert found is not None
+        assert found.n_samples == parts[0].n_samples + parts[1].n_samples
+        for g in range(40):
+            assert found[g].tokens.tolist() == expected[g].tokens.tolist()
+            assert found[g][1:] == expected[g][1:]
+        notes += [part.note for part in parts]
+    assert built.notes == notes
 
 
 def test_a_sample_stays_what_it_is_wherever_it_is_read(numbered):
