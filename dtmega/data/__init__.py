@@ -1,5 +1,5 @@
-"""From text to batches: `tokenize` and `corpus` write `.bin/.idx` pairs, `indexed` reads them, `samples` cuts them,
-`loader` serves batches. Here is only where all of them keep what can be made again."""
+"""From text to batches: `tokenize` and `corpus` write `.bin/.idx` pairs, `indexed` reads them, `samples` and `pairs`
+cut them, `loader` serves batches. Here is only where all of them keep what can be made again."""
 
 from __future__ import annotations
 
