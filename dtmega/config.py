@@ -308,17 +308,29 @@ class Batch(Section):
 
 
 class Optim(Section):
+    name: Literal["adamw", "adam", "sgd"] = key(
+        "adamw", "adam: the decay is part of the gradient; sgd: momentum, and decay in the gradient"
+    )
     lr: float = key(1e-3, "peak learning rate", gt=0)
     min_lr: float = key(0.0, "where the decay ends", ge=0)
     schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = key("cosine", "after the linear warm-up")
     unit: Literal["steps", "samples", "tokens"] = key("steps", "what warmup, decay and wsd_decay count")
     warmup: int = key(0, "length of the linear warm-up", ge=0)
+    warmup_fraction: float = key(0.0, "instead of warmup: its part of the schedule, up to the decay's end", ge=0, lt=1)
     decay: int = key(0, "where the decay has reached min_lr; 0 = the end of training", ge=0)
     wsd_decay: int = key(0, "wsd: length of the final linear decay; 0 = a tenth of the schedule", ge=0)
-    beta1: float = key(0.9, "AdamW", ge=0, lt=1)
-    beta2: float = key(0.95, "AdamW", ge=0, lt=1)
-    eps: float = key(1e-8, "AdamW", gt=0)
-    weight_decay: float = key(0.1, "AdamW, on matrices and embeddings; never on biases and norms", ge=0)
+    lr_factors: list[str] = key(
+        [], "'PATTERN=FACTOR' on the rate of the parameters of that name ('embed.*=0.1'); the first that fits counts"
+    )
+    beta1: float = key(0.9, "adamw and adam", ge=0, lt=1)
+    beta2: float = key(0.95, "adamw and adam", ge=0, lt=1)
+    eps: float = key(1e-8, "adamw and adam", gt=0)
+    momentum: float = key(0.9, "sgd", ge=0, lt=1)
+    weight_decay: float = key(0.1, "on matrices and embeddings; never on biases and norms", ge=0)
+    weight_decay_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "how it gets from start_weight_decay to weight_decay, over the whole training"
+    )
+    start_weight_decay: float = key(0.0, "where a linear or cosine schedule begins", ge=0)
     clip_grad: float = key(1.0, "largest L2 norm of the whole gradient; 0 = no clipping", ge=0)
 
     @model_validator(mode="after")
@@ -329,7 +341,44 @@ class Optim(Section):
             raise ValueError(
                 f"decay={self.decay} does not come after warmup={self.warmup} ([optim] decay, [optim] warmup)"
             )
+        if self.warmup and self.warmup_fraction:
+            raise ValueError(
+                f"there are two lengths of the warm-up: expected warmup=0 or warmup_fraction=0, got {self.warmup} and "
+                f"{self.warmup_fraction} ([optim] warmup, [optim] warmup_fraction)"
+            )
+        fields = type(self).model_fields
+        unread = ("beta1", "beta2", "eps") if self.name == "sgd" else ("momentum",)
+        if self.weight_decay_schedule == "constant":
+            unread += ("start_weight_decay",)
+        if idle := [key for key in unread if getattr(self, key) != fields[key].default]:
+            raise ValueError(
+                f"[optim] {', '.join(idle)} would not be read with name='{self.name}' and weight_decay_schedule="
+                f"'{self.weight_decay_schedule}' ([optim] name, [optim] weight_decay_schedule)"
+            )
+        _ = self.factors
         return self
+
+    @property
+    def factors(self) -> list[tuple[str, float]]:
+        """lr_factors as (pattern, factor).
+
+        Raises:
+            ValueError: one of them is none.
+        """
+        found = []
+        for written in self.lr_factors:
+            pattern, _, factor = written.rpartition("=")
+            try:
+                found.append((pattern, float(factor)))
+            except ValueError:
+                found.append(("", -1.0))
+            if not pattern or not 0 <= found[-1][1] < math.inf:
+                raise ValueError(f"[optim] lr_factors has 'PATTERN=FACTOR', FACTOR at least 0, got '{written}'")
+        return found
+
+    def warmup_until(self, total: int) -> float:
+        """The progress at which the warm-up ends; `total`: that of the whole run."""
+        return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 
 class Train(Section):
@@ -472,12 +521,14 @@ class Config(Section):
                 f"the run is shorter than one step of {self.batch.size_at(0)} sequences x {self.data.seq_len} tokens "
                 f"([train] samples={self.train.samples} or tokens={self.train.tokens}, [batch] global_batch_size)"
             )
-        ends = self.optim.decay or self.progress(*end)
-        room = ends - self.optim.warmup
+        total = self.progress(*end)
+        ends = self.optim.decay or total
+        warmup = self.optim.warmup_until(total)
+        room = ends - warmup
         if self.optim.schedule == "wsd" and 0 < room < self.optim.wsd_decay:
             raise ValueError(
                 f"wsd_decay={self.optim.wsd_decay} does not fit between the warm-up and the end of the schedule: "
-                f"{ends} - {self.optim.warmup} = {room} {self.optim.unit} ([optim] wsd_decay, warmup, decay)"
+                f"{ends} - {warmup} = {room} {self.optim.unit} ([optim] wsd_decay, warmup, decay)"
             )
         return self
 

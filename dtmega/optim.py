@@ -1,4 +1,4 @@
-"""AdamW with Megatron's decay groups, learning rate as a function of progress, gradient norm, clipping, spikes."""
+"""Optimizers with Megatron's decay groups, rates as a function of progress, gradient norm, clipping, spikes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -14,23 +15,46 @@ from torch import Tensor, nn
 from dtmega import config
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: config.Optim) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101); biases and LayerNorms are not decayed, embeddings are (Megatron `get_param_groups`).
+def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101), Adam with the decay in its gradient, or SGD with momentum.
 
-    Frozen parameters are left out; a pipeline stage may have no others, and then a group of none.
+    Biases and LayerNorms are not decayed, embeddings are (Megatron `get_param_groups`). A group has the parameters with
+    one decay and one factor of the rate: `decays` and `lr_factor`, for `set_rates`. Frozen parameters are left out; a
+    pipeline stage may have no others, and then a group of none.
+
+    Args:
+        named: parameters by their names in the whole model.
     """
-    parameters = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            factor = next((factor for pattern, factor in optim.factors if fnmatchcase(name, pattern)), 1.0)
+            groups.setdefault((parameter.ndim >= 2, factor), []).append(parameter)
+    in_order = sorted(groups.items(), key=lambda group: not group[0][0]) or [((True, 1.0), [])]
+    parameters = [
+        {"params": found, "weight_decay": optim.weight_decay * decays, "decays": decays, "lr_factor": factor}
+        for (decays, factor), found in in_order
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]] or groups[:1],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=True,
-    )
+    if optim.name == "sgd":
+        # Not fused: DTensor has no rule for that kernel (torch 2.13).
+        return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=True)
+    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
+    """Does each pattern of lr_factors name a parameter of the whole model?
+
+    Raises:
+        ValueError: one does not.
+    """
+    names = list(names)
+    for pattern, _ in optim.factors:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"no parameter has a name like '{pattern}'; there are '{names[0]}' to '{names[-1]}' "
+                f"([optim] lr_factors)"
+            )
 
 
 def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
@@ -45,19 +69,20 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
     """
     peak, low = optim.lr, optim.min_lr
     end = optim.decay or total
-    if progress <= optim.warmup:
-        return peak * progress / optim.warmup
+    warmup = optim.warmup_until(total)
+    if progress <= warmup:
+        return peak * progress / warmup
     if optim.schedule == "constant":
         return peak
     if progress > end:
         return low
     if optim.schedule == "inverse-sqrt":
-        return max(low, peak * math.sqrt(max(optim.warmup, 1) / progress))
+        return max(low, peak * math.sqrt(max(warmup, 1) / progress))
     if optim.schedule == "wsd":
         # The configuration refuses a tail that begins before the warm-up ends, where the rate would jump.
-        tail = optim.wsd_decay or min(max(1, end // 10), end - optim.warmup)
+        tail = optim.wsd_decay or min(max(1, end // 10), end - warmup)
         return low + (peak - low) * min(1.0, (end - progress) / tail)
-    done = (progress - optim.warmup) / (end - optim.warmup)
+    done = (progress - warmup) / (end - warmup)
     weight = 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return low + (peak - low) * weight
 
@@ -71,9 +96,25 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> fl
     return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> float:
+    """The weight decay of the update that brings the run to so many steps and samples; arguments as of `rate_at`.
+
+    Megatron's curves (`optimizer_param_scheduler.py`, get_wd), which end with the training, and count the batch of the
+    update itself, as the rate does.
+    """
+    optim = cfg.optim
+    if optim.weight_decay_schedule == "constant":
+        return optim.weight_decay
+    done = min(1.0, cfg.progress(steps, samples) / cfg.progress(*end))
+    weight = done if optim.weight_decay_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - done)))
+    return optim.start_weight_decay + weight * (optim.weight_decay - optim.start_weight_decay)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float) -> None:
+    """Give each group of `build_optimizer` its part of both."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["lr_factor"]
+        group["weight_decay"] = weight_decay * group["decays"]
 
 
 class Spikes:

@@ -298,6 +298,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
         )
     family.check(cfg, sizes)
+    if cfg.optim.lr_factors:
+        optim.check_factors(cfg.optim, families.shapes(cfg.model))
     idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
     if pp == 1 and idle:
         raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")

@@ -101,7 +101,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     startup.beat = partial(watch.beat, 0, "load")
     with startup.step("model"):
         model = parallelize(cfg, world)
-        optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+        optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     with startup.step("checkpoint"):
         checkpoints = Checkpoints(cfg, device)
         closing.callback(checkpoints.close)
@@ -154,8 +154,9 @@ def train(run: Run, at: Progress) -> int:
         if at.step == first_step:
             check_same_batch(batch, world)
         samples = range(batch.first_sample, batch.first_sample + batch.samples)
-        rate = optim.rate_at(cfg, at.step + 1 - at.overflowed, samples.stop - at.overflowed_samples, end)
-        optim.set_learning_rate(run.optimizer, rate)
+        learned = at.step + 1 - at.overflowed, samples.stop - at.overflowed_samples
+        rate = optim.rate_at(cfg, *learned, end)
+        optim.set_rates(run.optimizer, rate, optim.weight_decay_at(cfg, *learned, end))
         done = train_step(run, batch)
         step_time_s = time.perf_counter() - step_started
 

@@ -47,7 +47,7 @@ if weights is None:
     model.draw(cfg.run.seed)
 else:
     load(weights, model.named_parameters(), cfg.model.vocab_size)
-optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
 
 # %% [markdown]
 # Steps. Batch n is a function of the seed and n: run the cell again, and it goes on.

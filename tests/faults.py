@@ -147,7 +147,7 @@ class Trained:
         model = parallelize(self.cfg, mesh.start(CPU, sizes))
         model.draw(self.cfg.run.seed)
         self.parameters = dict(model.named_parameters())
-        self.optimizer = build_optimizer(self.parameters.values(), self.cfg.optim)
+        self.optimizer = build_optimizer(self.parameters.items(), self.cfg.optim)
         for p in self.parameters.values():
             self.optimizer.state[p] = {"step": torch.zeros(()), **{k: torch.zeros_like(p) for k in MOMENTS}}
         self.checkpoints = Checkpoints(self.cfg, CPU)

@@ -211,7 +211,7 @@ def forward_backward(model: ShardedModel, world: World, cfg: config.Config) -> f
 
 def steps(cfg: config.Config, world: World, model: ShardedModel) -> tuple[list[float], torch.optim.Optimizer]:
     """Losses of three steps as the trainer does them."""
-    optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+    optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
     run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), loss_scale=None)
     return [train_step(run, microbatches(world, cfg, i))[0] for i in range(STEPS)], optimizer
@@ -272,7 +272,7 @@ def reading(world: World, keys: dict[str, Any], where: str, folder: str) -> dict
     """What a run on this layout has after it loaded that checkpoint, whole."""
     cfg = configured(where, keys)
     model = parallelize(cfg, world)
-    optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+    optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     checkpoints, damage = Checkpoints(cfg, CPU), list[str]()
     state = checkpoints.load([open_checkpoint(folder)], model.named_parameters(), optimizer, damage)
     checkpoints.close()

@@ -126,7 +126,7 @@ def trained(keys: dict[str, Any], frozen: tuple[str, ...]) -> dict[str, Any]:
     check(cfg, world.sizes, CPU)
     model = parallelize(cfg, world)
     model.draw(seed=0)
-    optimizer = optim.build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+    optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
     run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), loss_scale=None)
     found: dict[str, Any] = {"steps": [], "tied": {tied.name: tied.stages for tied in model.tied}}

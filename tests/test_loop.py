@@ -473,7 +473,7 @@ def test_checkpoints_are_of_the_steps_that_are_due_and_know_where_the_run_was(ra
     for step in due[-cfg.checkpoint.keep :]:
         state = state_of(open_checkpoint(str(recorded.folder / "checkpoints" / f"step-{step:08}")))
         skipped = sum(lost <= step for lost in switches.lost)
-        assert state.progress == (step, sum(switches.sizes[:step]), skipped)
+        assert state.progress == (step, sum(switches.sizes[:step]), skipped, 0, 0)
         assert state.updates == step - skipped
         assert state.recent == []
         assert state.layout == {"processes": 1, "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}

@@ -8,8 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtmega.config import Optim
-from dtmega.optim import Spikes, build_optimizer, clip_gradients, count_zeros, learning_rate, total_norm
+from dtmega.config import Config, Optim, Train
+from dtmega.optim import (
+    Spikes,
+    build_optimizer,
+    check_factors,
+    clip_gradients,
+    count_zeros,
+    learning_rate,
+    set_rates,
+    total_norm,
+    weight_decay_at,
+)
 
 
 def megatron(num: int, schedule: str, warmup: int, end: int, peak: float, low: float, tail: int = 0) -> float:
@@ -83,6 +93,55 @@ def test_the_first_update_already_moves():
     assert learning_rate(Optim(lr=1e-3, warmup=10), 1, total=100) == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("decay", "total"), [(0, 90), (90, 500)])
+def test_a_warm_up_may_be_a_fraction_of_the_schedule(schedule, decay, total):
+    optim = Optim(lr=3e-4, min_lr=1e-5, schedule=schedule, warmup_fraction=0.125, decay=decay)
+    for progress in range(1, 100):
+        # Megatron's --lr-warmup-fraction: lr_warmup_steps = fraction * lr_decay_steps, which need not be whole.
+        expected = megatron(progress, schedule, 0.125 * 90, 90, 3e-4, 1e-5)
+        assert learning_rate(optim, progress, total) == pytest.approx(expected, rel=1e-12), progress
+
+
+def get_wd(num_steps: int, style: str, start_wd: float, end_wd: float, wd_incr_steps: int) -> float:
+    """OptimizerParamScheduler.get_wd."""
+    if num_steps > wd_incr_steps:
+        return end_wd
+    if style == "constant":
+        return end_wd
+    incr_ratio = float(num_steps) / float(wd_incr_steps)
+    coeff = incr_ratio if style == "linear" else 0.5 * (math.cos(math.pi * (1 - incr_ratio)) + 1.0)
+    return start_wd + coeff * (end_wd - start_wd)
+
+
+@pytest.mark.parametrize("unit", ["steps", "samples"])
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_the_weight_decay_is_megatrons_ramp(style, unit):
+    start = 0.0 if style == "constant" else 0.02
+    optim = Optim(weight_decay=0.3, weight_decay_schedule=style, start_weight_decay=start, unit=unit)
+    cfg = Config(optim=optim, train=Train(steps=40))
+    per_step = {"steps": 1, "samples": cfg.batch.global_batch_size}[unit]
+    end = cfg.end(0, 0)
+    for step in range(1, 45):
+        expected = get_wd(step * per_step, style, start, 0.3, 40 * per_step)
+        found = weight_decay_at(cfg, step, step * cfg.batch.global_batch_size, end)
+        assert found == pytest.approx(expected, rel=1e-12), step
+
+
+def test_keys_of_another_optimizer_and_two_warm_ups_are_refused():
+    with pytest.raises(ValueError, match=r"\[optim\] beta2 would not be read with name='sgd'"):
+        Optim(name="sgd", beta2=0.9)
+    with pytest.raises(ValueError, match=r"\[optim\] momentum would not be read with name='adamw'"):
+        Optim(momentum=0.5)
+    with pytest.raises(ValueError, match=r"start_weight_decay would not be read .* weight_decay_schedule='constant'"):
+        Optim(start_weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"two lengths of the warm-up"):
+        Optim(warmup=3, warmup_fraction=0.1)
+    for written in ("embed.*", "embed.*=fast", "=2", "a=-1", "a=inf"):
+        with pytest.raises(ValueError, match=r"lr_factors has 'PATTERN=FACTOR'"):
+            Optim(lr_factors=[written])
+
+
 class Toy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -94,7 +153,7 @@ class Toy(nn.Module):
 
 def test_matrices_and_embeddings_decay_biases_and_norms_do_not():
     model = Toy()
-    optimizer = build_optimizer(model.parameters(), Optim(weight_decay=0.3))
+    optimizer = build_optimizer(model.named_parameters(), Optim(weight_decay=0.3))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         "embed.weight": 0.3,
@@ -102,6 +161,25 @@ def test_matrices_and_embeddings_decay_biases_and_norms_do_not():
         "norm.bias": 0.0,
         "head.bias": 0.0,
     }
+
+
+def test_the_first_pattern_that_fits_a_name_gives_the_factor_of_its_rate():
+    model = Toy()
+    section = Optim(weight_decay=0.3, lr_factors=["norm.bias=0", "norm.*=0.5", "*.weight=2", "norm.weight=7"])
+    optimizer = build_optimizer(model.named_parameters(), section)
+    set_rates(optimizer, 0.1, 0.2)
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert {name: found[id(p)] for name, p in model.named_parameters()} == {
+        "embed.weight": (0.2, 0.2),
+        "norm.weight": (0.05, 0.0),
+        "norm.bias": (0.0, 0.0),
+        "head.bias": (0.1, 0.0),
+    }
+
+
+def test_a_pattern_that_fits_no_name_is_refused():
+    with pytest.raises(ValueError, match=r"no parameter has a name like 'layer.\*'; there are 'a.weight' to 'b.bias'"):
+        check_factors(Optim(lr_factors=["a.*=2", "layer.*=3"]), ["a.weight", "b.bias"])
 
 
 def gradients() -> list[torch.Tensor]:

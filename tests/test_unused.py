@@ -137,7 +137,7 @@ def test_a_frozen_parameter_keeps_its_bits_and_is_saved_without_moments(folders)
 def test_a_parameter_that_was_frozen_when_it_was_saved_is_not_trained_on_without_its_moments(folders):
     checkpoint = open_checkpoint(str(folders[0] / "checkpoints" / "step-00000006"))
     parameters = {name: nn.Parameter(checkpoint.read(f"model/{name}")) for name in (UNUSED, FROZEN[0])}
-    optimizer = optim.build_optimizer(parameters.values(), config.Optim())
+    optimizer = optim.build_optimizer(parameters.items(), config.Optim())
     with pytest.raises(ValueError, match=r"no moments of 'embed_norm.bias', which was frozen"):
         _targets(checkpoint, parameters.items(), optimizer, 6)
     parameters[FROZEN[0]].requires_grad_(False)
@@ -146,7 +146,7 @@ def test_a_parameter_that_was_frozen_when_it_was_saved_is_not_trained_on_without
 
 def test_a_stage_of_frozen_parameters_only_has_an_optimizer_that_does_nothing():
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    optimizer = optim.build_optimizer([frozen], config.Optim())
+    optimizer = optim.build_optimizer([("frozen", frozen)], config.Optim())
     optimizer.step()
     assert tensors_of({"a": frozen}, optimizer).keys() == {"model/a"}
     assert torch.equal(frozen, torch.ones(3))

@@ -125,7 +125,7 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
     for cfg in (config.validate(v, "test") for v in values):
         model = parallelize(cfg, world)
         model.draw(cfg.run.seed)
-        optimizer = build_optimizer([p for _, p in model.named_parameters()], cfg.optim)
+        optimizer = build_optimizer(model.named_parameters(), cfg.optim)
         wire, text = Wire(groups), Mock(splits={"valid": None})
         batches: Any = two_batches(cfg, world, wire)
         with wire, contextlib.suppress(StopIteration):

@@ -32,7 +32,7 @@ FREE: dict[str, tuple[str, ...]] = {
 # Keys that move the learning rate or the end of the run, and the rest of the recipe.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
-    "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "decay", "wsd_decay"),
+    "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),
     "train": ("steps", "samples", "tokens"),
 }
 PRINTED: dict[str, tuple[str, ...]] = {
@@ -41,7 +41,11 @@ PRINTED: dict[str, tuple[str, ...]] = {
         *("fp32_residual", "query_key_layer_scaling"),
     ),
     "batch": ("micro_batch_size", *COURSE["batch"]),
-    "optim": (*COURSE["optim"], "beta1", "beta2", "eps", "weight_decay", "clip_grad"),
+    "optim": (
+        *COURSE["optim"],
+        *("lr_factors", "beta1", "beta2", "eps", "momentum"),
+        *("weight_decay", "weight_decay_schedule", "start_weight_decay", "clip_grad"),
+    ),
     "train": (
         *COURSE["train"],
         *("drift_interval", "max_skipped", "skip_spikes", "exit_interval", "exit_duration_min"),

@@ -250,7 +250,9 @@ def _targets(
         for kind, moment in moments.items():
             targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
         if moments:
-            optimizer.state[p] = {"step": torch.tensor(float(n_updates), device=p.device), **moments}
+            # Adam counts its updates, SGD does not.
+            counted = {"step": torch.tensor(float(n_updates), device=p.device)} if "exp_avg" in kinds else {}
+            optimizer.state[p] = {**counted, **moments}
     for n, copies in targets.items():
         name = n.split("/")[-1]
         if n not in there and n != f"model/{name}" and f"model/{name}" in there:
