@@ -390,6 +390,10 @@ class Train(Section):
     skip_spikes: float = key(
         0.0, "skip a step whose loss or gradient norm is so many sigma above the last 128; 0 = never (OLMo: 6)", ge=0
     )
+    skip_steps: list[list[int]] = key(
+        [], "[[first, last], ...]: steps that consume their samples and change nothing, from 1, the last included"
+    )
+    kill_switch: str = key("", "a path: once there is such a file, save and exit, and do not start")
     exit_interval: int = key(0, "save and exit at every multiple of this step", ge=0)
     exit_duration_min: float = key(0.0, "save and exit after this many minutes", ge=0)
 
@@ -400,12 +404,20 @@ class Train(Section):
                 f"exactly one of [train] steps, samples, tokens must be positive, got "
                 f"steps={self.steps}, samples={self.samples}, tokens={self.tokens}"
             )
+        for pair in self.skip_steps:
+            if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
+                raise ValueError(f"[train] skip_steps has pairs [first, last] with 1 <= first <= last, got {pair}")
         return self
+
+    def skips(self, step: int) -> bool:
+        """Is it among skip_steps?"""
+        return any(first <= step <= last for first, last in self.skip_steps)
 
 
 class Eval(Section):
     interval: int = key(100, "steps between validation losses", ge=0)
     steps: int = key(10, "global batches per validation and test loss, the same ones each time", ge=1)
+    only: bool = key(False, "validation and test losses of what there is, into evaluation.jsonl; nothing is trained")
     prompt: str = key("def ", "continued by the trained model at the end, or each [MASK] filled; empty = no sample")
     sample_tokens: int = key(64, "length of that continuation; 0 = no sample", ge=0)
 

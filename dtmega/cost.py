@@ -161,7 +161,7 @@ def wire(
         Traffic("loss", "loss", "all-reduce", 1, 8),
         Traffic("gradient norm", "shards", "all-reduce", 1, 8),
         Traffic("[log] num_zeros, params_norm", "shards", "all-reduce", cfg.log.num_zeros + cfg.log.params_norm, 8),
-        Traffic("reason to stop", "world", "all-reduce", 1, 16),
+        Traffic("reason to stop", "world", "all-reduce", 1, 20),
     ]
     for number in held:
         layers = sum(name in layers_there for name in stages[number])

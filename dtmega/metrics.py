@@ -65,6 +65,7 @@ class Metrics:
         self._seq_len = config.data.seq_len
         self._interval = config.log.interval
         self._total_steps = end.steps
+        self._world_size = world_size
         self._flops_per_token = cost.flops_per_token(pieces, config.data.seq_len, config.data.mask_prob)
         self._peak_flops = world_size * peak_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
@@ -72,12 +73,13 @@ class Metrics:
 
         run_dir = Path(config.run.dir)
         durable.make_folder(run_dir)
-        path = run_dir / "metrics.jsonl"
-        keep_until(path, start_step, finished=start_step >= self._total_steps)
+        path = run_dir / ("evaluation.jsonl" if config.eval.only else "metrics.jsonl")
+        if not config.eval.only:
+            keep_until(path, start_step, finished=start_step >= self._total_steps)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time: what a killed run wrote is there
         durable.sync_folder(run_dir)
         self._tensorboard = None
-        if config.log.tensorboard:
+        if config.log.tensorboard and not config.eval.only:
             purge_step = start_step + 1 if start_step else 0
             # A queue without end: its writer dies of a full disk, and a full queue would then stop the run.
             # A file's name has the second it was made in: two starts in one second would otherwise share it.
@@ -130,12 +132,14 @@ class Metrics:
         )
         self._recent.append((tokens, step_time_s))
         self._first = self._first or (step, time.monotonic())
-        speed = f"{self._tokens_per_s():,.0f} tok/s | eta {tqdm.format_interval(self._eta_s(step))}"
+        speed, eta = f"{self._tokens_per_s():,.0f} tok/s", f"eta {tqdm.format_interval(self._eta_s(step))}"
         if self._bar:
-            self._bar.set_description_str(f" | loss {loss:.4f} | {speed}", refresh=False)
+            self._bar.set_description_str(f" | loss {loss:.4f} | {speed} | {eta}", refresh=False)
             self._bar.update(step - self._bar.n)
         elif self._interval and (step % self._interval == 0 or step == self._total_steps):
             scale = f"loss_scale {more['loss_scale']:.0f} | " if "loss_scale" in more else ""
+            tflops = self._tokens_per_s() * self._flops_per_token / self._world_size / 1e12
+            speed = f"{speed} | {tflops:.3g} TFLOP/s per device | {eta}"
             self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {scale}{speed}")
 
     def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range, **more: float) -> None:
@@ -154,6 +158,14 @@ class Metrics:
         why = reason or f"spike: loss {loss:.4f}, grad_norm {grad_norm:.2f}"
         scale = f" | loss_scale {more['loss_scale']:.0f}" if "loss_scale" in more else ""
         self._line(step, f"skipped: {why} | samples {samples.start} to {samples.stop - 1}{scale}")
+
+    def passed_over(self, step: int, reason: str, *, samples: range) -> None:
+        """A step whose samples were read and not trained on."""
+        if not self.write:
+            return
+        ids = [samples.start, samples.stop]
+        self._record(step, tokens=samples.stop * self._seq_len, skipped=True, reason=reason, sample_ids=ids)
+        self._line(step, f"passed over: {reason} | samples {samples.start} to {samples.stop - 1}")
 
     def evaluating(self, batches: Iterable[Batch], split: str, n: int) -> Iterable[Batch]:
         """The `n` batches of an evaluation; on a terminal a bar of their own counts them, as they can take minutes."""

@@ -23,7 +23,8 @@ from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import load as load_weights
-from dtmega.data.loader import TrainBatches
+from dtmega.config import End
+from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.text import open_text, read_again
 from dtmega.evaluate import evaluate, show_sample
 from dtmega.loss_scale import LossScale
@@ -36,6 +37,7 @@ from dtmega.step import Run, check_same_batch, train_step
 from dtmega.watch import SAVING, Watch
 
 SIGNALLED = "a signal asked for it"
+KILLED = "[train] kill_switch"
 
 
 @output.guarded()
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
             run, at = begin(argv, Startup(), closing)
         except Refused as refused:
             return refused.exit_code
-        return train(run, at)
+        return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
 
 
 def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, Progress]:
@@ -115,7 +117,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     batches.load_state_dict({"samples": at.samples})
     end = cfg.end(at.step, at.samples)
     with startup.step("files of the run"):
-        if world.rank == 0:
+        if world.rank == 0 and not cfg.eval.only:
             resume.set_aside_newer(cfg, at.step)
             with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
                 file.write(asked.to_toml())
@@ -144,7 +146,9 @@ def train(run: Run, at: Progress) -> int:
     skipped_in_a_row, stopping, unsaved, newest = 0, "", "", at.step
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
-    if cfg.eval.interval and at.step == 0 and not evaluate(run, 0, "valid"):
+    elif cfg.train.kill_switch and killed_before_it_began(run):
+        stopping = KILLED
+    if not stopping and cfg.eval.interval and at.step == 0 and not evaluate(run, 0, "valid"):
         stopping = SIGNALLED
 
     while at.step < total_steps and not stopping:
@@ -153,36 +157,13 @@ def train(run: Run, at: Progress) -> int:
         batch = next(run.batches)
         if at.step == first_step:
             check_same_batch(batch, world)
-        samples = range(batch.first_sample, batch.first_sample + batch.samples)
-        learned = at.step + 1 - at.overflowed, samples.stop - at.overflowed_samples
-        rate = optim.rate_at(cfg, *learned, end)
-        optim.set_rates(run.optimizer, rate, optim.weight_decay_at(cfg, *learned, end))
-        done = train_step(run, batch)
-        step_time_s = time.perf_counter() - step_started
-
-        overflowed_samples = at.overflowed_samples + done.overflowed * batch.samples
-        at = Progress(
-            at.step + 1,
-            samples.stop,
-            at.skipped + done.skipped,
-            at.overflowed + done.overflowed,
-            overflowed_samples,
-        )
-        of_scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
-        if done.skipped:
-            metrics.skipped(at.step, done.loss, done.grad_norm, samples=samples, **of_scale)
-        else:
-            more = several(done.means) | of_scale | model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
-            metrics.step(at.step, done.loss, done.grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
-        # An overflow is no fault as long as the scale can be halved.
-        if not done.skipped:
-            skipped_in_a_row = 0
-        elif not (done.overflowed and of_scale["loss_scale"] > cfg.precision.min_loss_scale):
-            skipped_in_a_row += 1
+        at, faulty = one_step(run, batch, at, end, step_started)
+        if faulty is not None:
+            skipped_in_a_row = skipped_in_a_row + 1 if faulty else 0
         if skipped_in_a_row > cfg.train.max_skipped:
             raise RuntimeError(
                 f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
-                f"on samples {samples.start} to {samples.stop - 1} ([train] max_skipped={cfg.train.max_skipped}); "
+                f"on samples {batch.first_sample} to {at.samples - 1} ([train] max_skipped={cfg.train.max_skipped}); "
                 f"the newest checkpoint is from before"
             )
 
@@ -229,6 +210,47 @@ def train(run: Run, at: Progress) -> int:
     return job.PREEMPTED if stopping == SIGNALLED else job.DONE
 
 
+def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float) -> tuple[Progress, bool | None]:
+    """Train on a batch, or pass it over, and report it.
+
+    Args:
+        end: of the run.
+        started: when the wait for the batch began, on the clock of `time.perf_counter`.
+
+    Returns:
+        Where the run is now; and whether something was wrong with the step. None: neither one nor the other, of a step
+        that is passed over, or that only found the scale too large.
+    """
+    cfg, metrics = run.cfg, run.metrics
+    samples = range(batch.first_sample, batch.first_sample + batch.samples)
+    step = at.step + 1
+    if cfg.train.skips(step):
+        metrics.passed_over(step, "[train] skip_steps", samples=samples)
+        return at._replace(step=step, samples=samples.stop, skipped=at.skipped + 1), None
+    learned = step - at.overflowed, samples.stop - at.overflowed_samples
+    rate = optim.rate_at(cfg, *learned, end)
+    optim.set_rates(run.optimizer, rate, optim.weight_decay_at(cfg, *learned, end))
+    done = train_step(run, batch)
+    step_time_s = time.perf_counter() - started
+
+    scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
+    if done.skipped:
+        metrics.skipped(step, done.loss, done.grad_norm, samples=samples, **scale)
+    else:
+        more = several(done.means) | scale | run.model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
+        metrics.step(step, done.loss, done.grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
+    overflowed_samples = at.overflowed_samples + done.overflowed * batch.samples
+    at = Progress(step, samples.stop, at.skipped + done.skipped, at.overflowed + done.overflowed, overflowed_samples)
+    can_be_halved = done.overflowed and scale["loss_scale"] > cfg.precision.min_loss_scale
+    return at, None if can_be_halved else done.skipped
+
+
+def evaluate_only(run: Run, at: Progress) -> int:
+    """The losses on the other splits of the newest checkpoint, or of the weights that a new run would start with."""
+    whole = evaluate(run, at.step, "valid") and evaluate(run, at.step, "test")
+    return job.DONE if whole else job.PREEMPTED
+
+
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:
     """Why to save and exit before the last step, or ''; the same on every rank, whichever saw it."""
     cfg = run.cfg.train
@@ -236,11 +258,24 @@ def reason_to_stop(run: Run, step: int, minutes: float) -> str:
         "": True,
         "[train] exit_interval": due(step, cfg.exit_interval),
         "[train] exit_duration_min": 0 < cfg.exit_duration_min <= minutes,
+        KILLED: killed(run),
         SIGNALLED: bool(run.watch.signals),
     }
     seen = torch.tensor(list(reasons.values()), dtype=torch.int32, device=run.world.device)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     return list(reasons)[int(seen.nonzero().max())]
+
+
+def killed(run: Run) -> bool:
+    """Is the file of [train] kill_switch there? Only rank 0 looks: of a thousand ranks that is a thousand requests."""
+    return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
+
+
+def killed_before_it_began(run: Run) -> bool:
+    """The same for all ranks, at the start: a queue of jobs is emptied by one file."""
+    seen = torch.tensor(int(killed(run)), device=run.world.device)
+    dist.broadcast(seen, src=0)
+    return bool(seen.item())
 
 
 def due(step: int, interval: int) -> bool:

@@ -86,6 +86,7 @@ class Switches(NamedTuple):
     parts: int = 1
 
 
+PASSED_OVER = "[train] skip_steps"
 RUNS = {
     "as it is": Switches({}),
     "everything recorded": Switches(
@@ -149,9 +150,18 @@ RUNS = {
     ),
     "another training loss": Switches({"model.label_smoothing": 0.2, "model.z_loss": 0.01}),
     "skipped steps": Switches(
-        {"train.steps": 7, "train.max_skipped": 2, "log.tensorboard": True, "log.interval": 1},
-        sizes=(4,) * 7,
-        lost={2: "loss is nan", 3: "grad_norm is inf", 5: "grad_norm is nan", 6: "loss is inf"},
+        {
+            "train.steps": 8,
+            "train.max_skipped": 2,
+            "train.skip_steps": [[1, 1], [7, 8]],
+            "log.tensorboard": True,
+            "log.interval": 1,
+        },
+        sizes=(4,) * 8,
+        lost={
+            **dict.fromkeys((1, 7, 8), PASSED_OVER),
+            **{2: "loss is nan", 3: "grad_norm is inf", 5: "grad_norm is nan", 6: "loss is inf"},
+        },
     ),
     "in parts": Switches(
         {"train.steps": 6, "train.exit_interval": 3, "log.tensorboard": True, "batch.micro_batch_size": 0},
@@ -378,7 +388,11 @@ def plain_loop(keys: dict[str, Any], weights: dict[str, Tensor], text: Text, swi
         limit = keys["optim.clip_grad"] or math.inf
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
         line = {"step": step, "loss": loss.item(), "grad_norm": norm, "tokens": end * S}
-        if odd := switches.lost.get(step):
+        odd = switches.lost.get(step)
+        if odd == PASSED_OVER:
+            why = {"reason": odd, "skipped": True, "sample_ids": [end - size, end]}
+            lines.append({"step": step, "tokens": end * S} | why)
+        elif odd:
             why = {odd.partition(" is ")[0]: None, "reason": odd, "skipped": True, "sample_ids": [end - size, end]}
             lines.append(line | why)
         else:
@@ -493,7 +507,8 @@ def test_the_watch_hears_of_each_part_of_each_step_and_copies_are_checked_when_i
     for step in range(1, n_steps + 1):
         validated = interval and step % interval == 0 and step < n_steps
         after = [*(evaluation if validated else []), *(["checkpoint"] if step in saves(switches, cfg) else [])]
-        expected += [(step, phase) for phase in ("data", "forward", "reduce", "optimizer", *after)]
+        trained = [] if switches.lost.get(step) == PASSED_OVER else ["forward", "reduce", "optimizer"]
+        expected += [(step, phase) for phase in ("data", *trained, *after)]
     # An end of document ends the sample.
     n_drawn = min(len(plain.sample) + 1, cfg.eval.sample_tokens) if cfg.eval.prompt else 0
     expected += [(n_steps, phase) for phase in [*evaluation, *evaluation, *["sample"] * n_drawn]]
@@ -532,7 +547,8 @@ def test_what_is_printed_is_what_is_recorded(ran):
                 text = f"loss {line['loss']:.4f} | grad_norm {line['grad_norm']:.2f} | lr {line['lr']:.1e} | "
         elif "skipped" in line:
             first, end = line["sample_ids"]
-            text = f"skipped: {line['reason']} | samples {first} to {end - 1}"
+            how = "passed over" if line["reason"] == PASSED_OVER else "skipped"
+            text = f"{how}: {line['reason']} | samples {first} to {end - 1}"
         elif "checkpoint" not in line:
             ((name, loss),) = ((k.removesuffix("_loss"), v) for k, v in line.items() if k.endswith("_loss"))
             text = f"{name} loss {loss:.4f} | ppl {math.exp(loss):.2f}"

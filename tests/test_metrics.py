@@ -278,9 +278,8 @@ def test_without_a_terminal_every_interval_and_the_last_step_print_a_line(
         take(run, step, 4.12345, lr=9.5e-4)
     number = r"[\d,]+"
     fixed = r"loss 4\.1235 \| grad_norm 0\.80 \| lr 9\.5e-04"
-    expected = (
-        rf"step 4/6 \| {fixed} \| {number} tok/s \| eta \d\d:\d\d\nstep 6/6 \| {fixed} \| {number} tok/s \| eta 00:00\n"
-    )
+    speed = rf"{number} tok/s \| [\d.e-]+ TFLOP/s per device \| eta"
+    expected = rf"step 4/6 \| {fixed} \| {speed} \d\d:\d\d\nstep 6/6 \| {fixed} \| {speed} 00:00\n"
     assert re.fullmatch(expected, capfd.readouterr().out)
 
 
@@ -343,6 +342,13 @@ def test_the_printed_rate_is_that_of_the_last_steps_together(start: Start, capfd
     for _ in range(19):
         take(run, 2, step_time_s=1.0)
     assert f"| {BATCH * SEQ_LEN:,} tok/s |" in capfd.readouterr().out.splitlines()[-1]  # of 20 steps, not of the first
+
+
+def test_the_printed_flops_are_the_models_on_each_device(start: Start, capfd: pytest.CaptureFixture[str]):
+    take(start(world_size=2), 2, step_time_s=0.5)
+    flops_per_token = 6000 + 60 * SEQ_LEN
+    expected = BATCH * SEQ_LEN / 0.5 * flops_per_token / 2 / 1e12
+    assert f" tok/s | {expected:.3g} TFLOP/s per device | eta " in capfd.readouterr().out
 
 
 def test_the_eta_counts_the_time_between_steps(

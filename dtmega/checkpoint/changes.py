@@ -20,7 +20,8 @@ Kind = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {
     "run": ("dir", "device", "timeout_s", "grace_s"),
     "data": ("num_workers",),
-    "eval": ("interval", "steps", "prompt", "sample_tokens"),
+    "eval": ("interval", "steps", "only", "prompt", "sample_tokens"),
+    "train": ("kill_switch",),
     "log": ("interval", "tensorboard", "num_zeros", "params_norm"),
     "checkpoint": ("interval", "final", "keep", "resume", "dir", "mode", "allow_changed_data"),
     "compile": ("enable",),
@@ -48,7 +49,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         *COURSE["train"],
-        *("drift_interval", "max_skipped", "skip_spikes", "exit_interval", "exit_duration_min"),
+        *("drift_interval", "max_skipped", "skip_spikes", "skip_steps", "exit_interval", "exit_duration_min"),
     ),
     "precision": (
         *("params", "reduce"),
