@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class WordHead(nn.Module):
-    """The words behind masked tokens, from the last hidden state: LN(gelu(dense(h))), then logits by the embedding."""
+    """Head for the words behind masked tokens: LN(gelu(dense(h))), then logits by the embedding and a bias."""
 
     def __init__(self, cfg: config.Bert) -> None:
         super().__init__()
@@ -78,18 +78,19 @@ class WordHead(nn.Module):
         self.output = LMHead(cfg, bias=True)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """hidden: [B, S, D]. Returns logits [B, S, V], or with labels [B, S] the fp32 sum of the losses of those tokens
-        that have one; of the others nothing is computed.
+        """Compute logits [B, S, V] of hidden [B, S, D], or with labels [B, S] the fp32 sum of losses.
+
+        Of tokens without a label nothing is computed.
         """
         if labels is not None:
             labelled = labels != IGNORED
-            hidden = hidden[labelled]  # [N, D]
+            hidden = hidden[labelled]  # [N, D]; a GPU is waited for here, which alone knows N
             labels = labels[labelled]
         return self.output(self.norm(gelu(self.dense(hidden), self.form)), labels)
 
 
 class OrderHead(nn.Module):
-    """Whether the two segments changed places, from the hidden state of a sample's first token, [CLS]."""
+    """Head for the order of the two segments, read from the hidden state of a sample's first token, [CLS]."""
 
     def __init__(self, cfg: config.Bert) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class OrderHead(nn.Module):
         self.classifier = nn.Linear(cfg.hidden_size, 2)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] -> logits [B, 2]: not changed, changed."""
+        """Compute logits [B, 2], of segments in order and of segments that changed places, of hidden [B, S, D]."""
         return self.classifier(torch.tanh(self.pooler(hidden[:, 0])))
 
 

@@ -28,18 +28,13 @@ def pieces(whole: Stage) -> list[Piece]:
                 seen.add(id(parameter))
                 per = works_per.get(module, "token")
                 multiplied[per] += _multiplied(module, parameter, whole.experts_per_token)
-        flops = {per: 6 * n for per, n in multiplied.items()}
-        found.append(
-            Piece(
-                name,
-                elements,
-                matmul_flops=flops.get("token", 0),
-                attention_flops=whole.attention_flops(name),
-                shared=shared,
-                label_flops=flops.get("label", 0),
-                sequence_flops=flops.get("sequence", 0),
-            )
-        )
+        flops = {
+            "matmul_flops": 6 * multiplied["token"],
+            "attention_flops": whole.attention_flops(name),
+            "label_flops": 6 * multiplied["label"],
+            "sequence_flops": 6 * multiplied["sequence"],
+        }
+        found.append(Piece(name, elements, shared=shared, **flops))
     return found
 
 
