@@ -9,16 +9,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.layouts import LAYOUTS, Run, deviation, train_debug_model, truth_keys, write_text
+from tests.layouts import LAYOUTS, Run, deviation, family, train_debug_model, truth_keys, write_data
 
 
 def main() -> None:
     rows = ["| layout | processes | loss | gradient norm | worst parameter | all |", "| --- |" + " --- |" * 5]
     with tempfile.TemporaryDirectory() as folder:
-        text = write_text(Path(folder))
+        data = write_data(Path(folder))
         truths: dict[str, Run] = {}
         for name, (n, keys) in LAYOUTS.items():
-            wanted = truth_keys(keys)
+            wanted, text = truth_keys(keys), data[family(keys)]
             if str(wanted) not in truths:
                 truths[str(wanted)] = train_debug_model(1, text | wanted, Path(tempfile.mkdtemp(dir=folder)))
             run = train_debug_model(n, text | keys, Path(tempfile.mkdtemp(dir=folder)))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from dtmega import metrics, train
+from dtmega import families, metrics, train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
@@ -67,6 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {k: v for k, v in DEBUG.items() if k not in DROPOUT}
     | RESTARTING
     | {"model.name": "llama", "model.n_kv_heads": 2, "model.ffn_hidden_size": 64},
+    "bert": {k: v for k, v in DEBUG.items() if k != "data.eod_mask_loss"}
+    | {"model.name": "bert", "model.max_position_embeddings": 32},
 }
 
 
@@ -102,6 +104,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"pp 2, {name}": (2, {"mesh.pp": 2, "pipeline.schedule": name}) for name in SCHEDULES},
     "pp 2, 1F1B": (2, {"mesh.pp": 2, "pipeline.schedule": "1F1B"} | AS_USED),
     "pp 4": (4, {"mesh.pp": 4}),
+    "pp 2 x tp 2": (4, {"mesh.pp": 2, "mesh.tp": 2} | PAIRS),
     "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     "V 131, tp 2": (2, V131 | TP2),
     "V 131, dp_shard 2 x tp 2": (4, V131 | {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
@@ -129,6 +132,17 @@ for _family in [name for name in FAMILIES if name != "bloom"]:
         LAYOUTS[f"{_family}, {_name}"] = (_n, {"model.name": _family} | _keys)
 # Learned positions are added to a hidden state that is cut along the sequence, or is not.
 LAYOUTS["gpt, tp 2, no sequence parallel"] = (2, {"model.name": "gpt"} | LAYOUTS["tp 2, no sequence parallel"][1])
+# BERT has two sums with their own divisors, of which the ranks have other parts, and heads that are not cut.
+OF_BERT = (
+    *("tp 2, no sequence parallel", "tp 3", "dp_shard 2", "dp_replicate 2", "HSDP 2 x 2", "pp 4", "pp 2 x tp 2"),
+    *(f"pp 2, {name}" for name in SCHEDULES if name != "1F1B"),
+    *("V 131, tp 2", "V 131, dp_shard 4", "V 128 padded to 144, tp 4", "microbatches of 8"),
+    *("recompute full", "recompute selective", "compile", "compile, tp 2", "bf16, tp 2", "bf16, dp_shard 2"),
+)
+BERT = {"model.name": "bert"}
+LAYOUTS |= {f"bert, {name}": (LAYOUTS[name][0], BERT | LAYOUTS[name][1]) for name in OF_BERT}
+LAYOUTS["bert, dp_shard 3"] = (3, BERT | {"mesh.dp_shard": 3, "batch.global_batch_size": 9})
+LAYOUTS["bert, V 131, pp 2 x tp 2"] = (4, BERT | V131 | LAYOUTS["pp 2 x tp 2"][1])
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
@@ -138,9 +152,14 @@ FP16_BOUND = {"loss": 5e-4, "grad_norm": 2.5e-3, "model": 5e-3}  # of 2^-11, a q
 BOUNDS = {"float32": FP32, "bfloat16": BF16_BOUND, "float16": FP16_BOUND}
 
 
+def family(keys: Mapping[str, Any]) -> str:
+    """The one that `keys` are about."""
+    return keys.get("model.name", "bloom")
+
+
 def debug_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of the debug model that `keys` are about, of the family that they name."""
-    return {**FAMILIES[keys.get("model.name", "bloom")], **keys}
+    """All keys of the debug model that `keys` are about."""
+    return {**FAMILIES[family(keys)], **keys}
 
 
 def truth_keys(keys: dict[str, Any]) -> dict[str, Any]:
@@ -225,6 +244,29 @@ def write_text(folder: Path) -> dict[str, str]:
             start, length = rng.integers(0, 127), rng.integers(5, 60)
             writer.add([*(1 + (start + np.arange(length)) % 127).tolist(), 0])
     return {"data.path": str(folder / "text"), "data.tokenizer": str(folder / "tokenizer.json")}
+
+
+def write_sentences(folder: Path) -> dict[str, str]:
+    """The same for models that read sentences: documents of 1 to 12 that count on, and their vocabulary.
+
+    Every third word goes on the word before.
+    """
+    words = [f"##w{i}" if i % 3 == 0 else f"w{i}" for i in range(123)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "vocab.txt").write_text("\n".join(special + words) + "\n")
+    rng = np.random.default_rng(0)
+    with IndexedWriter(folder / "sentences", np.dtype(np.uint16)) as writer:
+        for _ in range(300):
+            sizes = rng.integers(2, 10, rng.integers(1, 13))
+            counting = rng.integers(0, len(words)) + np.arange(sizes.sum())
+            writer.add(len(special) + counting % len(words), sizes.tolist())
+    return {"data.path": str(folder / "sentences"), "data.tokenizer": f"bert:{folder / 'vocab.txt'}"}
+
+
+def write_data(folder: Path) -> dict[str, dict[str, str]]:
+    """What each family reads."""
+    text, sentences = write_text(folder), write_sentences(folder)
+    return {name: sentences if families.FAMILIES[name].objective.sentences else text for name in FAMILIES}
 
 
 def train_debug_model(n: int, keys: dict[str, Any], folder: Path, plant: Callable[[], None] | None = None) -> Run:

@@ -22,17 +22,18 @@ from tests.layouts import (
     bound_of,
     debug_keys,
     deviation,
+    family,
     keeping_initial,
     train_debug_model,
     truth_keys,
-    write_text,
+    write_data,
 )
 from tests.resumed import Training, train_all
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory) -> dict[str, str]:
-    return write_text(tmp_path_factory.mktemp("text"))
+def data(tmp_path_factory) -> dict[str, dict[str, str]]:
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 # Fewer than in the README's table, with everything in them: warm-up, decay, three evaluations.
@@ -40,14 +41,15 @@ SHORT = {"train.steps": 4, "eval.interval": 2, "optim.warmup": 1}
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory, text):
+def run(tmp_path_factory, data):
     """Train the debug model; equal requests share one run."""
     done: dict[str, Run] = {}
 
     def run(n: int, keys: dict[str, Any], plant: Callable[[], None] | None = None) -> Run:
         request = json.dumps([n, sorted(keys.items()), plant and plant.__name__])
         if request not in done:
-            done[request] = train_debug_model(n, text | SHORT | keys, tmp_path_factory.mktemp("run"), plant)
+            every = data[family(keys)] | SHORT | keys
+            done[request] = train_debug_model(n, every, tmp_path_factory.mktemp("run"), plant)
         return done[request]
 
     return run
@@ -61,7 +63,9 @@ FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x t
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
 # tp 4 has all of Llama's plan: it copies heads of keys.
 FULL |= {"llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
-FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
+LIGHT_OF_BERT = ("tp 3", "HSDP 2 x 2", "pp 2, 1F1B", "pp 2, ZBVZeroBubble", "V 131, pp 2 x tp 2")
+FULL |= {name for name in LAYOUTS if name.startswith("bert, ")} - {f"bert, {name}" for name in LIGHT_OF_BERT}
+FULL |= {"pp 2 x tp 2"} | {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 
@@ -75,7 +79,7 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def trained(request, tmp_path_factory, text) -> dict[str, Pair]:
+def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     """Every layout of this session, in one group of processes: most of what a short run takes comes once a process."""
     folder = tmp_path_factory.mktemp("layouts")
     asked = {item.callspec.params["name"] for item in request.session.items if "a_layout_gives" in item.name}
@@ -86,7 +90,8 @@ def trained(request, tmp_path_factory, text) -> dict[str, Pair]:
     trainings = []
     for what, (n, keys) in wanted.items():
         plant = partial(keeping_initial, str(folders[what]))
-        trainings.append(Training(n, debug_keys(text | SHORT | keys), folders[what] / "run", plant))
+        every = debug_keys(data[family(keys)] | SHORT | keys)
+        trainings.append(Training(n, every, folders[what] / "run", plant))
     train_all(trainings)
     runs = {what: Run(left) for what, left in folders.items()}
     return {name: Pair(runs[name], runs[str(truth_of[name])]) for name in names}
@@ -196,7 +201,8 @@ def test_ranks_that_should_share_a_batch_and_do_not_are_stopped_at_the_start(run
     "keys",
     [TP2, {"mesh.dp_shard": 2}, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}],
 )
-def test_a_run_stopped_on_one_layout_goes_on_with_its_numbers_on_another(run, text, tmp_path, keys):
+def test_a_run_stopped_on_one_layout_goes_on_with_its_numbers_on_another(run, data, tmp_path, keys):
+    text = data["bloom"]
     train_debug_model(2, text | SHORT | keys | {"train.exit_interval": 3}, tmp_path)
     found = deviation(train_debug_model(1, text | SHORT, tmp_path), run(1, {}))
     assert all(found[quantity] <= FP32[quantity] for quantity in FP32), found
