@@ -90,7 +90,7 @@ TP2 = {"mesh.tp": 2} | FOURS
 AS_USED = {"data.num_workers": 1, "log.tensorboard": True}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
-TRUTH_KEYS = {"model.name", "model.vocab_size", *FP16, *SGD}
+TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -104,7 +104,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"pp 2, {name}": (2, {"mesh.pp": 2, "pipeline.schedule": name}) for name in SCHEDULES},
     "pp 2, 1F1B": (2, {"mesh.pp": 2, "pipeline.schedule": "1F1B"} | AS_USED),
     "pp 4": (4, {"mesh.pp": 4}),
-    "pp 2 x tp 2": (4, {"mesh.pp": 2, "mesh.tp": 2} | PAIRS),
     "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     "V 131, tp 2": (2, V131 | TP2),
     "V 131, dp_shard 2 x tp 2": (4, V131 | {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
@@ -134,15 +133,16 @@ for _family in [name for name in FAMILIES if name != "bloom"]:
 LAYOUTS["gpt, tp 2, no sequence parallel"] = (2, {"model.name": "gpt"} | LAYOUTS["tp 2, no sequence parallel"][1])
 # BERT has two sums with their own divisors, of which the ranks have other parts, and heads that are not cut.
 OF_BERT = (
-    *("tp 2, no sequence parallel", "tp 3", "dp_shard 2", "dp_replicate 2", "HSDP 2 x 2", "pp 4", "pp 2 x tp 2"),
+    *("tp 2, no sequence parallel", "tp 3", "dp_shard 2", "dp_replicate 2", "HSDP 2 x 2", "pp 4"),
     *(f"pp 2, {name}" for name in SCHEDULES if name != "1F1B"),
     *("V 131, tp 2", "V 131, dp_shard 4", "V 128 padded to 144, tp 4", "microbatches of 8"),
-    *("recompute full", "recompute selective", "compile", "compile, tp 2", "bf16, tp 2", "bf16, dp_shard 2"),
+    *("recompute full", "recompute selective", "compile", "compile, tp 2"),
+    *("bf16, tp 2", "bf16, dp_shard 2", "fp16, tp 2", "fp16, pp 2"),
 )
 BERT = {"model.name": "bert"}
 LAYOUTS |= {f"bert, {name}": (LAYOUTS[name][0], BERT | LAYOUTS[name][1]) for name in OF_BERT}
 LAYOUTS["bert, dp_shard 3"] = (3, BERT | {"mesh.dp_shard": 3, "batch.global_batch_size": 9})
-LAYOUTS["bert, V 131, pp 2 x tp 2"] = (4, BERT | V131 | LAYOUTS["pp 2 x tp 2"][1])
+LAYOUTS["bert, V 131, pp 2 x tp 2"] = (4, BERT | V131 | {"mesh.pp": 2, "mesh.tp": 2} | PAIRS)
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but

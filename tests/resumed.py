@@ -27,13 +27,14 @@ from dtmega.checkpoint import resume
 from tests import ranks
 from tests.layouts import DEBUG, FP32, PAIRS, ROOT, tensors
 
-KEYS = DEBUG | {
+RAMPING = {
     "model.vocab_size": 131,
     "batch.rampup": [4, 4, 60],
     "checkpoint.interval": 10,
     "log.num_zeros": False,
     "log.params_norm": False,
 }
+KEYS = DEBUG | RAMPING
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "dp 2": (2, {"mesh.dp_shard": 2}),

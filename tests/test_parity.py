@@ -3,14 +3,16 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dtmega import parallelize, step, train
-from dtmega.data.loader import IGNORED
+from dtmega import config, families, parallelize, step, train
+from dtmega.data.rows import IGNORED
+from dtmega.data.text import open_text
 from dtmega.pipelining.tied import Tied
 from dtmega.plans import styles
 from tests.layouts import (
@@ -28,7 +30,7 @@ from tests.layouts import (
     truth_keys,
     write_data,
 )
-from tests.resumed import Training, train_all
+from tests.resumed import Training, flags, train_all
 
 
 @pytest.fixture(scope="session")
@@ -63,26 +65,29 @@ FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x t
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
 # tp 4 has all of Llama's plan: it copies heads of keys.
 FULL |= {"llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
-LIGHT_OF_BERT = ("tp 3", "HSDP 2 x 2", "pp 2, 1F1B", "pp 2, ZBVZeroBubble", "V 131, pp 2 x tp 2")
-FULL |= {name for name in LAYOUTS if name.startswith("bert, ")} - {f"bert, {name}" for name in LIGHT_OF_BERT}
-FULL |= {"pp 2 x tp 2"} | {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
+FULL |= {"gpt, pp 2, 1F1B", "gpt, tp 2, no sequence parallel"}  # BERT's stages and embeddings are as these
+LIGHT_OF_BERT = {f"bert, {name}" for name in ("tp 3", "HSDP 2 x 2", "pp 2, ZBVZeroBubble", "V 131, pp 2 x tp 2")}
+FULL |= {name for name in LAYOUTS if name.startswith("bert, ")} - LIGHT_OF_BERT
+FULL |= {f"pp 2, {name}" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 
 class Pair(NamedTuple):
     """Attributes:
     truth: of one process.
+    samples: by rank and step, the numbers of those that the rank was given.
     """
 
     run: Run
     truth: Run
+    samples: list[list[list[int]]]
 
 
 @pytest.fixture(scope="session")
 def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     """Every layout of this session, in one group of processes: most of what a short run takes comes once a process."""
     folder = tmp_path_factory.mktemp("layouts")
-    asked = {item.callspec.params["name"] for item in request.session.items if "a_layout_gives" in item.name}
+    asked = {item.callspec.params["name"] for item in request.session.items if "trained" in item.fixturenames}
     names = sorted((name for name in LAYOUTS if name in asked), key=lambda name: "compile" in name)  # which comes last
     truth_of = {name: truth_keys(LAYOUTS[name][1]) for name in names}
     wanted = {str(keys): (1, keys) for keys in truth_of.values()} | {name: LAYOUTS[name] for name in names}
@@ -92,20 +97,33 @@ def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
         plant = partial(keeping_initial, str(folders[what]))
         every = debug_keys(data[family(keys)] | SHORT | keys)
         trainings.append(Training(n, every, folders[what] / "run", plant))
-    train_all(trainings)
+    samples = dict(zip(wanted, train_all(trainings), strict=True))
     runs = {what: Run(left) for what, left in folders.items()}
-    return {name: Pair(runs[name], runs[str(truth_of[name])]) for name in names}
+    return {name: Pair(runs[name], runs[str(truth_of[name])], samples[name]) for name in names}
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_layout_gives_the_numbers_of_one_process(trained, name):
     keys = LAYOUTS[name][1]
-    this, truth = trained[name]
+    this, truth, _ = trained[name]
     for parameter, value in truth.initial.items():
         assert torch.equal(this.initial[parameter][: len(value)], value), f"{parameter} starts with other bits"
     bound = bound_of(keys)
     found = deviation(this, truth)
     assert all(found[quantity] <= bound[quantity] for quantity in bound), found
+
+
+@pytest.mark.parametrize("name", ["bert, HSDP 2 x 2"])
+def test_ranks_have_other_numbers_of_masked_tokens_and_some_samples_have_padding(trained, data, name):
+    cfg = config.load(flags(debug_keys(data["bert"] | SHORT | LAYOUTS[name][1]), Path("not made")))
+    rows = open_text(cfg, families.of(cfg.model).objective).rows("train")
+    padded = set()
+    for of_ranks in zip(*trained[name].samples, strict=True):  # of a step
+        given = [[rows[range(g, g + 1)] for g in samples] for samples in of_ranks]
+        padded |= {bool(one["document_ids"].any()) for of_rank in given for one in of_rank}
+        n_masked = {sum(int((one["labels"] != IGNORED).sum()) for one in of_rank) for of_rank in given}
+        assert len(n_masked) > 1
+    assert padded == {True, False}
 
 
 def row_bias_on_every_rank() -> None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.layouts import DEBUG, write_text
-from tests.resumed import KEYS, LAYOUTS, Record, deviation, rest, train_all, whole
+from tests.layouts import DEBUG, debug_keys, family, write_data
+from tests.resumed import LAYOUTS, RAMPING, Record, deviation, rest, train_all, whole
 
 
 class Pair(NamedTuple):
@@ -35,12 +35,14 @@ SHORT = {
     "batch.rampup": [4, 4, 20],
     "checkpoint.interval": CUT,
 }
-PADDED = {"model.pad_vocab_to_multiple": 48}
+BERT = {"model.name": "bert", "model.pad_vocab_to_multiple": 48}
 # The others repeat these: two schedules, two ways to cut data.
 RING = [name for name in LAYOUTS if name not in ("pp 2, 1F1B", "HSDP 2 x 2")]
 SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2")}
+SAME |= {"bert, pp 2, ZBV, again": Pair("pp 2, ZBV", "pp 2, ZBV", BERT, {})}
 OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]])} | {
-    "V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", PADDED, {}),
+    # Also the bias of the vocabulary is padded here, and both heads go to another rank.
+    "bert, V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", BERT, {}),
     "dp 2 -> 1 with microbatches of 4": Pair("dp 2", "1", {}, {"batch.micro_batch_size": 4}),
 }
 PAIRS = SAME | OTHER
@@ -62,12 +64,16 @@ class Resumed(NamedTuple):
 def resumed(tmp_path_factory) -> dict[str, Resumed]:
     """Each writer once, then each reader, all in one group of four processes."""
     folder = tmp_path_factory.mktemp("resume")
-    keys = KEYS | SHORT | write_text(folder)
+    data = write_data(folder)
+
+    def keys(pair: Pair) -> dict[str, Any]:
+        return debug_keys(RAMPING | SHORT | data[family(pair.keys)] | pair.keys)
+
     writers = {
-        (p.writer, str(p.keys)): whole(p.writer, folder / f"{p.writer} {p.keys}", keys | p.keys) for p in PAIRS.values()
+        (p.writer, str(p.keys)): whole(p.writer, folder / f"{p.writer} {p.keys}", keys(p)) for p in PAIRS.values()
     }
     readers = {
-        name: rest(p.reader, writers[p.writer, str(p.keys)].folder, folder / name, keys | p.keys | p.reader_keys)
+        name: rest(p.reader, writers[p.writer, str(p.keys)].folder, folder / name, keys(p) | p.reader_keys)
         for name, p in PAIRS.items()
     }
     samples = dict(zip([*writers, *readers], train_all([*writers.values(), *readers.values()]), strict=True))
