@@ -468,6 +468,19 @@ class Recompute(Section):
     mode: Literal["none", "full", "selective"] = key(
         "none", "what backward computes again: nothing, whole blocks, or all but matrix products and attention"
     )
+    method: Literal["uniform", "block"] = key(
+        "uniform", "of which layers: of all, so many at a time; or of so many, the first ones of each stage"
+    )
+    layers: int = key(1, "so many. Of layers that are computed at a time only the first one's input is kept", ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Recompute:
+        if self.mode == "none" and (self.method, self.layers) != ("uniform", 1):
+            raise ValueError(
+                f"nothing is recomputed: expected method='uniform' and layers=1, got '{self.method}' and {self.layers} "
+                f"([recompute] mode, [recompute] method, [recompute] layers)"
+            )
+        return self
 
 
 class Fsdp(Section):

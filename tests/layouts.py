@@ -113,6 +113,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "microbatches of 8": (1, {"batch.micro_batch_size": 8}),
     "recompute full": (1, {"recompute.mode": "full"}),
     "recompute full, tp 2": (2, {"recompute.mode": "full"} | TP2),
+    "recompute 3 at a time, dp_shard 2": (2, {"recompute.mode": "full", "recompute.layers": 3, "mesh.dp_shard": 2}),
     "recompute selective": (1, {"recompute.mode": "selective"}),
     "compile": (1, {"compile.enable": True}),
     "compile, tp 2": (2, {"compile.enable": True} | TP2),

@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "rendezvous": (1, set()),  # imports nothing of dtmega
     "mesh": (1, {"rendezvous"}),  # the process group begins with the store of the rendezvous
     "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens
-    "recompute": (1, set()),  # imports nothing of dtmega
+    "recompute": (2, {"models"}),  # of a stage
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
     "rule": (1, set()),  # which pairs attend; imports nothing of dtmega
     "attention": (1, {"keyed", "rule"}),  # dropout on the probabilities

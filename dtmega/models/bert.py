@@ -178,9 +178,8 @@ class Bert(Stage):
                 embedded = self.embed_norm(embedded)
             assert self.embed_dropout is not None
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None
+        hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
         if self.head is None or self.order is None:
             return {"hidden": hidden}
         if self.norm is not None:

@@ -111,9 +111,8 @@ class Bloom(Stage):
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             embedded = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)
             hidden = residual_stream(embedded, self.cfg)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None
+        hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
         return finish(hidden, self.norm, self.head, labels)
 
     def init_buffers(self, seed: int) -> None:

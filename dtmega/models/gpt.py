@@ -109,9 +109,8 @@ class GPT(Stage):
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
             embedded = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None
+        hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
         return finish(hidden, self.norm, self.head, labels)
 
     def init_buffers(self, seed: int) -> None:
