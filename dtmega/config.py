@@ -10,6 +10,7 @@ off, dtypes are torch's names. How they are read is in `sections.py`.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -117,6 +118,9 @@ class DroppingModel(OwnModel):
 
     hidden_dropout: float = key(0.0, "on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "on the attention probabilities", ge=0, lt=1)
+    glu: Literal["none", "geglu", "swiglu", "reglu", "liglu"] = key(
+        "none", "a gated feed-forward: half of what `up` gives, times this of the other half; twice the weights in `up`"
+    )
     fp32_residual: bool = key(False, "the residual stream stays fp32, whatever [precision] params is")
     query_key_layer_scaling: bool = key(
         False, "scores are divided by the layer's number, from 1, and multiplied back in fp32: float16 holds more"
@@ -225,6 +229,7 @@ class Data(Section):
     tokenizer: str = key("stdlib-8k", "stdlib-8k, stdlib-wordpiece, bytes, bert:VOCAB, a file or a tiktoken name")
     seq_len: int = key(256, "S, tokens in a sequence", ge=1)
     split: str = key("969,30,1", "documents to train, valid, test, by weight")
+    validation: list[str] = key([], "further sets for validation, each with a loss of its own: 'NAME=PREFIX'")
     eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
     reset_position_ids: bool = key(False, "positions start again after each end-of-document; ALiBi (bloom) has none")
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
@@ -246,7 +251,20 @@ class Data(Section):
         finite = all(math.isfinite(x) for x in fractions)
         if len(fractions) != 3 or not finite or min(fractions) < 0 or fractions[0] <= 0:
             raise ValueError(f"[data] split is three weights 'train,valid,test' with train > 0, got '{self.split}'")
+        names = [name for name, _ in self.validation_sets]
+        for written, (name, prefix) in zip(self.validation, self.validation_sets, strict=True):
+            taken = name in ("train", "valid", "test") or names.count(name) > 1
+            if taken or not re.fullmatch(r"[\w.-]+", name) or not prefix:
+                raise ValueError(
+                    f"[data] validation has 'NAME=PREFIX', each NAME once, of letters, digits and '_.-', and none of "
+                    f"train, valid, test; got '{written}'"
+                )
         return self
+
+    @property
+    def validation_sets(self) -> list[tuple[str, str]]:
+        """(name, prefix) of each."""
+        return [(name, prefix) for name, _, prefix in (written.partition("=") for written in self.validation)]
 
     @property
     def paths(self) -> list[str]:

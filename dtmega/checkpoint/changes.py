@@ -19,7 +19,7 @@ from dtmega.declared import Section
 Kind = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {
     "run": ("dir", "device", "timeout_s", "grace_s"),
-    "data": ("num_workers",),
+    "data": ("validation", "num_workers"),
     "eval": ("interval", "steps", "only", "prompt", "sample_tokens"),
     "train": ("kill_switch",),
     "log": ("interval", "tensorboard", "num_zeros", "params_norm"),

@@ -13,11 +13,12 @@ from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import (
+    MLP,
     FusedAttention,
-    GeluMLP,
     KeyedDropout,
     LMHead,
     finish,
+    refuse_gated,
     residual_stream,
     set_dropout_keys,
     stream_norm,
@@ -36,7 +37,7 @@ class Block(nn.Module):
         self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
         self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
-        self.mlp = GeluMLP(cfg)
+        self.mlp = MLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
     def forward(
@@ -122,6 +123,7 @@ class Bloom(Stage):
 
 
 def _refuse(model: config.Model) -> None:
+    refuse_gated(model)
     if model.ffn != 4 * model.hidden_size:
         raise ValueError(
             f"Hugging Face's BLOOM has a feed-forward size of 4 x hidden_size = {4 * model.hidden_size}, this model "

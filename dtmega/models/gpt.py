@@ -16,11 +16,12 @@ from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import (
+    MLP,
     FusedAttention,
-    GeluMLP,
     KeyedDropout,
     LMHead,
     finish,
+    refuse_gated,
     residual_stream,
     set_dropout_keys,
     stream_norm,
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
         self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
-        self.mlp = GeluMLP(cfg)
+        self.mlp = MLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
     def forward(
@@ -158,4 +159,5 @@ HF = Format(
         Key("init_std", ("initializer_range",), 0.02, free=True),
     ),
     from_section=_described,
+    refuse=refuse_gated,
 )
