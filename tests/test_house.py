@@ -15,7 +15,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
     "declared": (0, set()),  # imports nothing of dtmega
     "sections": (0, {"declared"}),
-    "config": (0, {"declared", "sections"}),
+    "model_sections": (0, {"declared"}),
+    "config": (0, {"declared", "model_sections", "sections"}),
     "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega
