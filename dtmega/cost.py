@@ -45,6 +45,9 @@ class Piece(NamedTuple):
         shared: elements of weights that an earlier piece has too, as of a tied head.
         label_flops: of matrix products that are made for tokens with a label only, per such token.
         sequence_flops: of those that are made once for a sequence, per sequence.
+        decoder_flops: of those that are made for the tokens of a decoder, per such token.
+        decoder_attention_flops: of its attention to itself, per token of the decoder and place there.
+        cross_attention_flops: of its attention to the encoder, per token of the decoder and place of the sequence.
     """
 
     name: str
@@ -54,16 +57,25 @@ class Piece(NamedTuple):
     shared: int = 0
     label_flops: int = 0
     sequence_flops: int = 0
+    decoder_flops: int = 0
+    decoder_attention_flops: int = 0
+    cross_attention_flops: int = 0
 
     @property
     def is_layer(self) -> bool:
         """True for one of a stack of blocks; the others are the ends of a stack."""
         return self.name.rpartition(".")[2].isdigit()
 
-    def flops_per_token(self, seq_len: int, labelled: float = 1.0) -> int:
-        """Model FLOPs of forward and backward for one of `seq_len` tokens, of which that share has a label."""
+    def flops_per_token(self, seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
+        """Model FLOPs of forward and backward for one of `seq_len` tokens, of which that share has a label.
+
+        Those of a decoder, which has `decoder_seq_len` tokens for them, are shared by them evenly.
+        """
         of_all = self.matmul_flops + seq_len * self.attention_flops
-        return of_all + round(labelled * self.label_flops + self.sequence_flops / seq_len)
+        of_decoder_token = self.decoder_flops + decoder_seq_len * self.decoder_attention_flops
+        of_decoder_token += seq_len * self.cross_attention_flops
+        of_sequence = self.sequence_flops + decoder_seq_len * of_decoder_token
+        return of_all + round(labelled * self.label_flops + of_sequence / seq_len)
 
 
 def parameters(pieces: Sequence[Piece]) -> int:
@@ -71,15 +83,16 @@ def parameters(pieces: Sequence[Piece]) -> int:
     return sum(piece.elements for piece in pieces)
 
 
-def flops_per_token(pieces: Sequence[Piece], seq_len: int, labelled: float = 1.0) -> int:
+def flops_per_token(pieces: Sequence[Piece], seq_len: int, labelled: float = 1.0, decoder_seq_len: int = 0) -> int:
     """Model FLOPs of forward and backward for one of `seq_len` tokens: what training needs, not what recompute adds.
 
     Biases, norms, activations and softmax are left out, as everywhere. Padding counts like text.
 
     Args:
         labelled: share of tokens with a label, which tells in a model that predicts no others.
+        decoder_seq_len: tokens of a decoder beside these, in a model that has one.
     """
-    return sum(piece.flops_per_token(seq_len, labelled) for piece in pieces)
+    return sum(piece.flops_per_token(seq_len, labelled, decoder_seq_len) for piece in pieces)
 
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -142,11 +155,6 @@ def wire(
             f"no formula for the ends of this model: embedding and head have {ends} elements, expected {blooms}, of "
             f"V rows and two LayerNorms ([model] name)"
         )
-    if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1:
-        raise ValueError(
-            f"no formula for layers that are recomputed {cfg.recompute.layers} at a time: expected 1, or method="
-            f"'block' ([recompute] layers, [recompute] method)"
-        )
     stages = stages or [[piece.name for piece in pieces]]
     pp, data, shard, tp = sizes["pp"], sizes["dp_replicate"] * sizes["dp_shard"], sizes["dp_shard"], sizes["tp"]
     if pp > 1 and shard > 1 and (cfg.fsdp.reshard_after_forward is True or len(held) > 3):
@@ -206,8 +214,7 @@ def _tp_traffic(
     passes, left = 4 * layers + ends, 0
     entered = 0 if splits_backward else 2 * layers
     if cfg.recompute.mode != "none":
-        recomputed = min(cfg.recompute.layers, layers) if cfg.recompute.method == "block" else layers
-        left = (2 if getattr(cfg.model, "hidden_dropout", 0) else 1) * recomputed
+        left = (2 if getattr(cfg.model, "hidden_dropout", 0) else 1) * layers
     if not cfg.mesh.sequence_parallel:
         return [Traffic("hidden state", "tp", "all-reduce", n * (passes + left), hidden_bytes)]
     # Weights on every rank that saw S/tp of the tokens: a layer's two norms and two biases, a norm at each end. fp32.

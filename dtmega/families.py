@@ -121,7 +121,7 @@ class Family(Protocol):
         """Memory for a cut stage on meta: ties hold, buffers have their values, parameters none yet."""
         ...
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
         """The tensors that a stage whose last piece is `after` hands on, by name and on meta: local shapes, dtypes."""
         ...
 
@@ -195,16 +195,19 @@ class Own:
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
         with torch.device("meta"):
             whole = self.build(cfg.model)
-        if whole.longest is not None and cfg.data.seq_len > whole.longest:
-            raise ValueError(
-                f"seq_len={cfg.data.seq_len} is more than the {whole.longest} positions of the model "
-                f"([data] seq_len, [model] max_position_embeddings)"
-            )
+        lengths = _lengths(cfg, whole)
+        for key, length in lengths.items():
+            if whole.longest is not None and length > whole.longest:
+                raise ValueError(
+                    f"{key}={length} is more than the {whole.longest} positions of the model "
+                    f"([data] {key}, [model] max_position_embeddings)"
+                )
         tp = sizes["tp"]
         if tp > 1:
             check_plan(whole, self._table(cfg), tp)
-        if cfg.mesh.sequence_parallel and cfg.data.seq_len % tp:
-            raise ValueError(f"tp={tp} does not divide seq_len={cfg.data.seq_len} ([mesh] tp, [data] seq_len)")
+        for key, length in lengths.items():
+            if cfg.mesh.sequence_parallel and length % tp:
+                raise ValueError(f"tp={tp} does not divide {key}={length} ([mesh] tp, [data] {key})")
 
     def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
         return apply_plan(stage, world.tp, self._table(cfg)) if world.tp.size() > 1 else []
@@ -217,8 +220,9 @@ class Own:
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._table(cfg))
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
-        return {"hidden": _hidden(cfg, sizes["tp"] if cfg.mesh.sequence_parallel else 1)}
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
+        parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
+        return {name: _hidden(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
     def weights(self, model: config.Model) -> Source | None:
         if not model.init_from:
@@ -276,12 +280,8 @@ class Transformers:
         model = cfg.model
         with torch.device("meta"):
             whole = HF(model)
+        _lengths(cfg, whole)
         kind = whole.hf.config.model_type
-        if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1:
-            raise ValueError(
-                f"a model of transformers runs its layers itself: expected layers=1 or method='block', got "
-                f"layers={cfg.recompute.layers} ([recompute] layers, [recompute] method)"
-            )
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
         if sizes["tp"] > 1:
@@ -301,8 +301,8 @@ class Transformers:
     def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
         materialize(stage.hf, device)
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
-        return {"hidden": _hidden(cfg, 1)}  # the whole sequence, between stacks of blocks
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
+        return {"hidden": _hidden(cfg, 1, "seq_len")}  # the whole sequence, between stacks of blocks
 
     def weights(self, model: config.Model) -> Source | None:
         if model.init_from and not is_hf_folder(model.init_from):
@@ -392,8 +392,24 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
     return of(model).folder(path, model), model
 
 
-def _hidden(cfg: config.Config, parts: int) -> Tensor:
-    """The residual stream [B, S / parts, D] on meta."""
-    shape = (cfg.batch.micro_batch_size, cfg.data.seq_len // parts, cfg.model.hidden_size)
+def _hidden(cfg: config.Config, parts: int, length: str) -> Tensor:
+    """The residual stream [B, S / parts, D] on meta, S being the value of the key `length`."""
+    shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)
     dtype = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _lengths(cfg: config.Config, whole: Stage) -> dict[str, int]:
+    """The lengths of a model's sequences, by their keys.
+
+    Raises:
+        ValueError: one is set that it does not have.
+    """
+    for key in cfg.data.lengths:
+        field = config.Data.model_fields[key]
+        if key not in whole.lengths and getattr(cfg.data, key) != field.default:
+            raise ValueError(
+                f"{key}={getattr(cfg.data, key)} means nothing to a model without such sequences: expected "
+                f"{field.default}, or another model ([data] {key}, [model] name)"
+            )
+    return {key: cfg.data.lengths[key] for key in whole.lengths}

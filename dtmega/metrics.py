@@ -66,7 +66,8 @@ class Metrics:
         self._interval = config.log.interval
         self._total_steps = end.steps
         self._world_size = world_size
-        self._flops_per_token = cost.flops_per_token(pieces, config.data.seq_len, config.data.mask_prob)
+        data = config.data
+        self._flops_per_token = cost.flops_per_token(pieces, data.seq_len, data.mask_prob, data.decoder_length)
         self._peak_flops = world_size * peak_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
@@ -173,12 +174,9 @@ class Metrics:
             return batches
         return tqdm(batches, desc=f"{split} loss", total=n, unit=" batches", leave=False, dynamic_ncols=True)
 
-    def validation(self, step: int, loss: float, name: str = "", **more: float) -> None:
-        """The loss on the validation split, or on the set of that name, after `step` steps.
-
-        `more` are the means that it is made of.
-        """
-        self._evaluation(f"val_{name}" if name else "val", step, loss, more)
+    def validation(self, step: int, loss: float, **more: float) -> None:
+        """The loss on the validation split after `step` steps; `more` are the means that it is made of."""
+        self._evaluation("val", step, loss, more)
 
     def test(self, step: int, loss: float, **more: float) -> None:
         """The same on the test split, of the finished model."""
@@ -286,10 +284,11 @@ def describe(
     """
     seq_len = config.data.seq_len
     tokens = end.samples * seq_len
+    per_token = cost.flops_per_token(pieces, seq_len, config.data.mask_prob, config.data.decoder_length)
     return "\n".join(
         [
             f"{config.model.name}: {cost.parameters(pieces):,} parameters, "
-            f"{cost.flops_per_token(pieces, seq_len, config.data.mask_prob) / 1e6:,.1f} MFLOP/token, "
+            f"{per_token / 1e6:,.1f} MFLOP/token, "
             f"{config.precision.params} on {world_size} x {device.type}",
             f"data: {counted(n_tokens, 'training token')}; {counted(end.steps, 'step')} of "
             f"{config.batch.global_batch_size} x {seq_len} tokens = {counted(tokens, 'token')}, "
@@ -321,8 +320,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
-            again = finished and record["step"] == step and is_evaluation
+            again = finished and record["step"] == step and ("val_loss" in record or "test_loss" in record)
             if line.endswith("\n") and record["step"] <= step and not again:
                 new.write(line)
 

@@ -203,7 +203,7 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Stage) -> 
     for pieces in cut.pieces[:-1]:
         modules = [module for piece in pieces for module in parts[piece]]
         trained |= any(p.requires_grad for module in modules for p in module.parameters(recurse=False))
-        tensors = family.boundary(cfg, world.sizes, pieces[-1])
+        tensors = family.boundary(cfg, world.sizes, whole, pieces[-1])
         found.append({n: t.requires_grad_(trained and t.is_floating_point()) for n, t in tensors.items()})
     return found
 
@@ -231,11 +231,10 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
     blocks = stage.blocks()
-    if schedule.splits_backward(cfg, world.sizes["pp"]):
+    if cfg.recompute.mode != "none" or schedule.splits_backward(cfg, world.sizes["pp"]):
         keep_gathered(stage)
     if cfg.recompute.mode != "none":
-        for block in recompute(stage, cfg.recompute):
-            keep_gathered(block)
+        recompute(blocks, selective=cfg.recompute.mode == "selective")
     if compiling(cfg, world.device):
         for block in blocks:
             block.compile()

@@ -169,7 +169,7 @@ def attention_rule(
         prefix: [B, T] bool; keys that all queries of a document see, those before them too.
         slopes: [H], ALiBi: slope x (place of the key - place of the query) is added. Under tp this rank's heads.
         table: [H, 2 M + 1], relative positions: the entry of (place of the key - place of the query), clamped to
-            -M ... M, is added; its gradient is computed. See `bucketed`. Under tp this rank's heads.
+            -M ... M, is added; its gradient is computed. See `distance_buckets`. Under tp this rank's heads.
         key_places, key_document_ids: [B, T], where keys are not those of the same tokens.
         fused: False where no kernel is wanted on CUDA (attention dropout, lengths that come once): there the chunked
             formula waits for the device once, to see whether places are consecutive.
@@ -205,15 +205,16 @@ def alibi_slopes(n_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-def bucketed(weight: Tensor, max_distance: int, bidirectional: bool) -> Tensor:
-    """[buckets, H], one learned number per bucket of distances and head -> the `table` [H, 2 max_distance + 1].
+def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """[2 max_distance + 1] int64, the bucket of each distance: rows of a weight [buckets, H] that make a `table`.
 
     Half of the buckets are of one distance each, the others grow with its logarithm up to `max_distance` (Raffel et
     al., arXiv:1910.10683; mesh_tensorflow `_relative_position_bucket`). `bidirectional`: keys after the query have half
     of the buckets for themselves; otherwise they share that of distance 0.
     """
-    n_buckets = weight.shape[0] // 2 if bidirectional else weight.shape[0]
-    ahead = torch.arange(-max_distance, max_distance + 1, device=weight.device)
+    if bidirectional:
+        n_buckets //= 2
+    ahead = torch.arange(-max_distance, max_distance + 1)
     distance = ahead.abs() if bidirectional else -ahead.clamp(max=0)
     n_exact = n_buckets // 2
     logarithm = torch.log(distance.clamp(min=1) / n_exact) / math.log(max_distance / n_exact)
@@ -221,7 +222,7 @@ def bucketed(weight: Tensor, max_distance: int, bidirectional: bool) -> Tensor:
     bucket = torch.where(distance < n_exact, distance, grown)
     if bidirectional:
         bucket = bucket + n_buckets * (ahead > 0)
-    return weight[bucket].T
+    return bucket
 
 
 def _chunk_size(n_queries: int) -> int:

@@ -108,7 +108,7 @@ def said_twice(words: tuple[str, ...], queries: Tensor, keys: Tensor) -> tuple[d
         "window": 25 if "window" in words else 0,
         "prefix": prefix if "prefix" in words else None,
         "slopes": SLOPES if "slopes" in words else None,
-        "table": R.bucketed(WEIGHT, 20, both_ways) if "table" in words else None,
+        "table": WEIGHT[R.distance_buckets(8, 20, both_ways)].T if "table" in words else None,
         "document_ids": ids if has_ids else None,
         "key_places": keys if has_keys else None,
         "key_document_ids": key_ids if has_ids and has_keys else None,
@@ -171,7 +171,7 @@ def test_a_table_of_relative_places_learns_as_in_the_textbook(places):
     queries = PLACES[places].repeat(2, 1)
     weight = WEIGHT.clone().requires_grad_()
     inputs = [x.requires_grad_() for x in qkv(S)]
-    rule = attention_rule(queries, document_ids=padded(S), table=R.bucketed(weight, 20, True))
+    rule = attention_rule(queries, document_ids=padded(S), table=weight[R.distance_buckets(8, 20, True)].T)
     bucket = T5Attention._relative_position_bucket(distances(queries, queries), True, 8, 20)
     allowed = padded(S)[:, None, :, None] == padded(S)[:, None, None, :]
     expected = textbook(*inputs, weight[bucket].movedim(-1, 2).squeeze(1), allowed)

@@ -16,10 +16,10 @@ from dtmega.plans.apply import apply_plan
 from dtmega.plans.hf.generic import GlobalLinear
 from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow, PackedColumn
 from dtmega.plans.hf.regions import EnterHeads
-from dtmega.plans.hf.styles import GatheredColumn, HeadColumns, SplitRow, Stack
+from dtmega.plans.hf.styles import GatheredColumn, SplitRow, Stack
 from dtmega.plans.hf.vocab import LogitsHead
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row
-from dtmega.plans.vocabulary import VocabEmbedding
+from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding
 from tests import ranks
 
 TP, B, S, D, F, V = 4, 2, 8, 8, 24, 11

@@ -37,7 +37,7 @@ def test_slopes_are_those_of_megatron():
 @pytest.mark.parametrize(("n_buckets", "furthest"), [(32, 128), (8, 20), (12, 31)])
 def test_a_distance_is_in_the_bucket_of_t5(bidirectional, n_buckets, furthest):
     weight = torch.arange(n_buckets * 2.0).view(n_buckets, 2)
-    table = R.bucketed(weight, furthest, bidirectional)
+    table = weight[R.distance_buckets(n_buckets, furthest, bidirectional)].T
     distances = torch.arange(-furthest - 3, furthest + 4)
     bucket = T5Attention._relative_position_bucket(distances, bidirectional, n_buckets, furthest)
     entries = distances.clamp(-furthest, furthest) + furthest

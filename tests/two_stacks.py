@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.data.objectives import IGNORED, Sum
 from dtmega.families import Own
-from dtmega.models.layers import MLP, LMHead
+from dtmega.models.layers import GeluMLP, LMHead
 from dtmega.models.stage import Stage
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row
 from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
@@ -27,10 +27,10 @@ V, S, T = 29, 6, 4  # words, places of the first stack and of the second
 
 
 class Layer(nn.Module):
-    def __init__(self, cfg: config.DroppingModel) -> None:
+    def __init__(self, cfg: config.Model) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(cfg.hidden_size)
-        self.mlp = MLP(cfg)
+        self.mlp = GeluMLP(cfg)
 
     def forward(self, h: Tensor, position: Tensor, encoded: Tensor | None = None) -> Tensor:
         seen = 0 if encoded is None else encoded.mean(1, keepdim=True).to(h.dtype)
@@ -116,7 +116,7 @@ class TwoStacksFamily(Own):
             parameter.requires_grad_(not name.startswith(self.frozen))
         return whole
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], after: str) -> dict[str, Tensor]:
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
         dtype, b, d = getattr(torch, cfg.precision.params), cfg.batch.micro_batch_size, cfg.model.hidden_size
         if after == "embed" or after.startswith("encoder"):
             return {"hidden": torch.empty(b, S, d, dtype=dtype, device="meta")}

@@ -41,6 +41,7 @@ class Format:
 
     Attributes:
         rules: between our tensors and theirs.
+        rules_of: further ones, where a name of theirs depends on the model.
         keys: of the configuration.
         fixed: what their configuration says of every model that is one here, model_type among it. All but the classes
             (architectures) is held against a configuration of theirs, where it says something of it.
@@ -62,6 +63,7 @@ class Format:
     ignored: str = r"(?!)"
     older: Mapping[str, str] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
+    rules_of: Callable[[config.Model], tuple[Rule, ...]] = lambda model: ()
     heads: Callable[[config.Model], Heads] = lambda model: Heads(model.n_heads, model.n_heads)
     refuse: Callable[[config.Model], object] = _nothing
     to_section: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing

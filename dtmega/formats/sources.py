@@ -16,7 +16,7 @@ from dtmega.formats.rules import Made, Run, stored
 
 Index = tuple[slice, ...]
 # A row, or a number, for each token of the vocabulary, in every model of the house. Those of padding are ours alone.
-BY_TOKEN = ("embed.weight", "head.weight", "head.output.weight", "head.output.bias")
+BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
 
 class Source(Protocol):

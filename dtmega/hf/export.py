@@ -84,7 +84,8 @@ def export(
     if original is None or not its_own:
         plain |= ends
         generation = parse_object(files.get(GENERATION, b"{}"), f"{original}/{GENERATION}")
-        files = {GENERATION: to_json(generation | ends)}
+        begins = {key: plain[key] for key in ("decoder_start_token_id",) if key in plain}
+        files = {GENERATION: to_json(generation | ends | begins)}
         if tokenizer_json is not None:
             tokenizer = Tokenizer.from_str(tokenizer_json)
             files |= _tokenizer_files(tokenizer, tokenizer_json, eod_id, reads_types="type_vocab_size" in plain)

@@ -40,7 +40,7 @@ def names(form: Format, model: config.Model, build: Build) -> Names:
     with torch.device("meta"):
         parameters = aliases(build(model.model_copy(update={"pad_vocab_to_multiple": 1})))
     shapes = {name: tuple(parameter.shape) for parameter, known_as in parameters for name in known_as}
-    translation = translate(form.rules, shapes, form.heads(model))
+    translation = translate((*form.rules, *form.rules_of(model)), shapes, form.heads(model))
     return Names(translation, [known_as for _, known_as in parameters])
 
 

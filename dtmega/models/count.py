@@ -28,11 +28,15 @@ def pieces(whole: Stage) -> list[Piece]:
                 seen.add(id(parameter))
                 per = works_per.get(module, "token")
                 multiplied[per] += _multiplied(module, parameter, whole.experts_per_token)
+        of_decoder, across = whole.decoder_attention_flops(name)
         flops = {
             "matmul_flops": 6 * multiplied["token"],
             "attention_flops": whole.attention_flops(name),
             "label_flops": 6 * multiplied["label"],
             "sequence_flops": 6 * multiplied["sequence"],
+            "decoder_flops": 6 * multiplied["decoder"],
+            "decoder_attention_flops": of_decoder,
+            "cross_attention_flops": across,
         }
         found.append(Piece(name, elements, shared=shared, **flops))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -32,15 +31,20 @@ class KeyedDropout(nn.Module):
         self.p = p
         self.register_buffer("key", torch.zeros((), dtype=torch.int32), persistent=False)
 
-    def forward(self, x: Tensor, sample_ids: Tensor | None, places: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_ids: Tensor | None, places: Tensor, channel_ids: Tensor | None = None
+    ) -> Tensor:
         """x: [B, S, D]; sample_ids: [B] int64, absent only where nothing is dropped; places: [B, S] int.
 
-        A plan that cuts the sequence of x, and not the places, gives this the places of its part.
+        A plan that cuts the sequence of x, and not the places, gives this the places of its part. Where it cuts the
+        channels, channel_ids [D] int32 are the global numbers of these; None: all are here.
         """
         if self.p == 0.0 or not self.training:
             return x
         assert sample_ids is not None
-        channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
+        channels = channel_ids
+        if channels is None:
+            channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
         rows = keyed.mix(keyed.fold(sample_ids) ^ self.key).unsqueeze(1) ^ places.to(torch.int32)
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
@@ -115,45 +119,17 @@ def gelu(x: Tensor, form: Gelu) -> Tensor:
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
-# The activation of the gate, by which the value is multiplied (arXiv:2002.05202; Megatron-DeepSpeed's glu_activations).
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": F.gelu,
-    "swiglu": F.silu,
-    "reglu": F.relu,
-    "liglu": lambda x: x,
-}
+class GeluMLP(nn.Module):
+    """A feed-forward with GELU: in its approximation by tanh Megatron's, BLOOM's and GPT-2's."""
 
-
-class MLP(nn.Module):
-    """A feed-forward with GELU: in its approximation by tanh Megatron's, BLOOM's and GPT-2's. Or a gated one.
-
-    Rows of a gated `up` are ordered [F, (value, gate)], so that tp cuts between pairs.
-    """
-
-    def __init__(self, cfg: config.DroppingModel, form: Gelu = "tanh") -> None:
+    def __init__(self, cfg: config.OwnModel, form: Gelu = "tanh") -> None:
         super().__init__()
         self.form: Gelu = form
-        self.gate = GATES.get(cfg.glu)
-        self.up = nn.Linear(cfg.hidden_size, cfg.ffn if self.gate is None else 2 * cfg.ffn)
+        self.up = nn.Linear(cfg.hidden_size, cfg.ffn)
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if self.gate is None:
-            return self.down(gelu(x, self.form))
-        value, gate = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return self.down(value * self.gate(gate))
-
-
-def refuse_gated(model: config.Model) -> None:
-    """Raises:
-    ValueError: of a model with a gated feed-forward, where another program has none.
-    """
-    assert isinstance(model, config.DroppingModel)
-    if model.glu != "none":
-        raise ValueError(
-            f"Hugging Face's has no gated feed-forward: expected glu='none', got '{model.glu}' ([model] glu)"
-        )
+        return self.down(gelu(self.up(x), self.form))
 
 
 class LMHead(nn.Module):

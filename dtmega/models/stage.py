@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 CONTAINERS = nn.ModuleDict, nn.ModuleList
+Per = Literal["token", "label", "decoder", "sequence"]
 
 
 class Stage(nn.Module):
@@ -33,7 +34,8 @@ class Stage(nn.Module):
         longest: sequence it has positions for; None: any.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
         works_per: names of modules that do not work on every token, and with all inside of them once for each token
-            that has a label, or once for a sequence.
+            that has a label, for each of a decoder's, or once for a sequence; of several names the last one counts.
+        lengths: keys of [data] with the lengths of its sequences.
     """
 
     cfg: Any
@@ -41,25 +43,17 @@ class Stage(nn.Module):
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
     experts_per_token: int | None = None
-    works_per: Mapping[str, Literal["label", "sequence"]] = MappingProxyType({})
+    works_per: Mapping[str, Per] = MappingProxyType({})
+    lengths: tuple[str, ...] = ("seq_len",)
 
     def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
         if places is None:
-            places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+            places = consecutive(tokens)
         return super().__call__(tokens, *args, places=places, **kwargs)
 
     def blocks(self) -> list[nn.Module]:
         """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""
         return list(self.layers.values())
-
-    def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
-        """hidden through these layers, one after the other; all are given the same beside it.
-
-        Models of one stack call it for `blocks()`, so that several of them can be recomputed as a unit.
-        """
-        for layer in layers:
-            hidden = layer(hidden, *shared)
-        return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """The pieces of a whole model, in the pipeline's order -> all modules in each, single ones and nested.
@@ -81,6 +75,14 @@ class Stage(nn.Module):
     def attention_flops(self, piece: str) -> int:
         """`Piece.attention_flops` of the piece of that name: of a causal decoder, whose heads make up D."""
         return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
+
+    def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
+        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the piece of that name: of no decoder."""
+        return 0, 0
+
+    def handed_on(self, after: str) -> Mapping[str, str]:
+        """The tensors [B, length, D] that a stage whose last piece is `after` hands on: name -> key of their length."""
+        return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
         """Delete from a (copied, meta) whole model what none of these pieces needs. The names of what stays stay.
@@ -130,6 +132,11 @@ class Stage(nn.Module):
     def full_name(self, name: str) -> str:
         """The name in checkpoints, that of the whole model, of a parameter here; tied ones have one name."""
         return next((names[0] for names in self.ties if name in names), name)
+
+
+def consecutive(tokens: Tensor) -> Tensor:
+    """The places [B, S] of tokens [B, S] that are all of a sequence."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
 
 
 def _keep(owner: nn.Module, needed: Collection[nn.Module]) -> None:

@@ -42,7 +42,9 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
     else:
         ranks = stages_of_ranks(SCHEDULES[cfg.pipeline.schedule].shape, pp, per_rank)
     n_stages = sum(len(stages) for stages in ranks)
-    return Stages(pieces_of_stages(pieces, cfg.data.seq_len, cfg.pipeline, n_stages, cfg.data.mask_prob), ranks)
+    data = cfg.data
+    held = pieces_of_stages(pieces, data.seq_len, cfg.pipeline, n_stages, data.mask_prob, data.decoder_length)
+    return Stages(held, ranks)
 
 
 class Cost(NamedTuple):
@@ -86,7 +88,12 @@ def _best_cut(
 
 
 def pieces_of_stages(
-    pieces: Sequence[Piece], seq_len: int, pipeline: config.Pipeline, n_stages: int, labelled: float = 1.0
+    pieces: Sequence[Piece],
+    seq_len: int,
+    pipeline: config.Pipeline,
+    n_stages: int,
+    labelled: float = 1.0,
+    decoder_seq_len: int = 0,
 ) -> list[list[str]]:
     """The names of the pieces of each stage: by `[pipeline] stages`, or balanced by cost.
 
@@ -100,7 +107,7 @@ def pieces_of_stages(
     last stage may hold no layer at all.
 
     Args:
-        labelled: share of tokens with a label, as `Piece.flops_per_token` takes it.
+        labelled, decoder_seq_len: as `Piece.flops_per_token` takes them.
 
     Raises:
         ValueError: more stages than layers, or `stages` that are not a cut of layers 0 to L - 1 into n_stages.
@@ -120,7 +127,8 @@ def pieces_of_stages(
             f"{n_stages} stages cannot be cut from n_layers={n_layers} layers: {n_stages} > {n_layers} "
             f"([mesh] pp x [pipeline] virtual_stages, [model] n_layers)"
         )
-    costs = [Cost(piece.flops_per_token(seq_len, labelled), piece.elements + piece.shared) for piece in pieces]
+    lengths = (seq_len, labelled, decoder_seq_len)
+    costs = [Cost(piece.flops_per_token(*lengths), piece.elements + piece.shared) for piece in pieces]
     return [[names[i] for i in stage] for stage in balanced(costs, n_stages)]
 
 

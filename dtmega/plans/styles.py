@@ -2,6 +2,7 @@
 
     word               on                         what it does
     Enter              attention, feed-forward    its input is taken in once for all Columns inside of it
+    EnterOnce          nn.Identity                the same for what several modules' Columns read: an encoder's output
     Column             nn.Linear                  cut by output features; its input is whole
     KVColumn           nn.Linear                  a Column for keys or values whose heads may be fewer than ranks
     Row                nn.Linear                  cut by input features; the ranks' products are summed, which leaves
@@ -9,6 +10,7 @@
     Whole              anything                   the same for a module of which nothing is known
     VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
     WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, which looks up its places
+    HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one for each head
     VocabHead          a head that owns the loss  (vocabulary.py) cut by rows
     Rejoin             a head that is not cut     (vocabulary.py) its input is made whole, each rank does all of it
     SequenceShard      a dropout site             takes the places of its part of the sequence
@@ -81,6 +83,30 @@ class Enter(ParallelStyle):
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
         """Change what else the module is given."""
+
+
+class EnterOnce(ParallelStyle):
+    """On an nn.Identity that hidden states go through to Columns elsewhere, as an encoder's output does to each layer.
+
+    Taken in once for all of them, [B, S/tp, D] -> [B, S, D], and kept for backward, where the gradients that come from
+    all of them are summed over tp at once. Without sequence parallelism it is whole already.
+    """
+
+    cost = Enter.cost
+
+    def __init__(self, stack: Stack | bool = True) -> None:
+        self.stack = stack if isinstance(stack, Stack) else Stack(stack)
+        self._function = as_function(self.forward)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Identity:
+            raise ValueError(f"EnterOnce is for nn.Identity: it would replace the forward of {type(module).__name__}")
+        self.group = device_mesh.get_group()
+        module.forward = types.MethodType(self._function, module)
+        return module
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        return self.stack.enter(x, self.group)
 
 
 class Column(Style):

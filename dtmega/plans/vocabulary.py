@@ -100,6 +100,18 @@ class WholeEmbedding(Style):
         return F.embedding(x, local(module.weight))
 
 
+class HeadColumns(Style):
+    """nn.Embedding [buckets, H] of T5's relative positions, cut by heads: numbers of buckets [N] -> [N, H/tp]."""
+
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
+
+    def known(self) -> tuple[type[nn.Module], ...]:
+        return (nn.Embedding,)
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        return F.embedding(x, local(module.weight))
+
+
 class Rejoin(ParallelStyle):
     """On a module that is not cut at all, and does the same work on every rank: its input is made whole.
 

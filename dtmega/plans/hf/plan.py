@@ -17,10 +17,10 @@ from dtmega.plans.hf import families
 from dtmega.plans.hf.families import Attention, Family
 from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow
 from dtmega.plans.hf.regions import Counts, Ends, EnterHeads, Guard
-from dtmega.plans.hf.styles import HeadColumns, Stack
+from dtmega.plans.hf.styles import Stack
 from dtmega.plans.hf.vocab import LogitsHead
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row, Whole, check_kv_heads
-from dtmega.plans.vocabulary import VocabEmbedding
+from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 

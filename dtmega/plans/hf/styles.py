@@ -8,17 +8,13 @@ right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.plans import base, mappings
-from dtmega.plans.base import Style, local
+from dtmega.plans.base import local
 from dtmega.plans.hf.dropout import RandomStream
 from dtmega.plans.styles import Column, Row
 
@@ -69,15 +65,3 @@ class SplitRow(Row):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return super().forward(module, mappings.part(x, self.group, -1))
-
-
-class HeadColumns(Style):
-    """nn.Embedding [buckets, H] of T5's relative positions, cut by heads."""
-
-    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
-
-    def known(self) -> tuple[type[nn.Module], ...]:
-        return (nn.Embedding,)
-
-    def forward(self, module: Any, x: Tensor) -> Tensor:
-        return F.embedding(x, local(module.weight))
