@@ -1,0 +1,458 @@
+"""T5 (Raffel et al., arXiv:1910.10683) and v1.1 of it: an encoder, and a decoder that reads the encoder's output.
+
+Positions are relative: each stack has one learned number for each head and bucket of distances, which all its layers
+add to their scores. By other values of its keys the same file is Megatron's T5, with learned positions, LayerNorm,
+biases everywhere and scaled scores. Written as if for one device, as all models here: first and last modules are
+optional, and head counts come from tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.attention import attention
+from dtmega.formats.format import Format, Key
+from dtmega.formats.rules import Rule
+from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
+from dtmega.models.stage import Per, Stage, consecutive
+from dtmega.rule import AttentionRule, attention_rule, distance_buckets
+
+
+def _norm(cfg: config.T5) -> nn.Module:
+    kind = nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm
+    return kind(cfg.hidden_size, cfg.norm_eps)
+
+
+class Attention(nn.Module):
+    """Attention to the tokens themselves, or to what the encoder made of others."""
+
+    def __init__(self, cfg: config.T5) -> None:
+        super().__init__()
+        inner = cfg.n_heads * cfg.head_dim
+        self.head_dim = cfg.head_dim
+        self.scale = None if cfg.scale_scores else 1.0
+        self.q = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
+        self.k = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
+        self.v = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
+        self.out = nn.Linear(inner, cfg.hidden_size, bias=cfg.bias)
+        self.dropout = KeyedDropout(cfg.attention_dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        rule: AttentionRule,
+        head_ids: Tensor,
+        sample_ids: Tensor | None,
+        encoded: Tensor | None = None,
+    ) -> Tensor:
+        """x: [B, T, D], of which queries are made; encoded: [B, S, D], of which keys and values are; None: of x too."""
+        source = x if encoded is None else encoded
+        q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
+        k = self.k(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, K]
+        v = self.v(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        dropout = self.dropout.of_probabilities(head_ids, sample_ids)
+        return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """act(up x), or gated act(gate x) * up x (arXiv:2002.05202), with dropout before it comes down again."""
+
+    def __init__(self, cfg: config.T5) -> None:
+        super().__init__()
+        self.activation = cfg.activation
+        self.gate = nn.Linear(cfg.hidden_size, cfg.ffn, bias=cfg.bias) if cfg.gated else None
+        self.up = nn.Linear(cfg.hidden_size, cfg.ffn, bias=cfg.bias)
+        self.dropout = KeyedDropout(cfg.inner_dropout)
+        self.down = nn.Linear(cfg.ffn, cfg.hidden_size, bias=cfg.bias)
+
+    def forward(self, x: Tensor, channel_ids: Tensor, sample_ids: Tensor | None, places: Tensor) -> Tensor:
+        """channel_ids: [F] int32, global numbers of the inner channels that are here."""
+        up = self.up(x)
+        inner = self._act(up) if self.gate is None else self._act(self.gate(x)) * up
+        return self.down(self.dropout(inner, sample_ids, places, channel_ids))
+
+    def _act(self, x: Tensor) -> Tensor:
+        if self.activation == "relu":
+            return F.relu(x)
+        return gelu(x, "erf" if self.activation == "gelu_erf" else "tanh")
+
+
+class Block(nn.Module):
+    """x + drop(f(norm x)) for attention to the own stack, in a decoder to the encoder's output, and a feed-forward."""
+
+    def __init__(self, cfg: config.T5, decodes: bool) -> None:
+        super().__init__()
+        self.attn_norm = _norm(cfg)
+        self.attn = Attention(cfg)
+        self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
+        self.cross_norm = _norm(cfg) if decodes else None
+        self.cross = Attention(cfg) if decodes else None
+        self.cross_dropout = KeyedDropout(cfg.hidden_dropout) if decodes else None
+        self.mlp_norm = _norm(cfg)
+        self.mlp = MLP(cfg)
+        self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
+
+    def forward(
+        self,
+        h: Tensor,
+        rule: AttentionRule,
+        head_ids: Tensor,
+        sample_ids: Tensor | None,
+        places: Tensor,
+        channel_ids: Tensor,
+        cross_rule: AttentionRule | None = None,
+        encoded: Tensor | None = None,
+    ) -> Tensor:
+        attended = self.attn(self.attn_norm(h), rule, head_ids, sample_ids)
+        h = h + self.attn_dropout(attended, sample_ids, places)
+        if self.cross is not None and self.cross_norm is not None and self.cross_dropout is not None:
+            read = self.cross(self.cross_norm(h), cross_rule, head_ids, sample_ids, encoded)
+            h = h + self.cross_dropout(read, sample_ids, places)
+        fed = self.mlp(self.mlp_norm(h), channel_ids, sample_ids, places)
+        return h + self.mlp_dropout(fed, sample_ids, places)
+
+
+class T5(Stage):
+    """The model, or the part of it that one pipeline stage holds.
+
+    Attributes:
+        encoder, decoder: the blocks of each stack by number.
+        encoder_bias, decoder_bias: of relative positions, one for all layers of a stack; None with learned ones.
+        memory: what all layers of the decoder read the encoder's output through; a plan takes it in there, once.
+        head_ids, channel_ids: buffers with one entry per head, and per inner channel of the feed-forward; a plan shards
+            them as it shards those.
+    """
+
+    cfg: config.T5
+    lengths = ("seq_len", "decoder_seq_len")
+    head_ids: Tensor  # [H] int32
+    channel_ids: Tensor  # [F] int32
+
+    def __init__(self, cfg: config.T5) -> None:
+        super().__init__()
+        self.cfg = cfg
+        learned = cfg.positions == "learned"
+        self.longest = cfg.max_position_embeddings if learned else None
+
+        def positions() -> nn.Embedding | None:
+            return nn.Embedding(cfg.max_position_embeddings, cfg.hidden_size) if learned else None
+
+        def bias() -> nn.Embedding | None:
+            return None if learned else nn.Embedding(cfg.relative_buckets, cfg.n_heads)
+
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
+        self.positions = positions()
+        self.embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
+        self.encoder_bias = bias()
+        self.encoder = nn.ModuleDict({str(i): Block(cfg, decodes=False) for i in range(cfg.n_layers)})
+        self.encoder_norm: nn.Module | None = _norm(cfg)
+        self.encoder_dropout: KeyedDropout | None = KeyedDropout(cfg.inner_dropout)
+        self.decoder_embed: nn.Embedding | None = nn.Embedding(cfg.padded_vocab_size, cfg.hidden_size)
+        self.decoder_positions = positions()
+        self.decoder_embed_dropout: KeyedDropout | None = KeyedDropout(cfg.hidden_dropout)
+        self.memory: nn.Identity | None = nn.Identity()
+        self.decoder_bias = bias()
+        self.decoder = nn.ModuleDict({str(i): Block(cfg, decodes=True) for i in range(cfg.decoder_layers)})
+        self.decoder_norm: nn.Module | None = _norm(cfg)
+        self.decoder_dropout: KeyedDropout | None = KeyedDropout(cfg.inner_dropout)
+        self.head: LMHead | None = LMHead(cfg, bias=cfg.bias)
+        words = ("embed.weight", "decoder_embed.weight")
+        self.ties = ((*words, "head.weight") if cfg.tied else words,)
+        if learned:
+            self.ties = (*self.ties, ("positions.weight", "decoder_positions.weight"))
+        self.tie()
+        of_decoder: dict[str, Per] = {"decoder": "decoder", "head": "decoder"}
+        of_encoder: dict[str, Per] = {
+            f"decoder.{i}.cross.{name}": "token" for i in range(cfg.decoder_layers) for name in ("k", "v")
+        }
+        self.works_per = {**of_decoder, **of_encoder}
+        self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
+        self.register_buffer("channel_ids", torch.empty(cfg.ffn, dtype=torch.int32), persistent=False)
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder.values(), *self.decoder.values()]
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """Both stacks, one after the other, each with its ends; a layer needs what all layers of its stack share."""
+
+        def inside(*modules: nn.Module | None) -> list[nn.Module]:
+            return [inner for module in modules if module is not None for inner in module.modules()]
+
+        return {
+            "embed": inside(self.embed, self.positions, self.embed_dropout),
+            **{f"encoder.{i}": inside(layer, self.encoder_bias) for i, layer in self.encoder.items()},
+            "encoder_norm": inside(self.encoder_norm, self.encoder_dropout),
+            "decoder_embed": inside(self.decoder_embed, self.decoder_positions, self.decoder_embed_dropout),
+            **{f"decoder.{i}": inside(layer, self.decoder_bias, self.memory) for i, layer in self.decoder.items()},
+            "head": inside(self.decoder_norm, self.decoder_dropout, self.head),
+        }
+
+    def handed_on(self, after: str) -> dict[str, str]:
+        """The encoder's output goes through all stages of the decoder, beside the decoder's hidden state."""
+        if after == "embed" or after.startswith("encoder."):
+            return {"hidden": "seq_len"}
+        encoded = {"encoded": "seq_len"}
+        return encoded if after == "encoder_norm" else {"hidden": "decoder_seq_len", **encoded}
+
+    def __call__(self, tokens: Tensor, decoder_tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("decoder_places") is None:
+            kwargs["decoder_places"] = consecutive(decoder_tokens)
+        return super().__call__(tokens, decoder_tokens, *args, **kwargs)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        decoder_tokens: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        decoder_document_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
+        encoded: Tensor | None = None,
+        *,
+        places: Tensor,
+        decoder_places: Tensor,
+    ) -> Tensor | dict[str, Tensor]:
+        """One microbatch through the layers this stage holds.
+
+        Args:
+            tokens: [B, S] int64, what the encoder reads.
+            decoder_tokens: [B, T] int64, what the decoder has said so far.
+            labels: [B, T] int64, what it is to say next; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
+            document_ids, decoder_document_ids: [B, S] and [B, T] int64, both or none; attention, also from one to the
+                other, stays inside a document, of which padding is one.
+            hidden: on stages that begin inside a stack its hidden state, [B, S, D] or [B, T, D], or the part of it
+                under a plan that cuts the sequence.
+            encoded: on stages behind the encoder its output [B, S, D], or its part.
+            places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
+
+        Returns:
+            lm, the fp32 sum of token losses; on earlier stages hidden and, from the one that makes it, encoded. Without
+            labels the logits [B, T, V].
+
+        Raises:
+            ValueError: dropout in training without sample_ids.
+        """
+        cfg = self.cfg
+        drops = max(cfg.hidden_dropout, cfg.attention_dropout, cfg.inner_dropout) > 0
+        if self.training and sample_ids is None and drops:
+            raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
+        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        fused = labels is not None and not (self.training and cfg.attention_dropout > 0)
+        found: dict[str, Tensor] = {}
+        if self.embed is not None and self.embed_dropout is not None:
+            hidden = self.embed_dropout(_embedded(self.embed, self.positions, tokens, places), sample_ids, places)
+        if self.encoder:
+            table = self._table(self.encoder_bias, bidirectional=True)
+            rule = attention_rule(places, document_ids=document_ids, table=table, fused=fused)
+            for layer in self.encoder.values():
+                hidden = layer(hidden, rule, self.head_ids, sample_ids, places, self.channel_ids)
+        if self.encoder_norm is not None and self.encoder_dropout is not None:
+            found["encoded"] = self.encoder_dropout(self.encoder_norm(hidden), sample_ids, places)
+            encoded = found["encoded"]
+            hidden = None
+        if self.decoder_embed is not None and self.decoder_embed_dropout is not None:
+            hidden = _embedded(self.decoder_embed, self.decoder_positions, decoder_tokens, decoder_places)
+            hidden = self.decoder_embed_dropout(hidden, sample_ids, decoder_places)
+        if self.decoder:
+            assert self.memory is not None
+            documents = {"document_ids": decoder_document_ids, "fused": fused}
+            table = self._table(self.decoder_bias, bidirectional=False)
+            rule = attention_rule(decoder_places, causal=True, table=table, **documents)
+            across = attention_rule(decoder_places, key_places=places, key_document_ids=document_ids, **documents)
+            memory = self.memory(encoded)
+            for layer in self.decoder.values():
+                shared = (self.head_ids, sample_ids, decoder_places, self.channel_ids)
+                hidden = layer(hidden, rule, *shared, across, memory)
+        if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
+            return found if hidden is None else {**found, "hidden": hidden}
+        hidden = self.decoder_dropout(self.decoder_norm(hidden), sample_ids, decoder_places)
+        if cfg.scale_head:
+            hidden = hidden * cfg.hidden_size**-0.5
+        result = self.head(hidden, labels)
+        return result if labels is None else {"lm": result}
+
+    def _table(self, bias: nn.Embedding | None, bidirectional: bool) -> Tensor | None:
+        """[H, 2 M + 1] fp32, what relative positions add to scores."""
+        if bias is None:
+            return None
+        cfg = self.cfg
+        buckets = distance_buckets(cfg.relative_buckets, cfg.relative_max_distance, bidirectional)
+        return bias(buckets.to(self.head_ids.device)).float().T
+
+    def init_std(self, name: str) -> float | None:
+        """By default 1 / sqrt(inputs), but for the embedding; queries are smaller by what scores are not divided by.
+
+        mesh_tensorflow's, as in transformers; of a head that is not tied t5x's.
+        """
+        cfg = self.cfg
+        if name.endswith(".bias") or "norm" in name:
+            return None
+        writes = name.endswith((".out.weight", "mlp.down.weight"))
+        if cfg.init == "normal":
+            n_layers = cfg.decoder_layers if name.startswith("decoder.") else cfg.n_layers
+            return cfg.init_std / (2 * n_layers) ** 0.5 if writes else cfg.init_std
+        if name == "embed.weight":
+            return 1.0
+        if name.endswith("mlp.down.weight"):
+            return cfg.ffn**-0.5
+        if writes:
+            return (cfg.n_heads * cfg.head_dim) ** -0.5
+        is_query = name.endswith(".q.weight") and not cfg.scale_scores
+        return (cfg.hidden_size * (cfg.head_dim if is_query else 1)) ** -0.5
+
+    def init_buffers(self, seed: int) -> None:
+        self.head_ids.copy_(torch.arange(self.cfg.n_heads))
+        self.channel_ids.copy_(torch.arange(self.cfg.ffn))
+        set_dropout_keys(self, seed)
+
+    def attention_flops(self, piece: str) -> int:
+        """A token of the encoder sees all others. Padding counts like text."""
+        return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
+
+    def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
+        """A token of the decoder sees those before it, and all of the encoder."""
+        if not piece.startswith("decoder."):
+            return 0, 0
+        own = 6 * self.cfg.n_heads * self.cfg.head_dim
+        return own, 2 * own
+
+
+def _embedded(words: nn.Embedding, positions: nn.Embedding | None, tokens: Tensor, places: Tensor) -> Tensor:
+    return words(tokens) if positions is None else words(tokens) + positions(places)
+
+
+# What transformers calls a feed-forward: ours by its activation, and whether it is gated.
+FEED_FORWARDS = {
+    "relu": ("relu", False),
+    "gated-relu": ("relu", True),
+    "gelu": ("gelu_erf", False),
+    "gelu_new": ("gelu_tanh", False),
+    "gated-gelu": ("gelu_tanh", True),
+}
+
+
+def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of [model] for the feed-forward and the head, of a config.json.
+
+    v1.1's head is not the embedding, and what enters it is not scaled. transformers 4 says so by `tie_word_embeddings`;
+    5 writes true there in any case, and tells by `scale_decoder_outputs`.
+
+    Raises:
+        ValueError: a feed-forward that is not known.
+    """
+    said = theirs.get("feed_forward_proj", "relu")
+    if said not in FEED_FORWARDS:
+        raise ValueError(
+            f"config.json has feed_forward_proj={said!r:.80}, expected one of {', '.join(FEED_FORWARDS)} "
+            f"([model] activation, [model] gated)"
+        )
+    activation, gated = FEED_FORWARDS[said]
+    tied = theirs.get("tie_word_embeddings") is not False and theirs.get("scale_decoder_outputs") is not False
+    return {"activation": activation, "gated": gated, "tied": tied, "scale_head": tied}
+
+
+def _described(model: config.Model) -> dict[str, Any]:
+    """The same for a config.json of ours, and the ids with which their `generate` begins, pads and ends."""
+    assert isinstance(model, config.T5)
+    known = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
+    return {
+        "feed_forward_proj": known[model.activation, model.gated],
+        "tie_word_embeddings": model.tied,
+        "scale_decoder_outputs": model.scale_head,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _refuse(model: config.Model) -> None:
+    assert isinstance(model, config.T5)
+    theirs = {"positions": "relative", "norm": "rms", "bias": False, "scale_scores": False}
+    if wrong := {key: value for key, value in theirs.items() if getattr(model, key) != value}:
+        raise ValueError(
+            f"Hugging Face's T5 has {', '.join(f'{key}={value}' for key, value in wrong.items())}, this model has "
+            f"{', '.join(str(getattr(model, key)) for key in wrong)} ([model] {', [model] '.join(wrong)})"
+        )
+    if model.tied != model.scale_head:
+        raise ValueError(
+            f"Hugging Face's T5 scales what enters a tied head and no other, this model has tied={model.tied} and "
+            f"scale_head={model.scale_head} ([model] tied, [model] scale_head)"
+        )
+    if (model.activation, model.gated) not in FEED_FORWARDS.values():
+        raise ValueError(
+            f"Hugging Face's T5 has no feed-forward with activation='{model.activation}' and gated={model.gated} "
+            f"([model] activation, [model] gated)"
+        )
+
+
+def _attention(ours: str, theirs: str) -> tuple[Rule, ...]:
+    names = {"q": "q", "k": "k", "v": "v", "out": "o"}
+    return tuple(Rule(f"{ours}.{here}.", f"{theirs}.{there}.") for here, there in names.items())
+
+
+def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
+    """Rules of a stack, whose blocks have their feed-forward in that place of `layer`."""
+    ours, theirs = f"{stack}.{{}}", f"{stack}.block.{{}}.layer"
+    return (
+        Rule(f"{stack}_bias.", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias."),
+        Rule(f"{ours}.attn_norm.", f"{theirs}.0.layer_norm."),
+        *_attention(f"{ours}.attn", f"{theirs}.0.SelfAttention"),
+        Rule(f"{ours}.mlp_norm.", f"{theirs}.{feed_forward}.layer_norm."),
+        Rule(f"{ours}.mlp.gate.", f"{theirs}.{feed_forward}.DenseReluDense.wi_0."),
+        Rule(f"{ours}.mlp.down.", f"{theirs}.{feed_forward}.DenseReluDense.wo."),
+        Rule(f"{stack}_norm.", f"{stack}.final_layer_norm."),
+    )
+
+
+def _up(model: config.Model) -> tuple[Rule, ...]:
+    """Its name depends on whether there is a gate beside it."""
+    assert isinstance(model, config.T5)
+    name = "wi_1" if model.gated else "wi"
+    layers = {"encoder": 1, "decoder": 2}
+    return tuple(
+        Rule(f"{stack}.{{}}.mlp.up.", f"{stack}.block.{{}}.layer.{i}.DenseReluDense.{name}.")
+        for stack, i in layers.items()
+    )
+
+
+# transformers' T5ForConditionalGeneration, of the first T5 and of v1.1.
+HF = Format(
+    rules=(
+        Rule("embed.", "shared."),
+        *_stack("encoder", 1),
+        Rule("decoder_embed.", "decoder.embed_tokens."),
+        *_stack("decoder", 2),
+        Rule("decoder.{}.cross_norm.", "decoder.block.{}.layer.1.layer_norm."),
+        *_attention("decoder.{}.cross", "decoder.block.{}.layer.1.EncDecAttention"),
+        Rule("head.", "lm_head."),
+    ),
+    rules_of=_up,
+    # The embedding once more, and a bias across stacks that old versions of transformers stored and never used.
+    ignored=r"encoder\.embed_tokens\.weight|EncDecAttention\.relative_attention_bias\.weight",
+    fixed={"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+    keys=(
+        Key("vocab_size", ("vocab_size",)),
+        Key("hidden_size", ("d_model",)),
+        Key("kv_channels", ("d_kv",), resolved="head_dim"),
+        Key("ffn_hidden_size", ("d_ff",), resolved="ffn"),
+        Key("n_layers", ("num_layers",)),
+        Key("n_decoder_layers", ("num_decoder_layers",), 0, resolved="decoder_layers"),
+        Key("n_heads", ("num_heads",)),
+        Key("relative_buckets", ("relative_attention_num_buckets",), 32),
+        Key("relative_max_distance", ("relative_attention_max_distance",), 128),
+        Key("norm_eps", ("layer_norm_epsilon",), 1e-6),
+        # One rate there; the last of these is written.
+        Key("attention_dropout", ("dropout_rate",), 0.1, free=True),
+        Key("inner_dropout", ("dropout_rate",), 0.1, free=True),
+        Key("hidden_dropout", ("dropout_rate",), 0.1, free=True),
+    ),
+    refuse=_refuse,
+    to_section=_section,
+    from_section=_described,
+)

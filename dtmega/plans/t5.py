@@ -1,0 +1,56 @@
+"""T5 over the tp axis: what `models/t5.py` names, and how each is cut."""
+
+from __future__ import annotations
+
+from dtmega import config
+from dtmega.plans.styles import Column, Enter, EnterOnce, Norm, Plan, Row, SequenceShard, ShardBuffer
+from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, WholeEmbedding
+
+
+def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
+    """The table of a model: two stacks of Megatron's layers, with attention across them.
+
+    The encoder's output is taken in once for all layers of the decoder that a stage has: a gather and a reduce-scatter
+    of [B, S, D] for each microbatch, where Megatron, whose every layer takes it in, has one of each a layer. Numbers of
+    relative positions are cut by heads.
+    """
+    sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
+    attention = {
+        "": Enter(sp),
+        ".q": Column(sp, **heads),
+        ".k": Column(sp, **heads),
+        ".v": Column(sp, **heads),
+        ".out": Row(sp, **heads),
+    }
+    layer: Plan = {
+        "attn_norm": Norm(sp),
+        **{f"attn{name}": style for name, style in attention.items()},
+        "mlp_norm": Norm(sp),
+        "mlp": Enter(sp),
+        "mlp.gate": Column(sp, **ffn),
+        "mlp.up": Column(sp, **ffn),
+        "mlp.down": Row(sp, **ffn),
+    }
+    across: Plan = {"cross_norm": Norm(sp), **{f"cross{name}": style for name, style in attention.items()}}
+    table: Plan = {
+        "embed": VocabEmbedding(sp),
+        "positions": WholeEmbedding(sp),
+        "encoder_bias": HeadColumns(sp),
+        **{f"encoder.*.{name}": style for name, style in layer.items()},
+        "encoder_norm": Norm(sp),
+        "decoder_embed": VocabEmbedding(sp),
+        "decoder_positions": WholeEmbedding(sp),
+        "decoder_bias": HeadColumns(sp),
+        "memory": EnterOnce(sp),
+        **{f"decoder.*.{name}": style for name, style in {**layer, **across}.items()},
+        "decoder_norm": Norm(sp),
+        "head": VocabHead(sp),
+        "head_ids": ShardBuffer(model.n_heads),
+        "channel_ids": ShardBuffer(model.ffn),
+    }
+    if sp:
+        # Attention drops by global head, the feed-forward by global channel; other sites see a part of the sequence.
+        sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout"]
+        sites += [f"{stack}.*.{name}_dropout" for stack in ("encoder", "decoder") for name in ("attn", "mlp")]
+        table = {**table, **{site: SequenceShard() for site in [*sites, "decoder.*.cross_dropout"]}}
+    return table
