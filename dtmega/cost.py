@@ -155,6 +155,11 @@ def wire(
             f"no formula for the ends of this model: embedding and head have {ends} elements, expected {blooms}, of "
             f"V rows and two LayerNorms ([model] name)"
         )
+    if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1:
+        raise ValueError(
+            f"no formula for layers that are recomputed {cfg.recompute.layers} at a time: expected 1, or method="
+            f"'block' ([recompute] layers, [recompute] method)"
+        )
     stages = stages or [[piece.name for piece in pieces]]
     pp, data, shard, tp = sizes["pp"], sizes["dp_replicate"] * sizes["dp_shard"], sizes["dp_shard"], sizes["tp"]
     if pp > 1 and shard > 1 and (cfg.fsdp.reshard_after_forward is True or len(held) > 3):
@@ -214,7 +219,8 @@ def _tp_traffic(
     passes, left = 4 * layers + ends, 0
     entered = 0 if splits_backward else 2 * layers
     if cfg.recompute.mode != "none":
-        left = (2 if getattr(cfg.model, "hidden_dropout", 0) else 1) * layers
+        recomputed = min(cfg.recompute.layers, layers) if cfg.recompute.method == "block" else layers
+        left = (2 if getattr(cfg.model, "hidden_dropout", 0) else 1) * recomputed
     if not cfg.mesh.sequence_parallel:
         return [Traffic("hidden state", "tp", "all-reduce", n * (passes + left), hidden_bytes)]
     # Weights on every rank that saw S/tp of the tokens: a layer's two norms and two biases, a norm at each end. fp32.

@@ -18,6 +18,11 @@ from dtmega.metrics import several
 from dtmega.step import Run, count, signalled, to
 
 
+def validate(run: Run, step: int) -> bool:
+    """`evaluate` the validation split, and each set of [data] validation."""
+    return all(evaluate(run, step, split) for split in run.text.evaluated)
+
+
 def evaluate(run: Run, step: int, split: str) -> bool:
     """Report the mean loss of a split, if there is such a split; False if a signal came before the end."""
     if run.text.splits[split] is None:
@@ -25,8 +30,11 @@ def evaluate(run: Run, step: int, split: str) -> bool:
     means = mean_losses(run, step, split)
     if means is None:
         return False
-    report = run.metrics.validation if split == "valid" else run.metrics.test
-    report(step, objectives.loss(run.model.objective.sums, means), **several(means))
+    loss = objectives.loss(run.model.objective.sums, means)
+    if split == "test":
+        run.metrics.test(step, loss, **several(means))
+    else:
+        run.metrics.validation(step, loss, "" if split == "valid" else split, **several(means))
     return True
 
 

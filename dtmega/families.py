@@ -282,6 +282,11 @@ class Transformers:
             whole = HF(model)
         _lengths(cfg, whole)
         kind = whole.hf.config.model_type
+        if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1:
+            raise ValueError(
+                f"a model of transformers runs its layers itself: expected layers=1 or method='block', got "
+                f"layers={cfg.recompute.layers} ([recompute] layers, [recompute] method)"
+            )
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
         if sizes["tp"] > 1:

@@ -174,9 +174,12 @@ class Metrics:
             return batches
         return tqdm(batches, desc=f"{split} loss", total=n, unit=" batches", leave=False, dynamic_ncols=True)
 
-    def validation(self, step: int, loss: float, **more: float) -> None:
-        """The loss on the validation split after `step` steps; `more` are the means that it is made of."""
-        self._evaluation("val", step, loss, more)
+    def validation(self, step: int, loss: float, name: str = "", **more: float) -> None:
+        """The loss on the validation split, or on the set of that name, after `step` steps.
+
+        `more` are the means that it is made of.
+        """
+        self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 
     def test(self, step: int, loss: float, **more: float) -> None:
         """The same on the test split, of the finished model."""
@@ -320,7 +323,8 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            again = finished and record["step"] == step and ("val_loss" in record or "test_loss" in record)
+            is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
+            again = finished and record["step"] == step and is_evaluation
             if line.endswith("\n") and record["step"] <= step and not again:
                 new.write(line)
 

@@ -231,10 +231,11 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
     blocks = stage.blocks()
-    if cfg.recompute.mode != "none" or schedule.splits_backward(cfg, world.sizes["pp"]):
+    if schedule.splits_backward(cfg, world.sizes["pp"]):
         keep_gathered(stage)
     if cfg.recompute.mode != "none":
-        recompute(blocks, selective=cfg.recompute.mode == "selective")
+        for block in recompute(stage, cfg.recompute):
+            keep_gathered(block)
     if compiling(cfg, world.device):
         for block in blocks:
             block.compile()

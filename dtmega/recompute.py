@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from dtmega import config
+from dtmega.models.stage import Stage
 
 # What selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
@@ -22,22 +25,40 @@ EXPENSIVE = {
 }
 
 
-def recompute(blocks: Sequence[nn.Module], selective: bool) -> None:
-    """Backward computes a block's forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
+def recompute(stage: Stage, how: config.Recompute) -> list[nn.Module]:
+    """Backward computes blocks' forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
 
-    Names stay as they are, because the blocks themselves are kept. Dropout needs no saved state: its masks are keyed.
+    Of which blocks, Megatron's --activations-checkpoint-method says: `block`, of the first ones here; `uniform`, of
+    all, in units of so many, of which only the input is kept. Names stay as they are, because the blocks themselves are
+    kept. Dropout needs no saved state: its masks are keyed.
+
+    Returns:
+        The blocks that backward computes again.
     """
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
     keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if selective:
+    if how.mode == "selective":
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
     # One function for all blocks: with one for each, torch.compile would compile each anew.
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
 
-    for block in blocks:
+    if how.method == "uniform" and how.layers > 1:
+        honest = type(stage).run_layers
+
+        def in_units(stage: Stage, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
+            for first in range(0, len(layers), how.layers):
+                unit = functools.partial(honest, stage, layers[first : first + how.layers])
+                hidden = checkpoint(unit, hidden, *shared, **keywords)
+            return hidden
+
+        stage.run_layers = types.MethodType(in_units, stage)
+        return stage.blocks()
+    chosen = stage.blocks()[: how.layers if how.method == "block" else None]
+    for block in chosen:
         block.forward = types.MethodType(forward, block)
+    return chosen

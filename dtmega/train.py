@@ -26,7 +26,7 @@ from dtmega.checkpoint.weights import load as load_weights
 from dtmega.config import End
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.text import open_text, read_again
-from dtmega.evaluate import evaluate, show_sample
+from dtmega.evaluate import evaluate, show_sample, validate
 from dtmega.loss_scale import LossScale
 from dtmega.metrics import Metrics, describe, several
 from dtmega.optim import Spikes
@@ -148,7 +148,7 @@ def train(run: Run, at: Progress) -> int:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
     elif cfg.train.kill_switch and killed_before_it_began(run):
         stopping = KILLED
-    if not stopping and cfg.eval.interval and at.step == 0 and not evaluate(run, 0, "valid"):
+    if not stopping and cfg.eval.interval and at.step == 0 and not validate(run, 0):
         stopping = SIGNALLED
 
     while at.step < total_steps and not stopping:
@@ -170,7 +170,7 @@ def train(run: Run, at: Progress) -> int:
         if due(at.step, cfg.train.drift_interval):
             model.check_copies()
         if due(at.step, cfg.eval.interval) and at.step < total_steps:
-            evaluate(run, at.step, "valid")
+            validate(run, at.step)
         stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
         last = at.step == total_steps or stopping != ""
         if due(at.step, cfg.checkpoint.interval) or stopping or (last and cfg.checkpoint.final):
@@ -196,7 +196,7 @@ def train(run: Run, at: Progress) -> int:
             newest = outcome.step
 
     if at.step >= total_steps:
-        whole = evaluate(run, at.step, "valid") and evaluate(run, at.step, "test") and show_sample(run, at.step)
+        whole = validate(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
         stopping = "" if whole else SIGNALLED
     if stopping:
         metrics.message(
@@ -247,7 +247,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float)
 
 def evaluate_only(run: Run, at: Progress) -> int:
     """The losses on the other splits of the newest checkpoint, or of the weights that a new run would start with."""
-    whole = evaluate(run, at.step, "valid") and evaluate(run, at.step, "test")
+    whole = validate(run, at.step) and evaluate(run, at.step, "test")
     return job.DONE if whole else job.PREEMPTED
 
 

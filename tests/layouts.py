@@ -81,6 +81,7 @@ FP16 = {
     "model.fp32_residual": True,
     "model.query_key_layer_scaling": True,
 }
+GATED = {"model.glu": "swiglu"}
 SGD = {"optim.name": "sgd", "optim.eps": 1e-8, "optim.lr": 0.1, "optim.lr_factors": ["layers.*.mlp.*=0.5"]}
 # The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
 # where the data is cut, of 2 each.
@@ -90,7 +91,7 @@ TP2 = {"mesh.tp": 2} | FOURS
 AS_USED = {"data.num_workers": 1, "log.tensorboard": True}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
-TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD}
+TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *GATED}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -113,6 +114,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "microbatches of 8": (1, {"batch.micro_batch_size": 8}),
     "recompute full": (1, {"recompute.mode": "full"}),
     "recompute full, tp 2": (2, {"recompute.mode": "full"} | TP2),
+    "recompute 3 at a time, dp_shard 2": (2, {"recompute.mode": "full", "recompute.layers": 3, "mesh.dp_shard": 2}),
     "recompute selective": (1, {"recompute.mode": "selective"}),
     "compile": (1, {"compile.enable": True}),
     "compile, tp 2": (2, {"compile.enable": True} | TP2),
@@ -121,7 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fp16, tp 2": (2, FP16 | TP2),
     "fp16, pp 2": (2, FP16 | {"mesh.pp": 2}),
     "fp16, dp_shard 2": (2, FP16 | {"mesh.dp_shard": 2}),
-    "sgd, dp_shard 2 x tp 2": (4, SGD | {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
+    "sgd, gated, dp_shard 2 x tp 2": (4, SGD | GATED | {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
 }
 # All of these are BLOOM's; of each, another family needs what its own plan, model and pieces could get wrong.
 EACH = ("tp 2", "tp 4", "dp_shard 2 x tp 2", "pp 2, 1F1B", "recompute full, tp 2")

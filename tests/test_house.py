@@ -15,7 +15,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
     "declared": (0, set()),  # imports nothing of dtmega
     "sections": (0, {"declared"}),
-    "config": (0, {"declared", "sections"}),
+    "model_sections": (0, {"declared"}),
+    "config": (0, {"declared", "model_sections", "sections"}),
     "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega
@@ -28,7 +29,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "rendezvous": (1, set()),  # imports nothing of dtmega
     "mesh": (1, {"rendezvous"}),  # the process group begins with the store of the rendezvous
     "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens
-    "recompute": (1, set()),  # imports nothing of dtmega
+    "recompute": (2, {"models"}),  # of a stage
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
     "rule": (1, set()),  # which pairs attend; imports nothing of dtmega
     "attention": (1, {"keyed", "rule"}),  # dropout on the probabilities

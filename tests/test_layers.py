@@ -1,13 +1,15 @@
 """Claims about models/layers.py."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from dtmega import config
+from dtmega import config, families
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
-from dtmega.models.layers import FusedAttention, KeyedDropout, MixedLayerNorm
+from dtmega.models.layers import MLP, FusedAttention, KeyedDropout, MixedLayerNorm
 from dtmega.rule import alibi_slopes, attention_rule
 
 PLACES = torch.arange(96).repeat(4, 1)
@@ -102,3 +104,27 @@ def test_an_fp32_stream_that_a_norm_would_round_is_refused():
     for keys in ({"apply_residual_connection_post_layernorm": True}, {"name": "bert", "norm": "post"}):
         with pytest.raises(ValueError, match=r"expected fp32_residual=false, got true"):
             config.model_section({"name": "bloom", **keys, "fp32_residual": True}, "here")
+
+
+def shazeers(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Megatron-DeepSpeed's `_GLU`: the first half of the last dim times the activation of the second."""
+    x1, x2 = x.chunk(2, dim=-1)
+    activation = {"geglu": torch.nn.functional.gelu, "swiglu": torch.nn.functional.silu}
+    activation |= {"reglu": torch.nn.functional.relu, "liglu": torch.nn.Identity()}
+    return x1 * activation[name](x2)
+
+
+@pytest.mark.parametrize("name", ["geglu", "swiglu", "reglu", "liglu"])
+def test_a_gated_feed_forward_is_the_original_with_values_and_gates_side_by_side(name: str):
+    mlp = MLP(config.Bloom(hidden_size=8, n_heads=2, ffn_hidden_size=12, glu=name)).double()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    halves = torch.cat([torch.arange(0, 24, 2), torch.arange(1, 24, 2)])
+    expected = mlp.down(shazeers(name, torch.nn.functional.linear(x, mlp.up.weight[halves], mlp.up.bias[halves])))
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_a_gated_model_is_no_directory_of_transformers():
+    for family, keys in (("bloom", {}), ("gpt", {}), ("bert", {})):
+        model = config.model_section({"name": family, "glu": "geglu", **keys}, "here")
+        with pytest.raises(ValueError, match="no gated feed-forward: expected glu='none', got 'geglu'"):
+            families.of(model).export(None, Path("nowhere"), model, None)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def megatron_words(pairs: Pairs, b: int) -> list[list[list[int]]]:
 
 
 def test_words_are_those_that_their_marks_tell_and_begin_anew_in_the_second_segment(pairs, rows):
-    found = words_of(pairs, rows.vocabulary.continues)
+    found = words_of(pairs, rows.vocabulary.continuing)
     begun_by_a_rest = 0
     for b in range(len(pairs.tokens)):
         first, second = megatron_words(pairs, b)
@@ -66,7 +66,7 @@ def test_words_are_those_that_their_marks_tell_and_begin_anew_in_the_second_segm
         assert [np.flatnonzero((found.numbers[b] == w) & (pairs.segments[b] > 0)).tolist() for w in range(n)] == words
         assert found.sizes[b].tolist() == [len(word) for word in words] + [0] * (found.sizes.shape[1] - n)
         assert found.in_segment[b, :n].tolist() == [*range(len(first), 0, -1), *range(len(second), 0, -1)]
-        begun_by_a_rest += int(rows.vocabulary.continues[pairs.tokens[b, second[0][0]]])
+        begun_by_a_rest += int(pairs.tokens[b, second[0][0]] in TOKENIZER.continuing_ids)
     assert begun_by_a_rest > 5
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import plans
+from dtmega import config, plans
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 from dtmega.recompute import recompute
 from tests import ranks
@@ -130,7 +131,8 @@ def measured(mesh: DeviceMesh, sp: bool, how: str) -> dict[str, Any]:
     if how.startswith(("kept", "recomputed")):
         plans.keep_gathered(model)
     if how.startswith("recomputed"):
-        recompute(blocks, selective=how.endswith("selective"))
+        stage: Any = SimpleNamespace(blocks=lambda: blocks)
+        recompute(stage, config.Recompute(mode="selective" if how.endswith("selective") else "full"))
     forward, backward = Moves(), Moves()
     modes: list[Any] = [forward, backward]
     if how == "compiled":

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dtmega import config
+from dtmega.data.indexed import IndexedWriter
+from dtmega.data.objectives import NEXT_TOKEN
+from dtmega.data.text import open_text
 from dtmega.parallelize import ShardedModel
 from tests.layouts import write_text
 from tests.resumed import Record
@@ -80,3 +85,54 @@ def test_eval_only_takes_the_weights_that_a_new_run_would_start_with(text, tmp_p
 def test_a_range_of_steps_that_is_none_is_refused(text, tmp_path, pair, capsys):
     assert alone(KEYS | text | {"train.skip_steps": [pair]}, tmp_path) == 2
     assert "[train] skip_steps has pairs [first, last] with 1 <= first <= last" in "".join(capsys.readouterr())
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> dict[str, str]:
+    """Two more sets of documents: of one word each, and of words that count down."""
+    folder = tmp_path_factory.mktemp("sets")
+    words = {"same": [[word] * 40 for word in range(1, 9)], "down": [[*range(100, 50, -1)] for _ in range(8)]}
+    for name, documents in words.items():
+        with IndexedWriter(folder / name, np.dtype(np.uint16)) as writer:
+            for document in documents:
+                writer.add(document)
+    return {name: str(folder / name) for name in words}
+
+
+def test_each_validation_set_has_a_loss_of_its_own_by_its_name(text, sets, tmp_path):
+    named = {"data.validation": [f"{name}={prefix}" for name, prefix in sets.items()]}
+    keys = KEYS | text | {"eval.interval": 2, "eval.steps": 5}
+    assert alone(keys, tmp_path / "without") == 0
+    assert alone(keys | named, tmp_path / "with") == 0
+    without, with_sets = Record(tmp_path / "without"), Record(tmp_path / "with")
+    # Nothing of the training knows of them.
+    for key in ("loss", "grad_norm"):
+        assert with_sets.series(key) == without.series(key)
+    names = ["val_loss", "val_same_loss", "val_down_loss"]
+    losses = {name: {line["step"]: line[name] for line in with_sets.lines if name in line} for name in names}
+    assert losses["val_loss"] == {line["step"]: line["val_loss"] for line in without.lines if "val_loss" in line}
+    assert all(list(found) == [0, 2, 4] for found in losses.values())
+    # Each is what a run whose only validation set it is would say of the same weights.
+    for name, prefix in sets.items():
+        only = {"data.path": prefix, "data.split": "1,0,0", "data.validation": [f"{name}={prefix}"], "eval.only": True}
+        assert alone(keys | only | {"train.steps": 4}, tmp_path / name) == 0
+        (line,) = [json.loads(line) for line in (tmp_path / name / "evaluation.jsonl").read_text().splitlines()]
+        assert line == {"step": 0, f"val_{name}_loss": losses[f"val_{name}_loss"][0]}
+
+
+def test_a_validation_set_is_the_whole_of_its_file(text, sets):
+    cfg = config.load(["--config", "bloom.toml", "--data.split", "8,1,1", "--data.seq_len", "12"])
+    data = cfg.data.model_copy(
+        update={"path": text["data.path"], "tokenizer": text["data.tokenizer"], "validation": [f"down={sets['down']}"]}
+    )
+    opened = open_text(cfg.model_copy(update={"data": data}), NEXT_TOKEN)
+    assert opened.samples("down").n_tokens == 8 * 50
+    assert opened.evaluated == ["valid", "down"]
+
+
+@pytest.mark.parametrize("written", ["wiki", "=prefix", "wiki=", "valid=a", "a b=c"])
+def test_a_validation_set_without_a_name_or_a_prefix_is_refused(written):
+    with pytest.raises(ValueError, match=r"\[data\] validation has 'NAME=PREFIX'"):
+        config.Data(validation=[written])
+    with pytest.raises(ValueError, match=r"each NAME once"):
+        config.Data(validation=["a=b", "a=c"])

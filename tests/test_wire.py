@@ -62,6 +62,7 @@ V32 = {"model": {"pad_vocab_to_multiple": 4}}  # every rank has as much of the t
 FP32_STREAM = {"model": {"fp32_residual": True}}
 MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp 2, recompute": (2, 1, {**TP2, "recompute": {"mode": "full"}, "model": {"hidden_dropout": 0.1}}),
+    "tp 2, recompute of one layer": (2, 1, {**TP2, "recompute": {"mode": "full", "method": "block", "layers": 1}}),
     "tp 2, no sequence parallel, recompute": (2, 1, {**TP2_ALONE, "recompute": {"mode": "selective"}}),
     "dp_shard 2, bf16": (2, 1, {"mesh": {"dp_shard": 2}, "precision": {"params": "bfloat16"}}),
     "dp_replicate 2 x dp_shard 2, bf16 sums": (4, 1, {**HSDP, "precision": {"reduce": "bfloat16"}}),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.data.objectives import IGNORED, Sum
 from dtmega.families import Own
-from dtmega.models.layers import GeluMLP, LMHead
+from dtmega.models.layers import MLP, LMHead
 from dtmega.models.stage import Stage
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row
 from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
@@ -27,10 +27,10 @@ V, S, T = 29, 6, 4  # words, places of the first stack and of the second
 
 
 class Layer(nn.Module):
-    def __init__(self, cfg: config.Model) -> None:
+    def __init__(self, cfg: config.DroppingModel) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(cfg.hidden_size)
-        self.mlp = GeluMLP(cfg)
+        self.mlp = MLP(cfg)
 
     def forward(self, h: Tensor, position: Tensor, encoded: Tensor | None = None) -> Tensor:
         seen = 0 if encoded is None else encoded.mean(1, keepdim=True).to(h.dtype)

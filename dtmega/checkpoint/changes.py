@@ -19,7 +19,7 @@ from dtmega.declared import Section
 Kind = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {
     "run": ("dir", "device", "timeout_s", "grace_s"),
-    "data": ("num_workers",),
+    "data": ("validation", "num_workers"),
     "eval": ("interval", "steps", "only", "prompt", "sample_tokens"),
     "train": ("kill_switch",),
     "log": ("interval", "tensorboard", "num_zeros", "params_norm"),
@@ -27,7 +27,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "compile": ("enable",),
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel"),
     "pipeline": ("schedule", "virtual_stages", "stages", "csv", "draw"),
-    "recompute": ("mode",),
+    "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
 # Keys that move the learning rate or the end of the run, and the rest of the recipe.

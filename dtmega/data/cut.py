@@ -29,7 +29,8 @@ from dtmega.data.indexed import IndexedDataset
 from dtmega.data.shared_file import DIGEST_BYTES, SharedFile, index_path, state_of
 
 LONGEST_SENTENCE = 512  # tokens: LONG_SENTENCE_LEN of Megatron's `helpers.cpp`
-CHUNK = 1 << 20  # sentences that are cut at a time, which bounds the memory that it takes
+FORMAT = 1  # raise it when the same documents and targets give another table
+CHUNK = 1 << 20  # sentences or documents that are cut at a time, which bounds the memory, but for a longer document
 LONG = 1 << 22  # sentences from which on a table is worth a file: below, it is made in less than a second
 
 
@@ -93,7 +94,8 @@ def _from_file(
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{targets}".encode()).hexdigest()[:16]
     path = cache_dir() / f"pairs-{name}.bin"
     about = f"cutting documents {documents[0]} to {documents[1]} of {dataset.prefix} into samples"
-    SharedFile(path, f"{state_of(dataset)} {documents} {targets}", pieces, about).read_or_make()
+    made_from = f"{state_of(dataset)} {documents} {targets} {FORMAT}"
+    SharedFile(path, made_from, pieces, about).read_or_make()
     n = (path.stat().st_size - DIGEST_BYTES) // (3 * dtype.itemsize)
     return np.asarray(np.memmap(path, dtype, "r", shape=(n, 3))) if n else np.zeros((0, 3), dtype)
 
@@ -103,11 +105,11 @@ def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Target
     start, stop = documents
     while start < stop:
         # As many documents as have CHUNK sentences together, but at least one.
-        limit = dataset.document_index[start] + CHUNK
-        end = int(np.searchsorted(dataset.document_index[: stop + 1], limit, "right")) - 1
-        end = max(end, start + 1)
-        yield _cut(dataset, dataset.document_index[start : end + 1], targets)
-        start = end
+        bounds = dataset.document_index[start : min(stop, start + CHUNK) + 1]
+        n = int(np.searchsorted(bounds, bounds[0] + CHUNK, "right")) - 1
+        n = max(n, 1)
+        yield _cut(dataset, bounds[: n + 1], targets)
+        start += n
 
 
 def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -> NDArray[np.int64]:

@@ -29,12 +29,12 @@ class Vocabulary(NamedTuple):
     """The ids that masking tells apart, as plain data that goes to other processes.
 
     Attributes:
-        continues: bool [V], the id goes on within a word.
-        ordinary: int64, all ids that are not special.
+        continuing: ids that go on within a word.
+        ordinary: all ids that are not special.
     """
 
     specials: Specials
-    continues: NDArray[np.bool_]
+    continuing: NDArray[np.int64]
     ordinary: NDArray[np.int64]
 
 
@@ -64,7 +64,7 @@ class Masked(NamedTuple):
 
 def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> Masked:
     """Hide `mask_prob` of the tokens of each sample, as far as n-grams fit, all samples at once."""
-    words = words_of(pairs, vocabulary.continues)
+    words = words_of(pairs, vocabulary.continuing)
     lengths = (~pairs.padding).sum(1)  # with special tokens, as in the original
     to_hide = np.maximum(1, np.rint(mask_prob * lengths)).astype(np.int64)
     chosen = _choose(words, to_hide, max_ngram, pairs.keys)
@@ -72,11 +72,11 @@ def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int)
     return Masked(_replaced(pairs, hidden, vocabulary), hidden)
 
 
-def words_of(pairs: Pairs, continues: NDArray[np.bool_]) -> Words:
+def words_of(pairs: Pairs, continuing: NDArray[np.int64]) -> Words:
     """The words of the samples."""
     segments = pairs.segments
     in_text = segments > 0
-    begins = in_text & ~continues[pairs.tokens]
+    begins = in_text & ~np.isin(pairs.tokens, continuing)
     begins[:, 1:] |= in_text[:, 1:] & (segments[:, 1:] != segments[:, :-1])
     numbers = np.maximum(np.cumsum(begins, 1) - 1, 0)
     n_rows = len(numbers)
@@ -109,10 +109,10 @@ def _choose(words: Words, to_hide: NDArray[np.int64], max_ngram: int, keys: NDAr
     left = to_hide.copy()
     rows = np.arange(n_rows)
     for word in order.T:
-        total = totals[rows, word]
-        fits = ((total <= left[:, None]) & (ahead < lengths[rows, word][:, None])).sum(1)  # words
         if not left.any():
             break
+        total = totals[rows, word]
+        fits = ((total <= left[:, None]) & (ahead < lengths[rows, word][:, None])).sum(1)  # words
         taken = (rows[:, None], word[:, None] + ahead)
         within = ahead < fits[:, None]
         free = (fits > 0) & is_word[rows, word] & ~(chosen[taken] & within).any(1)

@@ -138,9 +138,9 @@ class Masked:
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> MaskedRows:
         ids = np.arange(tokenizer.vocab_size)
-        continues = np.isin(ids, [*tokenizer.continuing_ids])
+        continuing = np.array(sorted(tokenizer.continuing_ids), np.int64)
         ordinary = ids[~np.isin(ids, [*tokenizer.special_ids])]
-        return MaskedRows(samples, data, Vocabulary(specials(tokenizer), continues, ordinary))
+        return MaskedRows(samples, data, Vocabulary(specials(tokenizer), continuing, ordinary))
 
 
 def specials(tokenizer: Tokenizer) -> Specials:

@@ -28,6 +28,7 @@ class Text(NamedTuple):
 
     Attributes:
         objective, data: how it is read.
+        splits: "train", "valid", "test", and the sets of [data] validation by their names; None: there is none.
         identity: TOML key -> digest or value of all that decides which tokens and which dropout step n sees. A run that
             goes on must find it unchanged.
         notes: lines that the run should show once.
@@ -39,6 +40,11 @@ class Text(NamedTuple):
     splits: dict[str, AnySamples | None]
     identity: dict[str, Any]
     notes: list[str]
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The splits of `splits` that validation goes through, in order."""
+        return ["valid", *(name for name, _ in self.data.validation_sets)]
 
     def samples(self, split: str) -> AnySamples:
         found = self.splits[split]
@@ -70,18 +76,36 @@ def open_text(cfg: Config, objective: Objective) -> Text:
         prefix = prepare_stdlib(tokenizer, in_sentences=objective.sentences) if path == "stdlib" else path
         prefixes.append(prefix)
         dataset = IndexedDataset(prefix)
-        check_token_ids(dataset, cfg.model.vocab_size)
-        if path == "stdlib":
-            continue
-        if not record.check_tokenizer(dataset, cfg.data, tokenizer):
+        if not checked(dataset, cfg, objective, tokenizer, made_here=path == "stdlib"):
             without_record.append(prefix)
-        record.check_sentences(dataset, objective.sentences)
     splits = build_samples(objective, cfg.data, prefixes, cfg.run.seed)
+    for name, prefix in cfg.data.validation_sets:
+        dataset = IndexedDataset(prefix)
+        if not checked(dataset, cfg, objective, tokenizer):
+            without_record.append(prefix)
+        documents = (0, len(dataset.document_index) - 1)
+        splits.samples[name] = objective.samples(dataset, documents, cfg.data, cfg.run.seed, name, 0)
     notes = [*([record.unrecorded(without_record, tokenizer)] if without_record else []), *splits.notes]
     same = identity(cfg, objective, tokenizer, prefixes)
     text = Text(objective, cfg.data, tokenizer, splits.samples, same, notes)
     check_losses(text, cfg)
     return text
+
+
+def checked(
+    dataset: IndexedDataset, cfg: Config, objective: Objective, tokenizer: Tokenizer, made_here: bool = False
+) -> bool:
+    """Can a file be read as the configuration says? False: it has no record of its tokenizer.
+
+    Raises:
+        ValueError: ids outside the vocabulary, another tokenizer, sentences where documents are read, or the reverse.
+    """
+    check_token_ids(dataset, cfg.model.vocab_size)
+    if made_here:
+        return True
+    has_record = record.check_tokenizer(dataset, cfg.data, tokenizer)
+    record.check_sentences(dataset, objective.sentences)
+    return has_record
 
 
 def check_losses(text: Text, cfg: Config) -> None:
@@ -93,7 +117,7 @@ def check_losses(text: Text, cfg: Config) -> None:
         ValueError: names the split, and why.
     """
     n_samples = cfg.eval.steps * cfg.batch.global_batch_size
-    for split in ("valid", "test"):
+    for split in (*text.evaluated, "test"):
         if text.splits[split] is None:
             continue
         rows = text.rows(split)
@@ -109,7 +133,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 def read_again(cfg: Config, text: Text) -> list[str]:
     """A line if an evaluation is longer than a split that it reads."""
     wanted = cfg.eval.steps * cfg.batch.global_batch_size
-    held = {name: int(part.n_samples) for name in ("valid", "test") if (part := text.splits[name])}
+    held = {name: int(part.n_samples) for name in (*text.evaluated, "test") if (part := text.splits[name])}
     short = [f"{name} has {n:,}" for name, n in held.items() if n < wanted]
     if not short:
         return []

@@ -19,12 +19,13 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.loss import IGNORED
 from dtmega.models.layers import (
+    MLP,
     FusedAttention,
     Gelu,
-    GeluMLP,
     KeyedDropout,
     LMHead,
     gelu,
+    refuse_gated,
     residual_stream,
     set_dropout_keys,
     stream_norm,
@@ -50,7 +51,7 @@ class Block(nn.Module):
         self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
         self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
-        self.mlp = GeluMLP(cfg, cfg.gelu)
+        self.mlp = MLP(cfg, cfg.gelu)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
     def forward(
@@ -178,9 +179,8 @@ class Bert(Stage):
                 embedded = self.embed_norm(embedded)
             assert self.embed_dropout is not None
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None
+        hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
         if self.head is None or self.order is None:
             return {"hidden": hidden}
         if self.norm is not None:
@@ -229,6 +229,7 @@ def _described(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse(model: config.Model) -> None:
+    refuse_gated(model)
     assert isinstance(model, config.Bert)
     if model.gelu != model.head_gelu:
         raise ValueError(

@@ -13,11 +13,12 @@ from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import (
+    MLP,
     FusedAttention,
-    GeluMLP,
     KeyedDropout,
     LMHead,
     finish,
+    refuse_gated,
     residual_stream,
     set_dropout_keys,
     stream_norm,
@@ -36,7 +37,7 @@ class Block(nn.Module):
         self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
         self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
-        self.mlp = GeluMLP(cfg)
+        self.mlp = MLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
     def forward(
@@ -111,9 +112,8 @@ class Bloom(Stage):
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             embedded = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)
             hidden = residual_stream(embedded, self.cfg)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None
+        hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
         return finish(hidden, self.norm, self.head, labels)
 
     def init_buffers(self, seed: int) -> None:
@@ -123,6 +123,7 @@ class Bloom(Stage):
 
 
 def _refuse(model: config.Model) -> None:
+    refuse_gated(model)
     if model.ffn != 4 * model.hidden_size:
         raise ValueError(
             f"Hugging Face's BLOOM has a feed-forward size of 4 x hidden_size = {4 * model.hidden_size}, this model "

@@ -16,11 +16,12 @@ from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import (
+    MLP,
     FusedAttention,
-    GeluMLP,
     KeyedDropout,
     LMHead,
     finish,
+    refuse_gated,
     residual_stream,
     set_dropout_keys,
     stream_norm,
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self.attn = FusedAttention(cfg, number)
         self.attn_dropout = KeyedDropout(cfg.hidden_dropout)
         self.mlp_norm = stream_norm(cfg, cfg.layer_norm_eps)
-        self.mlp = GeluMLP(cfg)
+        self.mlp = MLP(cfg)
         self.mlp_dropout = KeyedDropout(cfg.hidden_dropout)
 
     def forward(
@@ -109,9 +110,8 @@ class GPT(Stage):
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
             embedded = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rule, self.head_ids, sample_ids, places)
         assert hidden is not None
+        hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
         return finish(hidden, self.norm, self.head, labels)
 
     def init_buffers(self, seed: int) -> None:
@@ -159,4 +159,5 @@ HF = Format(
         Key("init_std", ("initializer_range",), 0.02, free=True),
     ),
     from_section=_described,
+    refuse=refuse_gated,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -119,17 +120,45 @@ def gelu(x: Tensor, form: Gelu) -> Tensor:
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
-class GeluMLP(nn.Module):
-    """A feed-forward with GELU: in its approximation by tanh Megatron's, BLOOM's and GPT-2's."""
+# The activation of the gate, by which the value is multiplied (arXiv:2002.05202; Megatron-DeepSpeed's glu_activations).
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": F.gelu,
+    "swiglu": F.silu,
+    "reglu": F.relu,
+    "liglu": lambda x: x,
+}
 
-    def __init__(self, cfg: config.OwnModel, form: Gelu = "tanh") -> None:
+
+class MLP(nn.Module):
+    """A feed-forward with GELU: in its approximation by tanh Megatron's, BLOOM's and GPT-2's. Or a gated one.
+
+    Rows of a gated `up` are ordered [F, (value, gate)], so that tp cuts between pairs.
+    """
+
+    def __init__(self, cfg: config.DroppingModel, form: Gelu = "tanh") -> None:
         super().__init__()
         self.form: Gelu = form
-        self.up = nn.Linear(cfg.hidden_size, cfg.ffn)
+        self.gate = GATES.get(cfg.glu)
+        self.up = nn.Linear(cfg.hidden_size, cfg.ffn if self.gate is None else 2 * cfg.ffn)
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x), self.form))
+        x = self.up(x)
+        if self.gate is None:
+            return self.down(gelu(x, self.form))
+        value, gate = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down(value * self.gate(gate))
+
+
+def refuse_gated(model: config.Model) -> None:
+    """Raises:
+    ValueError: of a model with a gated feed-forward, where another program has none.
+    """
+    assert isinstance(model, config.DroppingModel)
+    if model.glu != "none":
+        raise ValueError(
+            f"Hugging Face's has no gated feed-forward: expected glu='none', got '{model.glu}' ([model] glu)"
+        )
 
 
 class LMHead(nn.Module):

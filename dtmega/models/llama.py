@@ -134,9 +134,8 @@ class Llama(Stage):
         rotation = Rotation(angles.cos(), angles.sin())
         if self.embed is not None:
             hidden = self.embed(tokens)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rule, rotation)
         assert hidden is not None
+        hidden = self.run_layers(self.blocks(), hidden, rule, rotation)
         return finish(hidden, self.norm, self.head, labels)
 
     def init_buffers(self, seed: int) -> None:

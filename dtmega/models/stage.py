@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -54,6 +54,15 @@ class Stage(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""
         return list(self.layers.values())
+
+    def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
+        """hidden through these layers, one after the other; all are given the same beside it.
+
+        Models of one stack call it for `blocks()`, so that several of them can be recomputed as a unit.
+        """
+        for layer in layers:
+            hidden = layer(hidden, *shared)
+        return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """The pieces of a whole model, in the pipeline's order -> all modules in each, single ones and nested.
