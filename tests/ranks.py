@@ -41,7 +41,7 @@ FROM_INSIDE_COMPILE = (
     "The .grad attribute of a Tensor that is not a leaf",
     "<class 'torch.autograd.function.Function'> should not be instantiated",
 )
-# What torch imports when an optimizer steps or a graph is compiled: once here, and not on every rank of the first groups.
+# What torch imports when an optimizer steps or a graph is compiled: once here, not on each rank of the first groups.
 LATE = ("torch._dynamo", "torch._dynamo.repro.after_dynamo", "torch._inductor.pattern_matcher", "torch._inductor.debug")
 
 

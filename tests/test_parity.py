@@ -91,7 +91,8 @@ class Pair(NamedTuple):
 def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     """Every layout of this session, in one group of processes: most of what a short run takes comes once a process."""
     folder = tmp_path_factory.mktemp("layouts")
-    asked = {item.callspec.params["name"] for item in request.session.items if "trained" in item.fixturenames}
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    asked = {item.callspec.params["name"] for item in here if "trained" in item.fixturenames}
     names = sorted((name for name in LAYOUTS if name in asked), key=lambda name: "compile" in name)  # which comes last
     truth_of = {name: truth_keys(LAYOUTS[name][1]) | FEWEST for name in names}
     wanted = {str(keys): (1, keys) for keys in truth_of.values()} | {name: LAYOUTS[name] for name in names}
