@@ -21,7 +21,7 @@ from dtmega.models import layers
 from dtmega.parallelize import ShardedModel
 from dtmega.shards import local
 from tests import ranks
-from tests.layouts import DEBUG, one_rank, write_text
+from tests.layouts import DEBUG, one_rank, write_sentences, write_text
 from tests.resumed import Record, flags
 from tests.test_faults import alone
 
@@ -162,12 +162,12 @@ def text(tmp_path_factory) -> dict[str, str]:
 
 def infinite_at(lost: Callable[[int], bool], rank: int = 0) -> None:
     """On one rank, the first gradient has an element that is not finite in each of these steps."""
-    honest, steps = ShardedModel.forward_backward, []
+    honest = ShardedModel.forward_backward
 
-    def forward_backward(self: ShardedModel, *args: Any) -> Tensor:
-        totals = honest(self, *args)
-        steps.append(None)
-        if lost(len(steps)) and dist.get_rank() == rank:
+    def forward_backward(self: ShardedModel, microbatches: Any, *args: Any) -> Tensor:
+        totals = honest(self, microbatches, *args)
+        step = int(microbatches[0]["sample_ids"].min()) // SMALL["batch.global_batch_size"] + 1
+        if lost(step) and dist.get_rank() == rank:
             gradient = next(iter(self.owned().values())).grad
             assert gradient is not None
             local(gradient).view(-1)[0] = math.inf
@@ -301,6 +301,25 @@ def test_an_overflow_on_one_rank_is_one_on_all(text, tmp_path, keys):
     steps = Record(tmp_path / "run").steps
     assert [line["loss_scale"] for line in steps.values()] == [2**12, 2**12, 2**11]
     assert [step for step, line in steps.items() if "skipped" in line] == [2]
+
+
+def test_a_bert_goes_through_a_forced_overflow_and_on_from_the_middle_of_a_window(tmp_path, infinite):
+    infinite(lambda step: step in (2, 3))
+    keys = {key: value for key, value in SMALL.items() if key != "data.eod_mask_loss"} | write_sentences(tmp_path)
+    keys |= {"model.name": "bert", "model.max_position_embeddings": 32, "data.seq_len": 24, "train.steps": 8}
+    keys |= {"model.fp32_residual": True, "model.query_key_layer_scaling": True, "optim.schedule": "linear"}
+    keys |= {"precision.initial_loss_scale": 2.0**14, "precision.loss_scale_window": 4, "eval.sample_tokens": 0}
+    assert alone(keys, tmp_path / "whole") == 0
+    assert [alone(keys | {"train.exit_interval": 5}, tmp_path / "cut") for _ in range(2)] == [0, 0]
+    whole, cut = Record(tmp_path / "whole"), Record(tmp_path / "cut")
+    assert [math.log2(scale) for scale in whole.series("loss_scale")] == [14, 14, 14, 13, 13, 13, 13, 14]
+    section = config.Optim(lr=1e-2, min_lr=1e-4, schedule="linear", warmup=5)
+    learned = {1: 1, 4: 2, 5: 3, 6: 4, 7: 5, 8: 6}
+    rates = {step: line["lr"] for step, line in whole.steps.items() if "lr" in line}
+    assert rates == pytest.approx({step: optim.learning_rate(section, n, total=8) for step, n in learned.items()})
+    for key in ("loss", "grad_norm", "loss_scale", "tokens"):
+        assert cut.series(key) == whole.series(key)
+    assert all(torch.equal(cut.final[name], tensor) for name, tensor in whole.final.items())
 
 
 def test_what_cannot_be_scaled_is_refused():
