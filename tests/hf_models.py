@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 import zlib
@@ -111,6 +112,12 @@ def plain(case: Case) -> Any:
 
 def build(case: Case) -> Any:
     """The same, biases and norms not left at 0 and 1."""
+    return copy.deepcopy(_built(case))
+
+
+@functools.cache
+def _built(case: Case) -> Any:
+    """transformers takes longer to make a model than it takes to copy it."""
     model = plain(case)
     # OPT's attention is nearly even with small weights, and gradients of its queries what is left of large numbers.
     noise = 0.1 if case.family == "opt" else 0.05
@@ -155,7 +162,8 @@ def steps(model: Any, inputs: dict[str, Tensor], losses: int = 1) -> None:
         rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(2)] if losses == 2 else [inputs]
         for row in rows:
             (forward(model, row)[0] / losses).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        # Of lists of DTensors torch takes seconds to find out how they are cut.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
         optimizer.step()
 
 

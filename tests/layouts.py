@@ -87,23 +87,25 @@ SGD = {"optim.name": "sgd", "optim.eps": 1e-8, "optim.lr": 0.1, "optim.lr_factor
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
 TP2 = {"mesh.tp": 2} | FOURS
-# One layout of each axis runs with all that a run of a user has beside the numbers.
-AS_USED = {"data.num_workers": 1, "log.tensorboard": True}
+# One layout of each axis runs with what a run of a user has beside the numbers; one of them is enough for workers, each
+# of which imports torch.
+TENSORBOARD = {"log.tensorboard": True}
+AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
 TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *GATED}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
-    "tp 3": (3, {"mesh.tp": 3} | FOURS | AS_USED),
+    "tp 3": (3, {"mesh.tp": 3} | FOURS | TENSORBOARD),
     "tp 4": (4, {"mesh.tp": 4} | FOURS),
     "dp_shard 2": (2, {"mesh.dp_shard": 2} | AS_USED),
     "dp_shard 4": (4, {"mesh.dp_shard": 4}),
-    "dp_replicate 2": (2, {"mesh.dp_replicate": 2} | AS_USED),
+    "dp_replicate 2": (2, {"mesh.dp_replicate": 2} | TENSORBOARD),
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "dp_shard 2 x tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     **{f"pp 2, {name}": (2, {"mesh.pp": 2, "pipeline.schedule": name}) for name in SCHEDULES},
-    "pp 2, 1F1B": (2, {"mesh.pp": 2, "pipeline.schedule": "1F1B"} | AS_USED),
+    "pp 2, 1F1B": (2, {"mesh.pp": 2, "pipeline.schedule": "1F1B"} | TENSORBOARD),
     "pp 4": (4, {"mesh.pp": 4}),
     "pp 2 x dp_shard 2 x tp 2": (8, {"mesh.pp": 2, "mesh.dp_shard": 2, "mesh.tp": 2} | PAIRS),
     "V 131, tp 2": (2, V131 | TP2),
@@ -143,7 +145,10 @@ OF_BERT = (
 )
 BERT = {"model.name": "bert"}
 LAYOUTS |= {f"bert, {name}": (LAYOUTS[name][0], BERT | LAYOUTS[name][1]) for name in OF_BERT}
-LAYOUTS["bert, dp_shard 3"] = (3, BERT | {"mesh.dp_shard": 3, "batch.global_batch_size": 9})
+LAYOUTS["bert, dp_shard 3"] = (
+    3,
+    BERT | {"mesh.dp_shard": 3, "batch.global_batch_size": 9, "batch.micro_batch_size": 1},
+)
 LAYOUTS["bert, V 131, pp 2 x tp 2"] = (4, BERT | V131 | {"mesh.pp": 2, "mesh.tp": 2} | PAIRS)
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}

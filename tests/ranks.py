@@ -41,6 +41,8 @@ FROM_INSIDE_COMPILE = (
     "The .grad attribute of a Tensor that is not a leaf",
     "<class 'torch.autograd.function.Function'> should not be instantiated",
 )
+# What torch imports when an optimizer steps or a graph is compiled: once here, not on each rank of the first groups.
+LATE = ("torch._dynamo", "torch._dynamo.repro.after_dynamo", "torch._inductor.pattern_matcher", "torch._inductor.debug")
 
 
 class Ended(NamedTuple):
@@ -137,6 +139,7 @@ def forks() -> Forks:
 def _serve(pipe: Connection) -> None:
     _die_with_parent()
     torch.set_num_threads(1)
+    _import([*LATE])
     multiprocessing.set_start_method("fork", force=True)  # whose locks leave nothing behind when a rank is killed
     with contextlib.suppress(EOFError):
         while True:

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2": (2, {"mesh.dp_shard": 2}),
     "tp 2": (2, {"mesh.tp": 2} | PAIRS),
     "pp 2, 1F1B": (2, {"mesh.pp": 2}),
-    "pp 2, ZBV": (2, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}),
+    "pp 2, ZBV": (2, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble", "batch.micro_batch_size": 1}),
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "pp 2 x tp 2": (4, {"mesh.pp": 2, "mesh.tp": 2} | PAIRS),
 }

@@ -46,7 +46,7 @@ from tests.ranks import message
 from tests.test_job import free_port
 
 # Where one process and two sum in another order; rounding alone is below 1e-6 of the largest.
-LOSS, GRADIENT, STEPPED = 1e-6, 1e-5, 1e-4
+LOSS, GRADIENT, AFTER_STEPS = 1e-6, 1e-5, 1e-4
 TIMEOUT_S = 600.0  # half a minute of work, on a machine that may be busy
 # `tests/hf_sweep.py` has every combination of these, on five layouts.
 CASES = [
@@ -60,6 +60,12 @@ TP4 = [Case("qwen2", kv_heads=2, length=13), Case("qwen3", kv_heads=2)]
 # One for each way to cut a projection; those that are left out have LLaMA's.
 DP2_TP2 = [Case(name, tied=name not in ("opt", "llama")) for name in MODELS if name not in ("mistral", "qwen2", "bert")]
 HSDP = [Case("gpt2")]
+# The axes of the meshes of four ranks.
+TP, FSDP_TP, HSDP_TP = ("tp",), ("dp_shard", "tp"), ("dp_replicate", "dp_shard", "tp")
+# What three steps of AdamW make of the DTensors, for one family of each kind: torch takes a second to find out how they
+# are cut.
+STEPPED = [Case(name) for name in ("bloom", "gpt2", "qwen3", "opt", "t5", "gemma2")]
+STEPPED_ON_FOUR = [*TP4[1:], *DP2_TP2[:1], *HSDP]
 # A projection in parts; a tensor that transformers saves under another name; two tied pairs.
 FILES = [Case("gpt2"), Case("gpt_neox", tied=False), Case("bert"), Case("qwen3", vocab=129)]
 FILES_ON_FOUR = FILES[::3]
@@ -105,10 +111,12 @@ def deviations(
     return found
 
 
-def parity(mesh: DeviceMesh, cases: list[Case], path: str, both: bool) -> dict[Case, dict[str, float]]:
+def parity(
+    mesh: DeviceMesh, cases: list[Case], path: str, both: bool, stepped: list[Case]
+) -> dict[Case, dict[str, float]]:
     truths, found = torch.load(path, weights_only=False), {}
     for case in cases:
-        found[case] = deviations(case, mesh, True, truths[case], stepping=True)
+        found[case] = deviations(case, mesh, True, truths[case], stepping=case in stepped)
         # A variant differs in its modules, not in how they are cut; an odd sequence is not cut in either case.
         if both and case.name in MODELS and case.length % mesh.size() == 0:
             plain = deviations(case, mesh, False, truths[case], stepping=False)
@@ -493,7 +501,7 @@ def on_meta(mesh: DeviceMesh) -> dict[str, Any]:
 def everything_on_two(path: str, directories: dict[Case, str]) -> dict[str, Any]:
     """All that is measured on tp 2, so that its processes start once."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found: dict[str, Any] = {"parity": parity(mesh, CASES, path, both=True)}
+    found: dict[str, Any] = {"parity": parity(mesh, CASES, path, both=True, stepped=STEPPED)}
     for fn in (
         structure,
         collectives,
@@ -517,12 +525,12 @@ def everything_on_four(tp4: str, together: str, apart: str, directories: dict[Ca
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     found: dict[Any, Any] = {}
     for shape, names, cases, path in (
-        ((4,), ("tp",), TP4, tp4),
-        ((2, 2), ("dp_shard", "tp"), DP2_TP2, apart),
-        ((2, 1, 2), ("dp_replicate", "dp_shard", "tp"), HSDP, together),
+        ((4,), TP, TP4, tp4),
+        ((2, 2), FSDP_TP, DP2_TP2, apart),
+        ((2, 1, 2), HSDP_TP, HSDP, together),
     ):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        found |= parity(mesh, cases, path, both=False)
+        found[names] = parity(mesh, cases, path, both=False, stepped=STEPPED_ON_FOUR)
         if shape == (2, 2):
             found["loaded"] = loaded(mesh, {case: directories[case] for case in FILES_ON_FOUR})
     return found
@@ -543,7 +551,7 @@ def on_four() -> list[dict[str, Any]]:
 
 def too_far(errors: dict[str, float]) -> dict[str, float]:
     def bound(name: str) -> float:
-        return STEPPED if name.startswith("stepped") else LOSS if name.startswith("loss") else GRADIENT
+        return AFTER_STEPS if name.startswith("stepped") else LOSS if name.startswith("loss") else GRADIENT
 
     return {name: e for name, e in errors.items() if not e <= bound(name)}
 
@@ -555,20 +563,23 @@ def titled(case: Case) -> str:
 @pytest.mark.parametrize("case", CASES, ids=titled)
 def test_loss_logits_every_gradient_and_three_steps_of_tp_2_equal_one_process(case: Case):
     for found in on_two():
-        assert len(found["parity"][case]) > 20
+        assert len(found["parity"][case]) > 10
+        assert any(name.startswith("stepped") for name in found["parity"][case]) is (case in STEPPED)
         assert too_far(found["parity"][case]) == {}
 
 
 @pytest.mark.parametrize("case", TP4, ids=titled)
 def test_two_heads_of_keys_are_copied_to_four_ranks_and_nothing_changes(case: Case):
     for found in on_four():
-        assert too_far(found[case]) == {}
+        assert too_far(found[TP][case]) == {}
 
 
-@pytest.mark.parametrize("case", [*DP2_TP2, *HSDP], ids=titled)
-def test_under_fsdp2_and_hsdp_gradients_are_those_of_the_mean_of_the_ranks_losses(case: Case):
+@pytest.mark.parametrize(
+    ("axes", "case"), [*((FSDP_TP, case) for case in DP2_TP2), *((HSDP_TP, case) for case in HSDP)]
+)
+def test_under_fsdp2_and_hsdp_gradients_are_those_of_the_mean_of_the_ranks_losses(axes: tuple[str, ...], case: Case):
     for found in on_four():
-        assert too_far(found[case]) == {}
+        assert too_far(found[axes][case]) == {}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NO_GENERATION])
@@ -851,7 +862,7 @@ def test_the_example_trains_saves_and_what_it_saves_is_what_one_process_gets(tmp
         losses.append(f"{loss.item():.4f}")
     assert re.findall(r"loss ([\d.]+)", printed) == losses
     ours = hf_models.transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
-    assert max(error(ours[name], p) for name, p in model.state_dict().items()) < STEPPED
+    assert max(error(ours[name], p) for name, p in model.state_dict().items()) < AFTER_STEPS
 
 
 def test_the_one_gpu_example_ends_with_a_directory_that_holds_what_it_trained(tmp_path: Path):

@@ -19,6 +19,7 @@ from tests.layouts import (
     FAMILIES,
     FP32,
     LAYOUTS,
+    PAIRS,
     TP2,
     Run,
     bound_of,
@@ -38,8 +39,9 @@ def data(tmp_path_factory) -> dict[str, dict[str, str]]:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-# Fewer than in the README's table, with everything in them: warm-up, decay, three evaluations.
-SHORT = {"train.steps": 4, "eval.interval": 2, "optim.warmup": 1}
+# Fewer steps and microbatches than in the README's table, with everything in them: warm-up, decay, three evaluations.
+SHORT = {"train.steps": 3, "eval.interval": 2, "optim.warmup": 1} | PAIRS
+FEWEST = {"batch.micro_batch_size": 0}  # of one process: as many sequences in each as divide the batch, up to 4
 
 
 @pytest.fixture(scope="session")
@@ -76,20 +78,23 @@ class Pair(NamedTuple):
     """Attributes:
     truth: of one process.
     samples: by rank and step, the numbers of those that the rank was given.
+    said: what the first rank of the run printed.
     """
 
     run: Run
     truth: Run
     samples: list[list[list[int]]]
+    said: str
 
 
 @pytest.fixture(scope="session")
 def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     """Every layout of this session, in one group of processes: most of what a short run takes comes once a process."""
     folder = tmp_path_factory.mktemp("layouts")
-    asked = {item.callspec.params["name"] for item in request.session.items if "trained" in item.fixturenames}
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    asked = {item.callspec.params["name"] for item in here if "trained" in item.fixturenames}
     names = sorted((name for name in LAYOUTS if name in asked), key=lambda name: "compile" in name)  # which comes last
-    truth_of = {name: truth_keys(LAYOUTS[name][1]) for name in names}
+    truth_of = {name: truth_keys(LAYOUTS[name][1]) | FEWEST for name in names}
     wanted = {str(keys): (1, keys) for keys in truth_of.values()} | {name: LAYOUTS[name] for name in names}
     folders = {what: folder / str(i) for i, what in enumerate(wanted)}
     trainings = []
@@ -99,13 +104,14 @@ def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
         trainings.append(Training(n, every, folders[what] / "run", plant))
     samples = dict(zip(wanted, train_all(trainings), strict=True))
     runs = {what: Run(left) for what, left in folders.items()}
-    return {name: Pair(runs[name], runs[str(truth_of[name])], samples[name]) for name in names}
+    said = {name: (folders[name] / "run" / "stdout-0").read_text() for name in names}
+    return {name: Pair(runs[name], runs[str(truth_of[name])], samples[name], said[name]) for name in names}
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_layout_gives_the_numbers_of_one_process(trained, name):
     keys = LAYOUTS[name][1]
-    this, truth, _ = trained[name]
+    this, truth = trained[name].run, trained[name].truth
     for parameter, value in truth.initial.items():
         assert torch.equal(this.initial[parameter][: len(value)], value), f"{parameter} starts with other bits"
     bound = bound_of(keys)
@@ -124,6 +130,11 @@ def test_ranks_have_other_numbers_of_masked_tokens_and_some_samples_have_padding
         n_masked = {sum(int((one["labels"] != IGNORED).sum()) for one in of_rank) for of_rank in given}
         assert len(n_masked) > 1
     assert padded == {True, False}
+
+
+@pytest.mark.parametrize("name", ["tp 3"])  # 3 does not divide what a sample is otherwise padded to
+def test_a_finished_run_shows_a_sample(trained, name):
+    assert "\na sample:\n" in trained[name].said
 
 
 def row_bias_on_every_rank() -> None:
@@ -217,10 +228,15 @@ def test_ranks_that_should_share_a_batch_and_do_not_are_stopped_at_the_start(run
 
 @pytest.mark.parametrize(
     "keys",
-    [TP2, {"mesh.dp_shard": 2}, {"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}],
+    [
+        TP2,
+        # test_resume.py goes on from these two.
+        pytest.param({"mesh.dp_shard": 2}, marks=pytest.mark.full),
+        pytest.param({"mesh.pp": 2, "pipeline.schedule": "ZBVZeroBubble"}, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_stopped_on_one_layout_goes_on_with_its_numbers_on_another(run, data, tmp_path, keys):
     text = data["bloom"]
-    train_debug_model(2, text | SHORT | keys | {"train.exit_interval": 3}, tmp_path)
+    train_debug_model(2, text | SHORT | keys | {"train.exit_interval": 2}, tmp_path)
     found = deviation(train_debug_model(1, text | SHORT, tmp_path), run(1, {}))
     assert all(found[quantity] <= FP32[quantity] for quantity in FP32), found

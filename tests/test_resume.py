@@ -26,13 +26,14 @@ class Pair(NamedTuple):
     reader_keys: dict[str, Any]
 
 
-# Fewer than in the benchmark: 5 of 4 samples are the 20 of the ramp, and the checkpoint is in the middle of it.
-STEPS, CUT = 7, 3
+# Fewer than in the benchmark: 4 of 4 samples are the 16 of the ramp, and the checkpoint is in the middle of it.
+STEPS, CUT, RAMP = 5, 3, 4
 SHORT = {
     "train.steps": STEPS,
     "eval.interval": CUT,
     "optim.warmup": 2,
-    "batch.rampup": [4, 4, 20],
+    "batch.rampup": [4, 4, 4 * RAMP],
+    "batch.micro_batch_size": 2,
     "checkpoint.interval": CUT,
 }
 BERT = {"model.name": "bert", "model.pad_vocab_to_multiple": 48}
@@ -97,7 +98,7 @@ def test_on_another_layout_the_first_loss_is_the_same_and_the_rest_follows_withi
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_next_sample_is_the_next_one_in_the_middle_of_the_ramp_and_none_comes_twice(resumed, name):
-    sizes = [4 if step <= 5 else 8 for step in range(1, STEPS + 1)]
+    sizes = [4 if step <= RAMP else 8 for step in range(1, STEPS + 1)]
     done = sum(sizes[:CUT])
     for i, size in enumerate(sizes[CUT:]):
         given = {sample for rank in resumed[name].samples for sample in rank[i]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 from torch import Tensor
 
 from dtmega import config, families
+from dtmega.__main__ import main as command
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.models.show import filled, masked
 from dtmega.models.stage import Stage
+from tests.layouts import FAMILIES, PAIRS, write_sentences
+from tests.resumed import Training, train_all
 
 TOKENIZER = load_tokenizer("stdlib-wordpiece")
 CLS, SEP, MASK, PAD = 2, 3, 4, 0
@@ -92,3 +97,54 @@ def test_the_padding_of_a_prompt_does_not_change_what_a_bert_fills_in():
     model.init_buffers(0)
     shown = {filled(model, TOKENIZER, "x = [MASK](y)", multiple=multiple) for multiple in (1, 96, 128)}
     assert len(shown) == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- runs
+
+PROMPT = "w1 [MASK] w4[MASK] w6"
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "tp 2": (2, {"mesh.tp": 2} | PAIRS),
+    "pp 2": (2, {"mesh.pp": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """Two steps of BERT's debug model on each mesh; the folder has what was printed in stdout-0."""
+    folder = tmp_path_factory.mktemp("runs")
+    keys = FAMILIES["bert"] | write_sentences(folder)
+    keys |= {"train.steps": 2, "train.drift_interval": 0, "eval.interval": 0, "eval.prompt": PROMPT}
+    train_all([Training(n, keys | mesh, folder / name) for name, (n, mesh) in MESHES.items()])
+    return {name: folder / name for name in MESHES}
+
+
+def shown(run: Path) -> str:
+    return (run / "stdout-0").read_text().partition("a sample:\n")[2].partition("\nwritten:")[0]
+
+
+def test_a_run_ends_with_its_prompt_filled_alike_on_one_process_and_over_tp(runs):
+    prompt, *fills = shown(runs["1"]).split("\n")
+    assert prompt == PROMPT
+    assert [len(re.findall(r"\S+ \d+\.\d%", line)) for line in fills] == [5, 5]
+    assert shown(runs["tp 2"]) == shown(runs["1"])
+
+
+def test_a_pipeline_names_the_command_that_fills_and_that_fills_as_one_process_does(runs, capsys):
+    assert f"for a sample: python -m dtmega generate --run {runs['pp 2']}" in (runs["pp 2"] / "stdout-0").read_text()
+    assert command(["generate", "--run", str(runs["pp 2"]), "--prompt", PROMPT]) == 0
+    assert capsys.readouterr().out == f"{shown(runs['1'])}\n"
+    assert command(["generate", "--run", str(runs["1"]), "--prompt", "[MASK]", "--top-k", "2"]) == 0
+    assert len(re.findall(r"\d%", capsys.readouterr().out)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "w1 "], "dtmega generate: 'w1 ' has no [MASK] to fill (--prompt, [eval] prompt)\n"),
+        (["--prompt", "[MASK]", "--seed", "1"], "dtmega generate: --seed means nothing to a model of name = 'bert'\n"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_in_one_line(runs, options, message, capsys):
+    assert command(["generate", "--run", str(runs["1"]), *options]) == 2
+    assert capsys.readouterr() == ("", message)
