@@ -42,6 +42,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    label_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -58,6 +59,7 @@ def linear_cross_entropy(
         weight: [V, D], same dtype; with `group`, this rank's rows of it, [V_local, D].
         labels: [N] int64, global numbers; -100 takes no part, any other outside [0, n_valid) is an index error.
         bias: [V], same dtype; cut like the weight, [V_local]. Its gradient is summed over tokens in fp32.
+        label_weights: [N] fp32, of each token's loss in the sum; None: 1.
         label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
         softcap: logits are softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2, arXiv:2408.00118). A second
             buffer of a chunk's logits, for the derivative.
@@ -99,7 +101,10 @@ def linear_cross_entropy(
                 tanh = logits.div_(softcap).tanh_()
                 logits = tanh * softcap
             dlogits = logits if needs_dh or needs_dweight or needs_dbias else None
-            loss += token_losses(logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected).sum()
+            weights = None if label_weights is None else label_weights[rows]
+            loss += token_losses(
+                logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected, weights
+            ).sum()
             if tanh is not None and dlogits is not None:
                 torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
             if dh is not None:
@@ -123,10 +128,12 @@ def token_losses(
     z_loss: float,
     gradient: Tensor | None,
     expected: float = 1.0,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Losses [N] in fp32 from logits [N, V_local]; their derivatives by the logits are written to `gradient`, if given.
 
-    These are multiplied by `expected` before they are rounded to the dtype of `gradient`.
+    These are multiplied by `expected` before they are rounded to the dtype of `gradient`. Each loss is multiplied by
+    its weight [N], if there are any.
 
     Logits of padding columns are overwritten, and `gradient` [N, V_local] may be the logits themselves. A rank may have
     no columns: it takes its part in the collective, which the others would wait for in vain.
@@ -165,19 +172,21 @@ def token_losses(
         losses += label_smoothing * (peak - ranks[:, 3].sum(dim=0) / n_valid)
     if gradient is not None:
         share = sums[0 if group is None else group.rank()] / sums.sum(dim=0)
-        scale = (share * (1 + 2 * z_loss * log_z)).where(valid, 0).unsqueeze(1) * expected
-        one_hot = ((1 - label_smoothing) * here).unsqueeze(1) * expected
-        smooth = (label_smoothing / n_valid * valid).unsqueeze(1) * expected
+        factor = expected if weights is None else weights.unsqueeze(1) * expected
+        scale = (share * (1 + 2 * z_loss * log_z)).where(valid, 0).unsqueeze(1) * factor
+        one_hot = ((1 - label_smoothing) * here).unsqueeze(1) * factor
+        smooth = (label_smoothing / n_valid * valid).unsqueeze(1) * factor
         by_rows = (t.split(n_rows) for t in (gradient, column, scale, one_hot, smooth))
-        for x, dx, at, factor, one, every in zip(pieces, *by_rows, strict=True):
+        for x, dx, at, times, one, every in zip(pieces, *by_rows, strict=True):
             # Again, rather than kept from above: a few rows are in the cache, all of them would not be.
             p = torch.softmax(x, dim=1, dtype=wide) if whole is None else whole
-            at_label = p.gather(1, at) * factor - one
-            torch.mul(p, factor, out=dx)
+            at_label = p.gather(1, at) * times - one
+            torch.mul(p, times, out=dx)
             dx.scatter_(1, at, at_label.to(dx.dtype))
             if label_smoothing:
                 dx[:, :n_here] -= every
-    return losses.where(valid, 0)
+    losses = losses.where(valid, 0)
+    return losses if weights is None else losses * weights
 
 
 def locate(

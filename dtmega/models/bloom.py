@@ -83,6 +83,8 @@ class Bloom(Stage):
         sample_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        prefix: Tensor | None = None,
+        label_weights: Tensor | None = None,
         hidden: Tensor | None = None,
         *,
         places: Tensor,
@@ -95,6 +97,8 @@ class Bloom(Stage):
             sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
             position_ids: [B, S] int64, of no effect: ALiBi measures distance in the sequence, as Megatron's does.
             document_ids: [B, S] int64; attention stays inside a document.
+            prefix: [B, S] bool, of tokens that those before them in their document see too.
+            label_weights: [B, S] fp32, of each token in the sum; None: 1.
             hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample.
 
@@ -108,13 +112,15 @@ class Bloom(Stage):
             raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
-        rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=self.slopes, fused=fused)
+        rule = attention_rule(
+            places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, fused=fused
+        )
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             embedded = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)
             hidden = residual_stream(embedded, self.cfg)
         assert hidden is not None
         hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
-        return finish(hidden, self.norm, self.head, labels)
+        return finish(hidden, self.norm, self.head, labels, label_weights)
 
     def init_buffers(self, seed: int) -> None:
         self.slopes.copy_(alibi_slopes(self.cfg.n_heads))

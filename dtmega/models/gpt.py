@@ -81,6 +81,8 @@ class GPT(Stage):
         sample_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        prefix: Tensor | None = None,
+        label_weights: Tensor | None = None,
         hidden: Tensor | None = None,
         *,
         places: Tensor,
@@ -93,6 +95,8 @@ class GPT(Stage):
             sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
             position_ids: [B, S] int64, which of the learned positions each token has; None: its place.
             document_ids: [B, S] int64; attention stays inside a document.
+            prefix: [B, S] bool, of tokens that those before them in their document see too.
+            label_weights: [B, S] fp32, of each token in the sum; None: 1.
             hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample, below `longest`.
 
@@ -106,13 +110,13 @@ class GPT(Stage):
             raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
-        rule = attention_rule(places, causal=True, document_ids=document_ids, fused=fused)
+        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, fused=fused)
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
             embedded = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)
         assert hidden is not None
         hidden = self.run_layers(self.blocks(), hidden, rule, self.head_ids, sample_ids, places)
-        return finish(hidden, self.norm, self.head, labels)
+        return finish(hidden, self.norm, self.head, labels, label_weights)
 
     def init_buffers(self, seed: int) -> None:
         self.head_ids.copy_(torch.arange(self.cfg.n_heads))

@@ -186,23 +186,30 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(cfg.padded_vocab_size, cfg.hidden_size))
         self.register_parameter("bias", nn.Parameter(torch.empty(cfg.padded_vocab_size)) if bias else None)
 
-    def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:
-        """h: [..., D]. Returns logits [..., V], or with labels [...] the fp32 scalar sum (-100 is ignored)."""
+    def forward(self, h: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None) -> Tensor:
+        """h: [..., D]. Returns logits [..., V], or with labels [...] the fp32 scalar sum (-100 is ignored).
+
+        label_weights: [...] fp32, of each token in that sum; None: 1.
+        """
         if labels is None:
             bias = None if self.bias is None else self.bias[: self.vocab_size]
             return F.linear(h, self.weight[: self.vocab_size], bias)
         rows = h.flatten(0, -2)
-        return linear_cross_entropy(rows, self.weight, labels.flatten(), bias=self.bias, **self.loss_terms())
+        terms = self.loss_terms(label_weights)
+        return linear_cross_entropy(rows, self.weight, labels.flatten(), bias=self.bias, **terms)
 
-    def loss_terms(self) -> dict[str, Any]:
+    def loss_terms(self, label_weights: Tensor | None = None) -> dict[str, Any]:
         """What `linear_cross_entropy` should count; the extra terms in training only, so evaluations are comparable."""
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
-        return {"n_valid": self.vocab_size, "expected": self.expected, **terms}
+        weights = None if label_weights is None else label_weights.flatten()
+        return {"n_valid": self.vocab_size, "expected": self.expected, "label_weights": weights, **terms}
 
 
-def finish(hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None) -> Any:
+def finish(
+    hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None, label_weights: Tensor | None
+) -> Any:
     """The result of a stage of a decoder: hidden without a head, else lm, the sum of token losses, or bare logits."""
     if norm is None or head is None:
         return {"hidden": hidden}
-    found = head(norm(hidden), labels)
+    found = head(norm(hidden), labels, label_weights)
     return found if labels is None else {"lm": found}

@@ -109,6 +109,8 @@ class Llama(Stage):
         sample_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        prefix: Tensor | None = None,
+        label_weights: Tensor | None = None,
         hidden: Tensor | None = None,
         *,
         places: Tensor,
@@ -121,6 +123,8 @@ class Llama(Stage):
             sample_ids: of no effect: nothing is dropped.
             position_ids: [B, S] int64, by which queries and keys are turned; None: `places`.
             document_ids: [B, S] int64; attention stays inside a document.
+            prefix: [B, S] bool, of tokens that those before them in their document see too.
+            label_weights: [B, S] fp32, of each token in the sum; None: 1.
             hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample.
 
@@ -128,7 +132,7 @@ class Llama(Stage):
             lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
         """
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
-        rule = attention_rule(places, causal=True, document_ids=document_ids, fused=labels is not None)
+        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, fused=labels is not None)
         positions = places if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)
         rotation = Rotation(angles.cos(), angles.sin())
@@ -136,7 +140,7 @@ class Llama(Stage):
             hidden = self.embed(tokens)
         assert hidden is not None
         hidden = self.run_layers(self.blocks(), hidden, rule, rotation)
-        return finish(hidden, self.norm, self.head, labels)
+        return finish(hidden, self.norm, self.head, labels, label_weights)
 
     def init_buffers(self, seed: int) -> None:
         self.frequencies.copy_(rotary_frequencies(self.cfg))

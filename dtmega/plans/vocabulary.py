@@ -153,7 +153,9 @@ class VocabHead(VocabStyle):
         if not hasattr(module, "vocab_size") or not hasattr(module, "loss_terms"):
             raise ValueError(f"VocabHead is for a head with vocab_size and loss_terms(), not {type(module).__name__}")
 
-    def forward(self, module: Any, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, module: Any, x: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None
+    ) -> Tensor:
         mesh, weight, bias = module.weight.device_mesh, local(module.weight), local(module.bias)
         h = self.stack.enter(x, self.group)
         if labels is None:
@@ -161,7 +163,7 @@ class VocabHead(VocabStyle):
             stride = (shape[1] * shape[2], shape[2], 1)
             cut = DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
             return cut.full_tensor()[..., : module.vocab_size]
-        start, terms = self.first_row(module.weight), module.loss_terms()
+        start, terms = self.first_row(module.weight), module.loss_terms(label_weights)
         return linear_cross_entropy(
             h.flatten(0, -2), weight, labels.flatten(), bias=bias, vocab_start=start, group=self.group, **terms
         )
