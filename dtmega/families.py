@@ -7,8 +7,9 @@ in `plans/`, and a line in FAMILIES.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.cost import Piece
-from dtmega.data.objectives import MASKED, NEXT_TOKEN, Objective
+from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, Objective
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Source
 from dtmega.hf import config_json, ours
@@ -39,6 +40,8 @@ from dtmega.plans.hf.parallel import cut_stage, plan_for
 from dtmega.plans.llama import plan as llama_plan
 from dtmega.plans.styles import Plan
 
+DECODER: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "prefix-lm": PREFIX})
+
 
 class Family(Protocol):
     """The answers that the rest of the house asks of a family.
@@ -47,7 +50,7 @@ class Family(Protocol):
         libraries: whose versions all ranks must share, beside torch.
         directory: [model] path names a directory that the model is read from.
         formats: how other programs store it, by the names that `convert` has for them; one for each form there.
-        objective: what it is trained for.
+        objectives: what it can be trained for, by [data] objective; "auto" without it.
         show: what there is to see of it once it is trained.
         dtypes: of [precision] params that it can be trained in. Of float16 each head must know the loss scale.
     """
@@ -62,7 +65,7 @@ class Family(Protocol):
     def formats(self) -> Mapping[str, Sequence[Format]]: ...
 
     @property
-    def objective(self) -> Objective: ...
+    def objectives(self) -> Mapping[str, Objective]: ...
 
     @property
     def show(self) -> Show: ...
@@ -170,7 +173,7 @@ class Own:
     formats: Mapping[str, Sequence[Format]]
     libraries: tuple[str, ...] = ()
     directory: bool = False
-    objective: Objective = NEXT_TOKEN
+    objectives: Mapping[str, Objective] = field(default_factory=lambda: DECODER)
     show: Show = CONTINUATION
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
@@ -254,7 +257,7 @@ class Transformers:
     libraries = ("transformers",)
     directory = True
     formats: Mapping[str, Sequence[Format]] = {}
-    objective = NEXT_TOKEN
+    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN})
     show = CONTINUATION
     dtypes = ("float32", "bfloat16")
 
@@ -336,7 +339,7 @@ FAMILIES: dict[str, Family] = {
     "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF]}),
     "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF]}),
     "llama": Own(llama.Llama, llama_plan, {"hf": [llama.HF]}),
-    "bert": Own(bert.Bert, bert_plan, {"hf": bert.HF}, objective=MASKED, show=FILLS),
+    "bert": Own(bert.Bert, bert_plan, {"hf": bert.HF}, objectives={"auto": MASKED}, show=FILLS),
     "hf": Transformers(),
 }
 
@@ -352,6 +355,21 @@ def resolve(cfg: config.Config) -> config.Config:
         ValueError: as `Family.resolve`.
     """
     return of(cfg.model).resolve(cfg)
+
+
+def objective(cfg: config.Config) -> Objective:
+    """What a run is trained for.
+
+    Raises:
+        ValueError: its family is not.
+    """
+    known = of(cfg.model).objectives
+    if cfg.data.objective not in known:
+        raise ValueError(
+            f"a model of name = '{cfg.model.name}' is not trained with objective = '{cfg.data.objective}': expected "
+            f"{' or '.join(known)} ([data] objective, [model] name)"
+        )
+    return known[cfg.data.objective]
 
 
 def build(cfg: config.Config) -> Stage:

@@ -176,7 +176,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
         stages = _split(cut, whole, cut.ranks[world.coordinate("pp")])
     reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
-    model = ShardedModel(world, stages, partial, reshard, families.of(cfg.model).objective)
+    model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
     if cut is not None:
         model.tied = _tied(world, cut, whole, stages)
         boundaries = _boundaries(cfg, world, cut, whole)

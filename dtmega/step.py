@@ -103,12 +103,13 @@ def train_step(run: Run, batch: StepBatch) -> Outcome:
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """Each divisor of the objective over the global batch; at least 1, to divide by."""
+    """Each divisor of the objective over the global batch; 1 where it is 0, to divide by."""
     found = [objective.counts(microbatch) for microbatch in batch.microbatches]
     mine = {name: sum(counts[name] for counts in found) for name in found[0]}
     counts = torch.tensor([*mine.values()], dtype=torch.float64, device=world.device)
     dist.all_reduce(counts, group=world.groups["data"])
-    return dict(zip(mine, counts.clamp(min=1).tolist(), strict=True))
+    counts.masked_fill_(counts == 0, 1)
+    return dict(zip(mine, counts.tolist(), strict=True))
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:

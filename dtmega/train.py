@@ -65,7 +65,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         step.same = same_job(cfg, device, families.of(cfg.model).libraries) | {"digest of [model] path": digest}
 
     with startup.step("data") as step:
-        text = open_text(cfg, families.of(cfg.model).objective)
+        text = open_text(cfg, families.objective(cfg))
         resume.named(cfg)  # before anything is made
         data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
         batches = TrainBatches(

@@ -83,6 +83,7 @@ FP16 = {
 }
 GATED = {"model.glu": "swiglu"}
 SGD = {"optim.name": "sgd", "optim.eps": 1e-8, "optim.lr": 0.1, "optim.lr_factors": ["layers.*.mlp.*=0.5"]}
+PREFIX = {"data.objective": "prefix-lm", "data.reweight_positions": True, "data.reset_attention_mask": True}
 # The time of tp goes into the collectives of each microbatch: where all 8 sequences are of one rank, two of 4 each, and
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
@@ -93,7 +94,11 @@ TENSORBOARD = {"log.tensorboard": True}
 AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
+<<<<<<< HEAD
 TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *GATED}
+=======
+TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *PREFIX}
+>>>>>>> 0b8cec9 (Train decoders on prefixes as Megatron-DeepSpeed does: a random beginning is given and bears no loss)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
@@ -122,6 +127,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "compile, tp 2": (2, {"compile.enable": True} | TP2),
     "bf16, tp 2": (2, BF16 | TP2),
     "bf16, dp_shard 2": (2, BF16 | {"mesh.dp_shard": 2}),
+    "prefix, tp 2": (2, PREFIX | TP2),
+    "prefix, pp 2": (2, PREFIX | {"mesh.pp": 2}),
+    "prefix, dp_shard 2": (2, PREFIX | {"mesh.dp_shard": 2}),
     "fp16, tp 2": (2, FP16 | TP2),
     "fp16, pp 2": (2, FP16 | {"mesh.pp": 2}),
     "fp16, dp_shard 2": (2, FP16 | {"mesh.dp_shard": 2}),

@@ -93,6 +93,7 @@ def logits(
     weights: Weights,
     tokens: Tensor,
     documents: Tensor | None = None,
+    prefix: Tensor | None = None,
     drop: Callable[..., Tensor] = lambda x, p, site: x,
 ) -> Tensor:
     """[B, S, V]. `drop` is called with x, a probability and the name of the site."""
@@ -100,6 +101,8 @@ def logits(
     heads, width = cfg.n_heads, cfg.hidden_size // cfg.n_heads
     place = torch.arange(s)
     allowed = place[:, None] >= place
+    if prefix is not None:
+        allowed = allowed | (prefix[:, None, :, None] & prefix[:, None, None, :])
     if documents is not None:
         allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
     alibi = torch.tensor(slopes(heads), dtype=torch.float64)[:, None, None] * place
@@ -137,7 +140,7 @@ def loss(cfg: Any, weights: Weights, batch: dict[str, Tensor], seed: int, traini
             return x
         return torch.where(kept(p, seed, site, batch["sample_ids"], *x.shape[1:]), x / (1 - p), 0)
 
-    out = logits(cfg, weights, batch["tokens"], batch.get("document_ids"), drop)
+    out = logits(cfg, weights, batch["tokens"], batch.get("document_ids"), batch.get("prefix"), drop)
     log_z = out.logsumexp(-1)
     counts = batch["labels"] != -100
     log_p = out - log_z[..., None]
@@ -147,4 +150,4 @@ def loss(cfg: Any, weights: Weights, batch: dict[str, Tensor], seed: int, traini
         losses = -(1 - smooth) * of_label - smooth * log_p.mean(-1) + cfg.z_loss * log_z**2
     else:
         losses = -of_label
-    return losses[counts].sum()
+    return (losses * batch.get("label_weights", 1))[counts].sum()

@@ -9,11 +9,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dtmega import attention, config
+from dtmega.data.prefixes import prefixes
 from dtmega.models.bloom import Bloom
 from dtmega.models.initial import init_weights
 from dtmega.models.layers import KeyedDropout
@@ -90,6 +92,23 @@ def test_loss_and_every_gradient_are_those_of_the_definition(keys: dict[str, Any
     assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
     errors = {name: error(p.grad, weights[name].grad) for name, p in model.named_parameters()}
     assert {name: e for name, e in errors.items() if not e < 1e-5} == {}
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_in_a_prefix_a_token_sees_those_behind_it_and_weighted_losses_are_those_of_the_definition(documents: bool):
+    model, x = model_of().train(), batch()
+    if not documents:
+        del x["document_ids"]
+    ends = x["document_ids"].diff(dim=1, append=torch.full((B, 1), -1)) != 0 if documents else torch.zeros(B, S).bool()
+    x["prefix"] = torch.from_numpy(prefixes(ends.numpy(), np.arange(B, dtype=np.uint64)))
+    x["label_weights"] = torch.linspace(0.1, 2, B * S).view(B, S)
+    weights = leaves(dict(model.named_parameters()))
+    loss, truth = model(**x)["lm"], plain_bloom.loss(model.cfg, weights, x, SEED, True)
+    loss.backward()
+    truth.backward()
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    errors = {name: error(p.grad, weights[name].grad) for name, p in model.named_parameters()}
+    assert {name: e for name, e in errors.items() if not e < 1e-5 and "bias" not in name} == {}
 
 
 def test_without_documents_a_token_sees_all_before_it():

@@ -62,7 +62,7 @@ def run(tmp_path_factory, data):
 # Larger versions of layouts that stay, one whose time goes into compiling, and schedules that test_pipelining.py also
 # compares with one process, for fewer steps. V = 131 on tp 2 is in test_resume.py.
 FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
-FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2", "fp16, dp_shard 2"}
+FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2", "fp16, dp_shard 2", "prefix, tp 2"}
 FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x tp 2
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
 # tp 4 has all of Llama's plan: it copies heads of keys.

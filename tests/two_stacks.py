@@ -132,4 +132,4 @@ def plan(model: config.Model, sequence_parallel: bool) -> Plan:
     return {name: style(False) for name, style in named.items()}
 
 
-FAMILY = TwoStacksFamily(TwoStacks, plan, {}, objective=Words())
+FAMILY = TwoStacksFamily(TwoStacks, plan, {}, objectives={"auto": Words()})

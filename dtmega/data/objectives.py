@@ -14,7 +14,8 @@ from dtmega.config import Data
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.masking import Vocabulary
 from dtmega.data.pairs import PairSamples, Specials
-from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, Rows
+from dtmega.data.prefixes import PrefixSamples
+from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows
 from dtmega.data.samples import AnySamples, Samples
 from dtmega.data.tokenizer import Tokenizer
 
@@ -61,7 +62,7 @@ class Objective(Protocol):
     @property
     def order(self) -> int: ...
 
-    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
         """The part of each divisor that a microbatch adds; every microbatch has the same names, in the same order."""
         ...
 
@@ -97,7 +98,7 @@ class NextToken:
     sentences = False
     order = 2
 
-    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
         return {"tokens": _labelled(microbatch)}
 
     def check(self, tokenizer: Tokenizer) -> None:
@@ -110,6 +111,28 @@ class NextToken:
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> NextTokenRows:
         return NextTokenRows(samples, data, tokenizer.eod_id)
+
+
+class Prefix(NextToken):
+    """The next token behind a prefix that is given, as a mean over those tokens, weighted or not."""
+
+    aim = "next tokens behind a prefix"
+    reads = (*NextToken.reads, "objective", "reweight_positions")
+    order = 1
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
+        if "label_weights" not in microbatch:
+            return super().counts(microbatch)
+        targets = microbatch["labels"] != IGNORED
+        return {"tokens": float(microbatch["label_weights"][targets].sum(dtype=torch.float64))}
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> Samples:
+        return PrefixSamples(dataset, documents, data.seq_len, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> PrefixRows:
+        return PrefixRows(samples, data, tokenizer.eod_id)
 
 
 class Masked:
@@ -125,7 +148,7 @@ class Masked:
     sentences = True
     order = 1
 
-    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, int]:
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
         return {"tokens": _labelled(microbatch), "sequences": len(microbatch["labels"])}
 
     def check(self, tokenizer: Tokenizer) -> None:
@@ -165,8 +188,9 @@ def specials(tokenizer: Tokenizer) -> Specials:
 
 
 NEXT_TOKEN = NextToken()
+PREFIX = Prefix()
 MASKED = Masked()
-OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, MASKED)
+OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED)
 
 
 def check_keys(data: Data, objective: Objective) -> None:

@@ -14,15 +14,17 @@ and what its objective adds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dtmega.config import Data
 from dtmega.data.masking import Vocabulary, hide
 from dtmega.data.pairs import laid_out
+from dtmega.data.prefixes import prefixes, weights
 from dtmega.data.samples import AnySamples
 
 IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
@@ -50,7 +52,11 @@ class NextTokenRows:
     eod_id: int
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        ids = torch.from_numpy(np.stack([self.samples[g] for g in indices]).astype(np.int64))  # [B, S + 1]
+        return self.of([self.samples[g] for g in indices], indices)
+
+    def of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
+        """The rows of samples [S + 1] that have these numbers."""
+        ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
         tokens, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
         rows = {"tokens": tokens, "labels": labels, **_numbers(indices, tokens)}
         if self.data.eod_mask_loss:
@@ -59,6 +65,31 @@ class NextTokenRows:
             rows["position_ids"] = position_ids(tokens, self.eod_id)
         if self.data.reset_attention_mask:
             rows["document_ids"] = document_ids(tokens, self.eod_id)
+        return rows
+
+
+@dataclass(frozen=True)
+class PrefixRows(NextTokenRows):
+    """Samples of S + 1 tokens as inputs and next tokens, of which those in a prefix bear no loss. There are
+
+    prefix         bool [B, S]
+    label_weights  fp32 [B, S]  with `[data] reweight_positions`
+    """
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        samples = [self.samples[g] for g in indices]
+        rows = self.of([sample.tokens for sample in samples], indices)
+        tokens = rows["tokens"].numpy()
+        n_tokens = tokens.shape[1]
+        # A prefix is of a document only where attention stays inside of it.
+        alone = self.data.reset_attention_mask
+        ends = tokens == self.eod_id if alone else np.broadcast_to(np.arange(n_tokens) == n_tokens - 1, tokens.shape)
+        keys = np.array([sample.key for sample in samples], np.uint64)
+        prefix = torch.from_numpy(prefixes(ends, keys))
+        rows["prefix"] = prefix
+        rows["labels"].masked_fill_(prefix, IGNORED)
+        if self.data.reweight_positions:
+            rows["label_weights"] = torch.from_numpy(weights(n_tokens)).repeat(len(tokens), 1)
         return rows
 
 

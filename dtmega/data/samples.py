@@ -86,7 +86,10 @@ class Samples:
     def n_samples(self) -> float:
         return self.n_tokens / self.seq_len
 
-    def __getitem__(self, g: int) -> NDArray[Any]:
+    def __getitem__(self, g: int) -> Any:
+        return self.tokens(g)
+
+    def tokens(self, g: int) -> NDArray[Any]:
         """Tokens [S + 1] of sample g >= 0, in the data set's dtype."""
         if g < 0:
             raise IndexError(f"sample {g}: samples are numbered from 0")
@@ -100,7 +103,7 @@ class Samples:
 
     def __reduce__(self) -> tuple[type[Samples], tuple[Any, ...]]:
         # A worker process makes the epochs it needs for itself.
-        return Samples, (self.dataset, self.documents, self.seq_len, self.seed, self.split, self.corpus)
+        return type(self), (self.dataset, self.documents, self.seq_len, self.seed, self.split, self.corpus)
 
     def _first_sample(self, epoch: int) -> int:
         """The first stream sample that starts in the epoch: ceil(epoch n_tokens / S)."""
