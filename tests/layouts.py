@@ -94,11 +94,7 @@ TENSORBOARD = {"log.tensorboard": True}
 AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
 # Name -> processes, keys. A layout is compared with one process that has the same of its keys that are here.
-<<<<<<< HEAD
-TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *GATED}
-=======
-TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *PREFIX}
->>>>>>> 0b8cec9 (Train decoders on prefixes as Megatron-DeepSpeed does: a random beginning is given and bears no loss)
+TRUTH_KEYS = {"model.name", "model.vocab_size", "batch.global_batch_size", *FP16, *SGD, *GATED, *PREFIX}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, TP2),
     "tp 2, no sequence parallel": (2, TP2 | {"mesh.sequence_parallel": False}),
