@@ -199,6 +199,7 @@ class Own:
         with torch.device("meta"):
             whole = self.build(cfg.model)
         lengths = _lengths(cfg, whole)
+        _units(cfg, whole)
         for key, length in lengths.items():
             if whole.longest is not None and length > whole.longest:
                 raise ValueError(
@@ -284,12 +285,8 @@ class Transformers:
         with torch.device("meta"):
             whole = HF(model)
         _lengths(cfg, whole)
+        _units(cfg, whole)
         kind = whole.hf.config.model_type
-        if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1:
-            raise ValueError(
-                f"a model of transformers runs its layers itself: expected layers=1 or method='block', got "
-                f"layers={cfg.recompute.layers} ([recompute] layers, [recompute] method)"
-            )
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
         if sizes["tp"] > 1:
@@ -420,6 +417,17 @@ def _hidden(cfg: config.Config, parts: int, length: str) -> Tensor:
     shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)
     dtype = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _units(cfg: config.Config, whole: Stage) -> None:
+    """Raises:
+    ValueError: layers should be recomputed several at a time, and the model does not run them by `Stage.run_layers`.
+    """
+    if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.one_stack:
+        raise ValueError(
+            f"name='{cfg.model.name}' does not run its layers as one stack: expected layers=1 or method='block', got "
+            f"layers={cfg.recompute.layers} ([recompute] layers, [recompute] method)"
+        )
 
 
 def _lengths(cfg: config.Config, whole: Stage) -> dict[str, int]:

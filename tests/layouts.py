@@ -159,7 +159,7 @@ FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
 # for rounding (softmax does not see them), and AdamW makes steps of full length of it.
 BF16_BOUND = {"loss": 2e-3, "grad_norm": 1e-2, "model": 2e-2}
-FP16_BOUND = {"loss": 5e-4, "grad_norm": 2.5e-3, "model": 5e-3}  # of 2^-11, a quarter
+FP16_BOUND = {"loss": 2e-4, "grad_norm": 1e-3, "model": 2e-3}  # it rounds to 2^-12: a tenth
 BOUNDS = {"float32": FP32, "bfloat16": BF16_BOUND, "float16": FP16_BOUND}
 
 

@@ -35,7 +35,9 @@ def test_dropout_in_evaluation_is_the_identity():
     assert site(x, None, PLACES[:1, :2]) is x
 
 
-def attended(scaling: bool, dtype: torch.dtype, dropout: float, size: float = 1.0) -> list[torch.Tensor]:
+def attended(
+    scaling: bool, dtype: torch.dtype, dropout: float, size: float = 1.0, documents: bool = False
+) -> list[torch.Tensor]:
     """The output of the 24th layer's attention and the gradient of its input, for queries and keys of this size."""
     cfg = config.Bloom(
         hidden_size=32, n_heads=2, vocab_size=9, attention_dropout=dropout, query_key_layer_scaling=scaling
@@ -49,19 +51,23 @@ def attended(scaling: bool, dtype: torch.dtype, dropout: float, size: float = 1.
         rows[:, :2] = size
     x = (0.1 * torch.randn(1, 70, 32, generator=generator)).to(dtype).requires_grad_()
     places = torch.arange(70)[None]
-    rule = attention_rule(places, causal=True, slopes=alibi_slopes(2), fused=False)
+    ids = places // 30 if documents else None
+    rule = attention_rule(places, causal=True, document_ids=ids, slopes=alibi_slopes(2), fused=False)
     out = attention.to(dtype)(x, rule, torch.arange(2, dtype=torch.int32), torch.tensor([7]))
     out.square().sum().backward()
     assert x.grad is not None
     return [out.detach(), x.grad]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["a kernel", "the plain formula"])
-def test_query_key_layer_scaling_changes_nothing_but_rounding(dropout: float):
-    for scaled, plain in zip(
-        attended(True, torch.float32, dropout), attended(False, torch.float32, dropout), strict=True
-    ):
-        torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("dropout", "documents"),
+    [(0.0, False), (0.0, True), (0.1, False)],
+    ids=["a kernel", "documents", "the plain formula"],
+)
+def test_query_key_layer_scaling_changes_nothing_but_rounding(dropout: float, documents: bool):
+    scaled, plain = (attended(on, torch.float32, dropout, documents=documents) for on in (True, False))
+    for ours, theirs in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_query_key_layer_scaling_keeps_products_in_float16_that_would_be_infinite():

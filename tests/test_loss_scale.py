@@ -18,7 +18,7 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.loss import linear_cross_entropy
 from dtmega.loss_scale import LossScale
 from dtmega.models import layers
-from dtmega.parallelize import ShardedModel
+from dtmega.parallelize import ShardedModel, check
 from dtmega.shards import local
 from tests import ranks
 from tests.layouts import DEBUG, one_rank, write_sentences, write_text
@@ -323,6 +323,9 @@ def test_a_bert_goes_through_a_forced_overflow_and_on_from_the_middle_of_a_windo
 
 
 def test_what_cannot_be_scaled_is_refused():
+    argv = ["--config", "hf", "--model.path", "x", "--precision.params", "float16"]
+    with pytest.raises(ValueError, match=r"params = 'float16' is not for name = 'hf', expected one of float32, bf"):
+        check(config.load(argv), {"pp": 1, "tp": 1}, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"no loss scale for \[precision\] hysteresis: expected params = 'float16'"):
         config.Precision(hysteresis=3)
     with pytest.raises(ValueError, match=r"initial_loss_scale=1.0 is below min_loss_scale=2.0"):

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config
+from dtmega import config, families
+from dtmega.models.bloom import Bloom
+from dtmega.models.hf import HF
 from dtmega.recompute import recompute
 from tests.operations import Operations
 from tests.test_definition import EVERYTHING, batch, model_of
@@ -90,6 +92,14 @@ def test_uniform_recomputes_all_layers_and_keeps_the_input_of_each_unit_only():
     assert (each - pairs, pairs - threes) == (3 * unit_bytes, unit_bytes)
     # With what all layers share: places, documents, slopes.
     assert hidden_bytes <= unit_bytes < 1.05 * hidden_bytes
+
+
+def test_units_of_layers_are_refused_for_a_model_that_runs_its_layers_otherwise(monkeypatch):
+    cfg = config.Config(train=config.Train(steps=1), recompute=config.Recompute(mode="full", layers=2))
+    families.of(cfg.model).check(cfg, {"tp": 1})
+    monkeypatch.setattr(Bloom, "one_stack", HF.one_stack)  # as a model of transformers, or one with two stacks
+    with pytest.raises(ValueError, match="name='bloom' does not run its layers as one stack: expected layers=1"):
+        families.of(cfg.model).check(cfg, {"tp": 1})
 
 
 def test_a_recompute_of_nothing_in_units_is_refused():

@@ -32,6 +32,7 @@ class Stage(nn.Module):
         layers: its blocks by number, of a model with one stack.
         ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
         longest: sequence it has positions for; None: any.
+        one_stack: its layers are one stack, which it runs by `run_layers`.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
         works_per: names of modules that do not work on every token, and with all inside of them once for each token
             that has a label, for each of a decoder's, or once for a sequence; of several names the last one counts.
@@ -42,6 +43,7 @@ class Stage(nn.Module):
     layers: nn.ModuleDict
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
+    one_stack: bool = False
     experts_per_token: int | None = None
     works_per: Mapping[str, Per] = MappingProxyType({})
     lengths: tuple[str, ...] = ("seq_len",)
