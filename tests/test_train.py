@@ -1,11 +1,10 @@
 """train.py as a user runs it, on a corpus and a model small enough for seconds."""
 
+import contextlib
+import io
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from dtmega import config, declared, job, train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed import IndexedWriter
+from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = 257  # the bytes and end-of-document
@@ -95,29 +95,36 @@ def test_the_resolved_config_runs_again_and_gives_the_same_losses(tmp_path, corp
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
 
 
+def until_sigterm(argv: list[str]) -> tuple[int, str]:
+    """Exit code and output of train.py on this rank, which gets SIGTERM in its fourth step."""
+    honest, steps = train.train_step, []
+
+    def train_step(*args):
+        steps.append(None)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*args)
+
+    train.train_step = train_step
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = train.main(argv)
+    return code, output.getvalue()
+
+
 # What is read ahead must not count; in the trainer itself nothing is.
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_path, corpus, workers):
-    keys = {"train__steps": 40, "data__num_workers": workers, "model__hidden_dropout": 0.1, "log__interval": 1}
-    keys |= {"model__attention_dropout": 0.1, "batch__rampup": "[4, 4, 100]"}
+    keys = {"train__steps": 10, "data__num_workers": workers, "model__hidden_dropout": 0.1, "log__interval": 1}
+    keys |= {"model__attention_dropout": 0.1, "batch__rampup": "[4, 4, 24]"}
     assert run(tmp_path / "whole", corpus, **keys | {"data__num_workers": 0}) == 0
-    argv = [sys.executable, str(ROOT / "train.py"), *arguments(tmp_path / "cut", corpus, **keys)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    first = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (path := tmp_path / "cut" / "metrics.jsonl").exists() or path.read_text().count("grad_norm") < 3:
-        assert time.monotonic() < deadline
-        assert first.poll() is None
-        time.sleep(0.01)
-    first.send_signal(signal.SIGTERM)
-    output, _ = first.communicate(timeout=60)
-    assert first.returncode == job.PREEMPTED
-    assert "stopped after step" in output
-    done = len(losses(tmp_path / "cut"))
-    assert 3 <= done < 40
+    ((code, output),) = ranks.run(1, until_sigterm, arguments(tmp_path / "cut", corpus, **keys))
+    assert code == job.PREEMPTED
+    assert "stopped after step 4 of 10: a signal asked for it" in output
+    assert len(losses(tmp_path / "cut")) == 4
     assert run(tmp_path / "cut", corpus, **keys) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 41))
+    assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 11))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
