@@ -277,7 +277,7 @@ def write_sentences(folder: Path) -> dict[str, str]:
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
     """What each family reads."""
     text, sentences = write_text(folder), write_sentences(folder)
-    return {name: sentences if families.FAMILIES[name].objective.sentences else text for name in FAMILIES}
+    return {name: sentences if families.FAMILIES[name].objectives["auto"].sentences else text for name in FAMILIES}
 
 
 def train_debug_model(n: int, keys: dict[str, Any], folder: Path, plant: Callable[[], None] | None = None) -> Run:

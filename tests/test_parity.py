@@ -122,7 +122,7 @@ def test_a_layout_gives_the_numbers_of_one_process(trained, name):
 @pytest.mark.parametrize("name", ["bert, HSDP 2 x 2"])
 def test_ranks_have_other_numbers_of_masked_tokens_and_some_samples_have_padding(trained, data, name):
     cfg = config.load(flags(debug_keys(data["bert"] | SHORT | LAYOUTS[name][1]), Path("not made")))
-    rows = open_text(cfg, families.of(cfg.model).objective).rows("train")
+    rows = open_text(cfg, families.objective(cfg)).rows("train")
     padded = set()
     for of_ranks in zip(*trained[name].samples, strict=True):  # of a step
         given = [[rows[range(g, g + 1)] for g in samples] for samples in of_ranks]
