@@ -33,6 +33,7 @@ OTHER_MODEL = {
     "ffn_hidden_size": 9,
     "layer_norm_eps": 0.5,
     "apply_residual_connection_post_layernorm": True,
+    "glu": "swiglu",
 }
 
 
