@@ -1,4 +1,4 @@
-"""`dtmega {train, tokenize, generate, convert, inspect, verify-plan}`: a run, and what is done before and after it.
+"""`dtmega {train, tokenize, generate, convert, ...}`: a run, and what is done before and after it.
 
 Also `python -m dtmega COMMAND`, and on several processes `torchrun --nproc-per-node N -m dtmega train ...`.
 
@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
         "convert": _convert,
         "inspect": _inspect,
         "verify-plan": _verify,
+        "from-megatron": _from_megatron,
+        "groups": _groups,
     }
     try:
         code = commands[args.command](args)
@@ -152,6 +154,24 @@ def _verify(args: argparse.Namespace) -> int:
     return command.verify_directory(
         Path(args.directory), args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic
     )
+
+
+def _from_megatron(args: argparse.Namespace) -> int:
+    from dtmega.megatron.translate import translate
+
+    translation = translate(args.source)
+    print(translation.toml, end="")
+    for line in translation.left:
+        output.say(f"not carried over: {line}")
+    return job.DONE
+
+
+def _groups(args: argparse.Namespace) -> int:
+    from dtmega import mesh
+
+    sizes = {axis: getattr(args, axis) for axis in mesh.AXES}
+    print(mesh.describe(mesh.resolve(config.Mesh.model_construct(**sizes), args.world)))
+    return job.DONE
 
 
 def recorded_config(checkpoint: Checkpoint) -> config.Config:

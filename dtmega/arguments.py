@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from dtmega import config
 from dtmega.data.sentences import BLOCKS, PROSE
 from dtmega.data.text_files import BLANK_LINES, KINDS
 
@@ -77,6 +78,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "convert": ("weights to and from Hugging Face's format", _convert),
         "inspect": ("what a checkpoint holds, whether it is intact, how two differ", _inspect),
         "verify-plan": ("is the sharding plan of a Hugging Face model right?", _verify_plan),
+        "from-megatron": ("a Megatron command or launch script -> a TOML", _from_megatron),
+        "groups": ("the ranks of every group of a mesh, as Megatron lists them", _groups),
     }
     parser = Parser(prog="dtmega", description="Train a model, and do what comes before and after it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(table)}}}")
@@ -174,3 +177,19 @@ def _verify_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=integer(1), default=2, help="ranks; started here unless torchrun did (default 2)")
     parser.add_argument("--no-sequence-parallel", action="store_true", help="plain tensor parallelism")
     parser.add_argument("--generic", action="store_true", help="a model without a plan computes on DTensors")
+
+
+def _from_megatron(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        help="a launch script's file, read and never run, or 'pretrain_bert.py --num-layers 24 ...' in quotes",
+    )
+
+
+def _groups(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=integer(1), required=True, metavar="N", help="processes")
+    for axis, info in config.Mesh.model_fields.items():
+        if info.annotation is int or axis == "cp":
+            parser.add_argument(
+                f"--mesh.{axis}", dest=axis, type=integer(-1), default=info.default, metavar="N", help=info.description
+            )

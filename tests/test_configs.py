@@ -48,6 +48,15 @@ BERTS = [
 ]
 
 
+def test_megatrons_worked_example_has_the_parameters_of_its_shapes():
+    model = config.load(["--config", "bert-345m.toml"]).model
+    d, rows = 1024, 30_592  # 30,522 words, padded to a multiple of 128
+    embeddings = (rows + 512 + 2) * d
+    layers = 24 * (12 * d * d + 13 * d)
+    heads = 2 * d * d + 8 * d + rows + 2
+    assert cost.parameters(families.pieces(model)) == embeddings + layers + heads
+
+
 def load(size: str) -> config.Config:
     return config.load(["--config", f"bloom-{size}.toml"])
 

@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "families": (3, set()),  # a model, its plan, its files
     "parallelize": (3, {"families"}),
     "arguments": (4, set()),
+    "megatron": (4, set()),  # flags of the original
     "planner": (4, set()),
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch

@@ -1,0 +1,104 @@
+"""The arguments of a Megatron command, from the text of the shell script that starts it. Nothing of it is run.
+
+    words(Path("examples/pretrain_bert_distributed.sh").read_text())    # [..., 'pretrain_bert.py', '--num-layers', ...]
+
+Assignments are followed, also those in quotes or brackets over several lines, and `${NAME:-default}`. What only a shell
+would know (`$(nproc)`, a variable of the environment) stays in the words as it is written.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
+ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
+HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.DOTALL | re.MULTILINE)
+LONGEST = 1_000_000  # characters that variables may grow to
+CLOSING = {'"': '"', "'": "'", "`": "`", "(": ")"}
+
+
+def words(text: str) -> list[str]:
+    """The words of the first command with a `pretrain_....py` among them; [] if there is none.
+
+    Raises:
+        ValueError: a quote that never ends, or variables that refer to each other without end.
+    """
+    known: dict[str, str] = {}
+    for statement in _statements(HEREDOC.sub("", text)):
+        assignment = ASSIGNMENT.fullmatch(statement)
+        if assignment:
+            name, value = assignment.groups()
+            statement = _expanded(_unwrapped(value), known)
+            known[name] = statement
+        try:
+            found = shlex.split(_expanded(statement, known))
+        except ValueError as error:
+            raise ValueError(f"{error} in '{statement:.80}'") from None
+        if any(SCRIPT.search(word) for word in found):
+            return found
+    return []
+
+
+def _statements(text: str) -> list[str]:
+    """The text cut at the ends of lines and at semicolons that are in no quotes or brackets, without comments."""
+    text = text.replace("\\\r\n", " ").replace("\\\n", " ")
+    statements = [""]
+    closing = ""
+    at = 0
+    while at < len(text):
+        letter = text[at]
+        if closing:
+            if letter == "\\" and closing == '"':
+                statements[-1] += letter
+                at += 1
+                letter = text[at : at + 1]
+            elif letter == closing:
+                closing = ""
+            elif letter == "#" and closing == ")" and text[at - 1].isspace():
+                at = _end_of_line(text, at)
+                continue
+            statements[-1] += letter
+        elif letter in "\n;":
+            statements.append("")
+        elif letter == "#" and (at == 0 or text[at - 1].isspace()):
+            at = _end_of_line(text, at)
+            continue
+        else:
+            closing = CLOSING.get(letter, "")
+            statements[-1] += letter
+        at += 1
+    if closing:
+        raise ValueError(f"expected the closing {closing} of '{statements[-1].strip():.80}'")
+    return [statement.strip() for statement in statements if statement.strip()]
+
+
+def _end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def _unwrapped(value: str) -> str:
+    """The text between the quotes or brackets of an assignment."""
+    value = value.strip()
+    if len(value) > 1 and value[0] in "\"'(" and value[-1] == CLOSING[value[0]]:
+        value = value[1:-1]
+    return value
+
+
+def _expanded(text: str, known: dict[str, str]) -> str:
+    """The text with the variables that are known; of the others with what stands after `:-`, or as they are."""
+
+    def value(found: re.Match[str]) -> str:
+        braced, default, bare = found.groups()
+        name = braced or bare
+        if name in known:
+            return known[name]
+        return found[0] if default is None else default
+
+    # Values were expanded when they were assigned, so one pass is all; a text that doubles line by line is refused.
+    expanded = VARIABLE.sub(value, text)
+    if len(expanded) > LONGEST:
+        raise ValueError(f"the variables of '{text:.80}' make a text of {len(expanded):,} characters")
+    return expanded

@@ -1,0 +1,350 @@
+"""A Megatron command -> the TOML that says the same here, as far as it says something.
+
+toml, left = translate("pretrain_bert.py --num-layers 24 ...")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from dtmega import config
+from dtmega.declared import Kinds
+from dtmega.megatron import shell
+from dtmega.megatron.flags import MANY, by_name
+
+PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_bert": "bert"}
+TOKENIZERS = {"pretrain_gpt": "GPT2BPETokenizer", "pretrain_bert": "BertWordPieceLowerCase"}
+WORDPIECE = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
+UNITS = ("iters", "samples", "tokens")
+
+
+class Translation(NamedTuple):
+    """A configuration as far as the flags say it.
+
+    Attributes:
+        toml: its text; what it lacks stands in it as a comment.
+        left: a line for each flag that was not carried over.
+    """
+
+    toml: str
+    left: list[str]
+
+
+class Given(NamedTuple):
+    """The flags of a command.
+
+    Attributes:
+        script: the program, such as pretrain_bert.
+        values: flag -> what follows it.
+        stray: words that belong to no flag.
+    """
+
+    script: str
+    values: dict[str, list[str]]
+    stray: list[str]
+
+
+def translate(source: str) -> Translation:
+    """The configuration of a line of arguments, or of the command in a launch script.
+
+    Args:
+        source: the line from `pretrain_....py` on, or a file's path.
+
+    Raises:
+        ValueError: there is no such command in it, or one that trains another kind of model.
+        OSError: the file cannot be read.
+    """
+    given = _read(source)
+    if given.script not in PRE_TRAINED:
+        known = ", ".join(f"{name}.py" for name in PRE_TRAINED)
+        raise ValueError(f"{given.script}.py trains a model that is not here; expected one of {known}")
+    draft = _Draft(given)
+    draft.copy_plain()
+    for step in (_model, _vocabulary, _batch, _schedule, _precision, _layout, _data, _checkpoints):
+        step(draft)
+    return Translation(draft.text(), draft.left())
+
+
+def _read(source: str) -> Given:
+    if " " in source.strip() and not _is_file(source):
+        words = shlex.split(source)
+    else:
+        words = shell.words(Path(source).read_text(encoding="utf-8", errors="replace"))
+    names = [found[1] if found else "" for found in map(shell.SCRIPT.search, words)]
+    name = next(filter(None, names), "")
+    if not name:
+        raise ValueError(f"'{source:.80}' has no command with a pretrain_....py in it")
+    flags = by_name()
+    values: dict[str, list[str]] = {}
+    stray: list[str] = []
+    last: list[str] = []  # values of the last flag
+    room = 0  # how many more it may take
+    for word in words[names.index(name) + 1 :]:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            last = values[flag] = [value] if equals else []
+            room = 0 if equals else flags[flag].n_values if flag in flags else MANY
+        elif room:
+            last.append(word)
+            room -= 1
+        else:
+            stray.append(word)
+    return Given(name, values, stray)
+
+
+class _Draft:
+    """The keys that have been found, and the flags that were used for them."""
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        self.flags = by_name()
+        self.family = PRE_TRAINED[given.script]
+        if self.value("position-embedding-type") == "alibi":
+            self.family = "bloom"
+        self.keys: dict[str, Any] = {}
+        self.lacking: dict[str, str] = {}  # key -> what would have to stand there
+        self.refused: dict[str, str] = {}  # flag -> why its value is not carried over
+
+    def has(self, name: str) -> bool:
+        return f"--{name}" in self.given.values
+
+    def value(self, name: str) -> str | None:
+        """The value on the command line, or Megatron's default."""
+        values = self.given.values.get(f"--{name}")
+        return values[0] if values else self.flags[f"--{name}"].default
+
+    def number(self, name: str) -> int | float | None:
+        """The same as a number; None where there is none, or one that only a shell would know."""
+        value = self.value(name)
+        return None if value is None else _number(value)
+
+    def keys_of(self, section: str) -> Mapping[str, Any]:
+        kinds = Kinds.of(config.Config.model_fields[section])
+        return kinds.classes[self.family if kinds.tells else ""].model_fields
+
+    def copy_plain(self) -> None:
+        """The flags whose value is that of one key; where one is left out, Megatron's default if ours is another."""
+        for name, flag in self.flags.items():
+            if not flag.same:
+                continue
+            section, _, key = flag.keys[0].partition(".")
+            fields = self.keys_of(section)
+            if key not in fields:
+                if name in self.given.values:
+                    self.refused[name] = f"a {self.family} has no {key}"
+                continue
+            if name in self.given.values and flag.n_values == 0:
+                self.keys[flag.keys[0]] = True
+            elif name in self.given.values or flag.default is not None:
+                value = self._typed(fields[key].annotation, self.value(name.removeprefix("--")))
+                if value is None:
+                    self.lacking[flag.keys[0]] = f"{name} {' '.join(self.given.values[name])}"
+                elif name in self.given.values or value != fields[key].default:
+                    self.keys[flag.keys[0]] = value
+
+    @staticmethod
+    def _typed(kind: Any, value: str | None) -> Any:
+        number = None if value is None else _number(value)
+        if kind is int and isinstance(number, float) and number.is_integer():
+            return int(number)
+        return number if kind in (int, float) else value
+
+    def left(self) -> list[str]:
+        lines = []
+        for name, values in self.given.values.items():
+            flag = self.flags.get(name)
+            written = " ".join([name, *values])
+            if flag is None:
+                lines.append(f"{written}: not a flag that is known here")
+            elif name in self.refused:
+                lines.append(f"{written}: {self.refused[name]}")
+            elif not flag.keys:
+                lines.append(f"{written}: {flag.why}" if flag.why else written)
+        return [*lines, *(f"{word}: belongs to no flag" for word in self.given.stray)]
+
+    def text(self) -> str:
+        lines = [f"# From {self.given.script}.py's flags by dtmega from-megatron."]
+        found = {key: value for key, value in self.keys.items() if key not in self.lacking}
+        lines += self._refusal(found)
+        for section in config.Config.model_fields:
+            order = [f"{section}.{key}" for key in self.keys_of(section)]
+            body = [
+                f"{key.partition('.')[2]} = {_toml(found[key])}"
+                if key in found
+                else f"# {key.partition('.')[2]} =   # lacks: {self.lacking[key]}"
+                for key in order
+                if key in found or key in self.lacking
+            ]
+            if body:
+                lines += ["", f"[{section}]", *body]
+        return "\n".join(lines) + "\n"
+
+    def _refusal(self, found: Mapping[str, Any]) -> list[str]:
+        """What a run would say of the keys, as a comment; nothing as long as some are lacking."""
+        if self.lacking:
+            return []
+        values: dict[str, Any] = {}
+        for key, value in found.items():
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = value
+        try:
+            config.validate(values, "these flags")
+        except config.ConfigError as error:
+            return [f"# Not accepted as it stands: {line}" for line in str(error).splitlines()]
+        return []
+
+
+def _model(draft: _Draft) -> None:
+    draft.keys["model.name"] = draft.family
+    draft.keys["run.dir"] = f"runs/{draft.family}"
+    if draft.has("max-position-embeddings") and draft.family != "bloom":
+        draft.keys["model.max_position_embeddings"] = draft.number("max-position-embeddings")
+    if draft.has("embed-layernorm") != (draft.family == "bloom"):
+        draft.refused["--embed-layernorm"] = f"a {draft.family} has none"
+    if draft.value("position-embedding-type") == "rotary":
+        draft.refused["--position-embedding-type"] = draft.flags["--position-embedding-type"].why
+    if draft.family == "bert":
+        draft.keys["model.gelu"] = "erf" if draft.has("no-bias-gelu-fusion") else "tanh"
+    elif draft.has("no-bias-gelu-fusion"):
+        draft.refused["--no-bias-gelu-fusion"] = f"a {draft.family} has the form of tanh"
+    for key, flag in (("n_layers", "num-layers"), ("hidden_size", "hidden-size"), ("n_heads", "num-attention-heads")):
+        if not draft.has(flag):
+            draft.lacking[f"model.{key}"] = f"--{flag}"
+
+
+def _vocabulary(draft: _Draft) -> None:
+    padded = draft.number("pad-vocab-size-to")
+    if padded is not None:
+        draft.keys["model.vocab_size"] = padded
+    else:
+        draft.lacking["model.vocab_size"] = "the tokenizer's size, which no flag says"
+        multiple = draft.number("make-vocab-size-divisible-by")
+        tp = draft.number("tensor-model-parallel-size")
+        if multiple is not None and tp is not None:
+            draft.keys["model.pad_vocab_to_multiple"] = multiple * tp
+    kind = draft.value("tokenizer-type") or TOKENIZERS[draft.given.script]
+    vocabulary = draft.value("vocab-file")
+    directory = draft.value("tokenizer-name-or-path")
+    if kind in WORDPIECE and vocabulary:
+        draft.keys["data.tokenizer"] = f"{WORDPIECE[kind]}:{vocabulary}"
+    elif kind == "GPT2BPETokenizer":
+        draft.keys["data.tokenizer"] = "gpt2"
+    elif kind == "PretrainedFromHF" and directory:
+        draft.keys["data.tokenizer"] = f"{directory}/tokenizer.json"
+    else:
+        draft.lacking["data.tokenizer"] = f"the vocabulary of {kind}"
+
+
+def _batch(draft: _Draft) -> None:
+    for key, flag in (("micro_batch_size", "micro-batch-size"), ("global_batch_size", "global-batch-size")):
+        if not draft.has(flag):
+            draft.lacking[f"batch.{key}"] = f"--{flag}"
+    ramp = draft.given.values.get("--rampup-batch-size")
+    if ramp:
+        draft.keys["batch.rampup"] = [_number(number) for number in ramp]
+    if not any(f"train.{unit}" in draft.keys for unit in ("steps", "samples", "tokens")):
+        draft.lacking["train.steps"] = "--train-iters, --train-samples or --train-tokens"
+    ranges = draft.given.values.get("--skip-train-iteration-range", [])
+    if ranges:
+        draft.keys["train.skip_steps"] = [[_number(end) for end in each.split("-")] for each in ranges]
+    if not draft.has("seq-length"):
+        draft.lacking["data.seq_len"] = "--seq-length"
+
+
+def _schedule(draft: _Draft) -> None:
+    if not draft.has("lr"):
+        draft.lacking["optim.lr"] = "--lr"
+    by_unit = {unit: (draft.number(f"lr-decay-{unit}"), draft.number(f"train-{unit}")) for unit in UNITS}
+    # A run that is counted in samples has its rate counted in them.
+    unit = next((u for u in reversed(UNITS) if any(by_unit[u])), UNITS[0])
+    decay, _ = by_unit[unit]
+    if decay:
+        draft.keys["optim.decay"] = decay
+    if unit != UNITS[0]:
+        draft.keys["optim.unit"] = unit
+    warmup = draft.number(f"lr-warmup-{unit}") if unit != "tokens" else None
+    if warmup:
+        draft.keys["optim.warmup"] = warmup
+    if draft.value("optimizer") == "sgd":
+        draft.keys["optim.name"] = "sgd"
+    else:
+        draft.keys.pop("optim.momentum", None)
+
+
+def _precision(draft: _Draft) -> None:
+    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if draft.has(flag):
+            draft.keys["precision.params"] = dtype
+    if draft.has("fp16") and not draft.has("no-query-key-layer-scaling"):
+        draft.keys["model.query_key_layer_scaling"] = True
+
+
+def _layout(draft: _Draft) -> None:
+    if draft.has("cpu-optimizer"):
+        draft.keys["fsdp.cpu_offload"] = True
+    full = ("checkpoint-activations", "deepspeed-activation-checkpointing")
+    if any(draft.has(name) for name in full):
+        draft.keys["recompute.mode"] = "full"
+    elif draft.has("recompute-activations"):
+        draft.keys["recompute.mode"] = "selective"
+    elif draft.has("recompute-granularity"):
+        draft.keys["recompute.mode"] = draft.value("recompute-granularity")
+    for name in ("checkpoint-num-layers", "recompute-num-layers"):
+        if draft.has(name):
+            draft.keys["recompute.layers"] = draft.number(name)
+    per_stage = draft.number("num-layers-per-virtual-pipeline-stage")
+    n_layers = draft.number("num-layers")
+    pp = draft.number("pipeline-model-parallel-size")
+    if per_stage and n_layers and pp:
+        draft.keys["pipeline.schedule"] = "Interleaved1F1B"
+        draft.keys["pipeline.virtual_stages"] = int(n_layers // pp // per_stage)
+
+
+def _data(draft: _Draft) -> None:
+    paths = draft.given.values.get("--data-path", [])
+    if len(paths) == 1:
+        draft.keys["data.path"] = paths[0]
+    elif paths and len(paths) % 2 == 0:
+        draft.keys["data.path"] = paths[1::2]
+        draft.keys["data.weights"] = [_number(weight) for weight in paths[::2]]
+    else:
+        draft.lacking["data.path"] = "--data-path"
+
+
+def _checkpoints(draft: _Draft) -> None:
+    save, load = draft.value("save"), draft.value("load")
+    if save:
+        draft.keys["checkpoint.dir"] = save
+    if not draft.has("save-interval"):
+        draft.keys["checkpoint.interval"] = 0
+    if draft.has("finetune") or draft.has("no-load-optim"):
+        draft.lacking["model.init_from"] = f"the weights of {load}, converted"
+    elif load and load != save:
+        draft.refused["--load"] = "their checkpoints are converted first, then named in [model] init_from"
+
+
+def _is_file(path: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # too long for a name, or with a NUL
+        return Path(path).is_file()
+    return False
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"key": value}).strip().removeprefix("key = ")

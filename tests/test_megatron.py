@@ -1,0 +1,226 @@
+"""Coming from Megatron: its launch scripts as configurations, its groups as lists."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+from pathlib import Path
+
+import pytest
+import tomli
+
+from dtmega import config
+from dtmega.__main__ import main
+from dtmega.megatron import shell
+from dtmega.megatron.flags import by_name
+from dtmega.megatron.translate import translate
+from tools import flags_page
+
+ROOT = Path(__file__).resolve().parent.parent
+# The parts of a launch script that a reader has to follow, with the settings of BLOOM's 176B (bigscience
+# train/tr11-176B-ml/tr11-176B-ml.slurm).
+BLOOM = r"""#!/bin/bash
+# an apostrophe that isn't a quote
+TP_SIZE=4
+PP_SIZE=12
+export NHIDDEN=14336
+SEQ_LEN=2048   # tokens
+TRAIN_SAMPLES=220_000_000  # 450B tokens
+OPTIMIZER_ARGS=" \
+    --optimizer adam \
+    --adam-beta1 0.9 --adam-beta2 0.95 \
+    --adam-eps 1e-8 \
+    --lr 6e-5 --min-lr 6e-6 \
+    --lr-decay-style cosine \
+    --lr-decay-samples 200_000_000 --lr-warmup-samples 183_105 \
+    --clip-grad 1.0 \
+    --weight-decay 1e-1 \
+    "
+cat <<EOT > config.json
+{ "note": "pretrain_gpt.py --num-layers 1 is text here }
+EOT
+GPT_ARGS="
+    --pp-partition-method 'type:transformer|embedding'
+    --num-layers 70 --hidden-size $NHIDDEN --num-attention-heads ${NHEADS:-112}
+    --seq-length $SEQ_LEN --max-position-embeddings ${SEQ_LEN}
+    --micro-batch-size 1 --rampup-batch-size 192 16 9_765_625 --global-batch-size 2048
+    --train-samples $TRAIN_SAMPLES
+    --tokenizer-type PretrainedFromHF --tokenizer-name-or-path data/bloom
+    --init-method-std 0.0048 --embed-layernorm --bf16 --seed 42 --position-embedding-type alibi
+    --pad-vocab-size-to 250880
+    $OPTIMIZER_ARGS
+"
+OUTPUT_ARGS=(
+    --log-interval 1      # each step
+    --save-interval 100
+    --eval-interval 1000 --eval-iters 1
+)
+export CMD=" \
+    `pwd`/pretrain_gpt.py \
+    --tensor-model-parallel-size $TP_SIZE --pipeline-model-parallel-size $PP_SIZE \
+    $GPT_ARGS \
+    ${OUTPUT_ARGS[@]} \
+    --data-path data/roots --split 969,30,1 --num-workers 1 --distributed-backend nccl --zero-stage 0"
+srun bash -c "$LAUNCHER --node_rank \$SLURM_PROCID $CMD" 2>&1 | tee log.txt
+"""
+# Every flag that a pre-training of either original is given in its examples, and those of the preparation of data.
+NAMED = """
+    abort-on-unmet-fused-kernel-constraints accumulate-allreduce-grads-in-fp32 append-eod
+    apply-residual-connection-post-layernorm bert-no-binary-head checkpoint-activations checkpoint-num-layers
+    curriculum-learning data-impl data-parallel-random-init data-path dataset-impl deallocate-pipeline-outputs deepspeed
+    deepspeed-activation-checkpointing deepspeed_config distribute-checkpointed-activations distributed-backend
+    embed-layernorm eval-interval eval-iters eval-only exit-duration-in-mins exit-interval finetune fp16
+    fp16-lm-cross-entropy fp32-residual-connection glu-activation hysteresis init-method-xavier-uniform
+    initial-loss-scale input json-keys kill-switch-path log-interval loss-scale loss-scale-window lr-decay-tokens
+    lr-warmup-fraction mask-prob max-position-embeddings merge-file min-loss-scale no-bias-gelu-fusion no-load-optim
+    no-load-rng no-query-key-layer-scaling onnx-safe openai-gelu optimizer output-prefix override-lr-scheduler
+    pad-vocab-size-to pp-partition-method reset-attention-mask reset-position-ids save-interval sgd-momentum
+    short-seq-prob skip-train-iteration-range split-sentences sync-tp-duplicated-parameters task tokenizer-type
+    train-iters train-weighted-split-paths train-weighted-split-paths-path universal-checkpoint
+    use-checkpoint-lr-scheduler use-cpu-initialization valid-weighted-split-paths vocab-extra-ids vocab-file workers
+    zero-stage
+"""
+
+
+def keys_of(toml: str) -> config.Config:
+    return config.validate(tomli.loads(toml), "the translation")
+
+
+def test_every_flag_of_the_originals_has_a_row() -> None:
+    assert sorted(name for name in NAMED.split() if f"--{name}" not in by_name()) == []
+
+
+def test_the_page_is_the_table() -> None:
+    assert flags_page.PAGE.read_text(encoding="utf-8") == flags_page.page()
+
+
+def test_every_row_has_a_key_or_a_reason() -> None:
+    assert [flag.names for flag in by_name().values() if not flag.keys and not flag.why] == []
+
+
+def test_blooms_launch_script_is_its_configuration(tmp_path: Path) -> None:
+    script = tmp_path / "tr11.slurm"
+    script.write_text(BLOOM)
+    found = keys_of(translate(str(script)).toml)
+    shipped = config.load(["--config", "bloom-176b.toml"])
+    same = {"run": {"dir": found.run.dir}, "eval": {"prompt": found.eval.prompt}, "mesh": {"tp": 4, "pp": 12}}
+    data = {"path": "data/roots", "tokenizer": "data/bloom/tokenizer.json"}
+    expected = shipped.model_dump()
+    for section, keys in {**same, "data": data}.items():
+        expected[section] |= keys
+    assert found.model_dump() == expected
+
+
+def test_berts_launch_script_is_its_configuration() -> None:
+    # Megatron-LM examples/pretrain_bert_distributed.sh.
+    line = (
+        "pretrain_bert.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 "
+        "--global-batch-size 32 --seq-length 512 --max-position-embeddings 512 --train-iters 1000000 "
+        "--data-path data/bert_text_sentence --vocab-file data/bert-vocab.txt --data-impl mmap --split 949,50,1 "
+        "--distributed-backend nccl --lr 0.0001 --lr-decay-style linear --min-lr 1.0e-5 --lr-decay-iters 990000 "
+        "--weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 --save-interval 10000 "
+        "--eval-interval 1000 --eval-iters 10 --fp16"
+    )
+    translation = translate(line)
+    assert "# vocab_size = " in translation.toml
+    found = tomli.loads(translation.toml)
+    shipped = config.load(["--config", "bert-345m.toml"])
+    found["model"]["vocab_size"] = shipped.model.vocab_size
+    found["run"]["dir"] = shipped.run.dir
+    found["eval"]["prompt"] = shipped.eval.prompt
+    assert config.validate(found, "the translation") == shipped
+    assert [line.split(":")[0] for line in translation.left] == ["--data-impl mmap", "--distributed-backend nccl"]
+
+
+def test_an_incomplete_line_is_translated_as_far_as_it_goes_and_names_what_it_leaves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["from-megatron", "pretrain_gpt.py --num-layers 2 --data-impl lazy --nonsense 3"]) == 0
+    said = capsys.readouterr()
+    assert tomli.loads(said.out)["model"]["n_layers"] == 2
+    lacking = re.findall(r"^# (\w+) = ", said.out, re.MULTILINE)
+    assert lacking == [
+        *("vocab_size", "hidden_size", "n_heads", "path", "seq_len", "micro_batch_size", "global_batch_size"),
+        *("lr", "steps"),
+    ]
+    assert "--data-impl lazy" in said.err
+    assert "--nonsense 3" in said.err
+
+
+def test_defaults_of_megatron_that_are_others_here_are_written() -> None:
+    toml = tomli.loads(translate("pretrain_gpt.py --train-iters 5").toml)
+    assert toml["optim"] == {"schedule": "linear", "beta2": 0.999, "weight_decay": 0.01}
+    assert (toml["model"]["hidden_dropout"], toml["model"]["attention_dropout"]) == (0.1, 0.1)
+    assert toml["eval"] == {"interval": 1000, "steps": 100}
+
+
+def test_the_padding_of_the_vocabulary_follows_their_tensor_parallel_size() -> None:
+    # megatron/tokenizer/tokenizer.py: a multiple of make_vocab_size_divisible_by x tensor_model_parallel_size.
+    line = "pretrain_gpt.py --tensor-model-parallel-size 8 --make-vocab-size-divisible-by 64"
+    assert tomli.loads(translate(line).toml)["model"]["pad_vocab_to_multiple"] == 512
+
+
+def test_weights_and_prefixes_in_turn_are_a_blend() -> None:
+    data = tomli.loads(translate("pretrain_gpt.py --data-path 0.3 a 0.7 b").toml)["data"]
+    assert (data["path"], data["weights"]) == (["a", "b"], [0.3, 0.7])
+
+
+def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
+    script = tmp_path / "launch.sh"
+    script.write_text(f"X=$(touch {tmp_path}/ran)\n`touch {tmp_path}/ran`\npython pretrain_gpt.py --num-layers $X\n")
+    toml = translate(str(script)).toml
+    assert "# n_layers = " in toml
+    assert [path.name for path in tmp_path.iterdir()] == ["launch.sh"]
+
+
+def test_a_model_of_another_kind_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["from-megatron", "pretrain_vit.py --num-layers 2"]) == 2
+    assert "pretrain_vit.py trains a model that is not here" in capsys.readouterr().err
+
+
+def test_any_text_is_read_or_refused() -> None:
+    rng = random.Random(0)
+    pieces = [
+        "pretrain_gpt.py",
+        " ",
+        "\n",
+        '"',
+        "'",
+        "`",
+        "$",
+        "${",
+        "}",
+        "(",
+        ")",
+        "A=",
+        "$A",
+        "\\",
+        "#",
+        "<<EOT",
+        "--",
+    ]
+    for _ in range(2000):
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 30)))
+        with contextlib.suppress(ValueError):
+            shell.words(text)
+
+
+def test_variables_that_double_with_each_line_are_refused() -> None:
+    with pytest.raises(ValueError, match="make a text of"):
+        shell.words("A=xxxxxxxxxx\n" + "A=$A$A\n" * 40)
+
+
+def test_groups_are_listed_as_the_original_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    # megatron/mpu/initialize.py, initialize_model_parallel: the example of 16 GPUs.
+    assert main(["groups", "--world", "16", "--mesh.tp", "2", "--mesh.pp", "4"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["tp"] == "[0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]"
+    assert lines["data"] == "[0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]"
+    assert lines["pp"] == "[0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]"
+    assert lines["model"] == "[0,1,4,5,8,9,12,13] [2,3,6,7,10,11,14,15]"
+
+
+def test_groups_of_a_mesh_that_does_not_make_the_world_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["groups", "--world", "16", "--mesh.tp", "3"]) == 2
+    assert "expected 0" in capsys.readouterr().err
