@@ -131,7 +131,7 @@ def test_a_published_gpt2_has_its_published_sizes_and_the_recipe_of_the_gpt3_of_
 
 
 def test_every_published_bert_has_a_config():
-    assert {p.stem for p in config.CONFIGS_DIR.glob("bert-*.toml")} == {row[0] for row in BERTS}
+    assert {p.stem for p in config.CONFIGS_DIR.glob("bert-*.toml")} == {row[0] for row in BERTS} | {"bert-345m"}
 
 
 @pytest.mark.parametrize("row", BERTS, ids=[row[0] for row in BERTS])

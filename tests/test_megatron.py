@@ -102,7 +102,8 @@ def test_every_row_has_a_key_or_a_reason() -> None:
 def test_blooms_launch_script_is_its_configuration(tmp_path: Path) -> None:
     script = tmp_path / "tr11.slurm"
     script.write_text(BLOOM)
-    found = keys_of(translate(str(script)).toml)
+    translation = translate(str(script))
+    found = keys_of(translation.toml)
     shipped = config.load(["--config", "bloom-176b.toml"])
     same = {"run": {"dir": found.run.dir}, "eval": {"prompt": found.eval.prompt}, "mesh": {"tp": 4, "pp": 12}}
     data = {"path": "data/roots", "tokenizer": "data/bloom/tokenizer.json"}
@@ -110,6 +111,8 @@ def test_blooms_launch_script_is_its_configuration(tmp_path: Path) -> None:
     for section, keys in {**same, "data": data}.items():
         expected[section] |= keys
     assert found.model_dump() == expected
+    left = {line.split(":")[0] for line in translation.left}
+    assert left == {"--distributed-backend nccl", "--zero-stage 0", "--pp-partition-method type"}
 
 
 def test_berts_launch_script_is_its_configuration() -> None:
