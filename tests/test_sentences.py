@@ -64,16 +64,17 @@ def test_a_long_block_is_cut_at_line_ends_as_late_as_it_may():
     assert [len(ids) for ids in found] == [400, 400, 200]
 
 
-def test_a_block_of_the_most_tokens_is_not_cut():
-    assert len(sentences.encode("x\n" * LONGEST_SENTENCE, BLOCKS, WORDPIECE)) == 1
+def test_a_block_of_the_most_tokens_is_not_cut_and_one_of_more_after_as_many():
+    assert [len(ids) for ids in sentences.encode("x\n" * 512, BLOCKS, WORDPIECE)] == [512]
+    assert [len(ids) for ids in sentences.encode("x\n" * 513, BLOCKS, WORDPIECE)] == [512, 1]
 
 
 def test_a_long_line_is_cut_before_a_word():
-    words = ["unhappily"] * 400
+    words = ["unhappiness"] * 400
     text = "x\n" + " ".join(words) + "\ny"
     x, *found, y = sentences.encode(text, BLOCKS, WORDPIECE)
-    word = WORDPIECE.encode("unhappily")
-    assert len(word) > 1
+    word = WORDPIECE.encode("unhappiness")
+    assert LONGEST_SENTENCE % len(word) > 0
     assert (x, y) == (WORDPIECE.encode("x"), WORDPIECE.encode("y"))
     assert [i for ids in found for i in ids] == word * 400
     most = LONGEST_SENTENCE // len(word) * len(word)
