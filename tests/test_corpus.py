@@ -141,15 +141,29 @@ def test_each_document_is_its_tokens_and_end_of_document(few):
 
 
 def test_in_sentences_a_topic_is_its_sentences_and_a_source_its_blocks_without_ends_of_documents(few):
-    whole, dataset = (IndexedDataset(corpus.prepare_stdlib(BYTES, in_sentences=cut)) for cut in (False, True))
+    pieces = load_tokenizer("stdlib-wordpiece")
+    whole, dataset = (IndexedDataset(corpus.prepare_stdlib(pieces, in_sentences=cut)) for cut in (False, True))
     assert len(whole) == len(whole.document_index) - 1 == len(few)
-    starts = dataset.document_index
-    assert len(starts) - 1 == len(few)
     assert {name.startswith("pydoc_data/") for name, _ in few} == {True, False}
-    for (name, text), start, stop in zip(few, starts, starts[1:], strict=False):
+    expected = []
+    for name, text in few:
         kind = sentences.PROSE if name.startswith("pydoc_data/") else sentences.BLOCKS
-        assert [dataset.get(i).tolist() for i in range(start, stop)] == sentences.encode(text, kind, BYTES), name
-    assert dataset.tokens.max() < BYTES.eod_id
+        expected += sentences.encode(text, kind, pieces)
+    assert [dataset.get(i).tolist() for i in range(len(dataset))] == expected
+    assert pieces.eod_id not in dataset.tokens
+
+
+def test_a_source_is_cut_before_definitions_that_follow_two_blocks_and_a_topic_is_not_cut():
+    parts = ["import os\n\nX = 1\n\ndef f():\n    1\n", "class A:\n    y = 1\n\n    def g(self):\n        2\n"]
+    parts += ["@late\ndef h():\n    3\n\nasync def k():\n    4\n"]
+    text = "\n".join(["\n\nimport sys\n", *parts])
+    found = corpus.sentence_documents("a.py", text, BYTES)
+    assert [[BYTES.decode(ids).strip() for ids in document] for document in found] == [
+        ["import sys", "import os", "X = 1"],
+        ["def f():\n    1", "class A:\n    y = 1", "def g(self):\n        2"],
+        ["@late\ndef h():\n    3", "async def k():\n    4"],
+    ]
+    assert len(corpus.sentence_documents(f"{corpus.TOPICS}a", text, BYTES)) == 1
 
 
 def test_the_name_tells_python_and_vocabulary(few):

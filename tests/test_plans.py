@@ -189,7 +189,7 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
     table = {p.removeprefix("layers.*."): s for p, s in bloom.plan(cfg, sequence_parallel).items() if "layers" in p}
     attn_table = {p[len("attn.") :]: s for p, s in table.items() if p == "attn" or p.startswith("attn.")}
     for kind, cls, plan in (("attention", FusedAttention, attn_table), ("block", Block, table)):
-        whole, ours = cls(cfg), cls(cfg)
+        whole, ours = cls(cfg, number=1), cls(cfg, number=1)
         ours.load_state_dict(whole.state_dict())
         plans.apply_plan(ours, mesh, plan)
         x_whole, x_here = x.clone().requires_grad_(), part(x).requires_grad_()

@@ -19,6 +19,8 @@ MAY_DIFFER = {
     "pad_vocab_to_multiple": 64,
     "hidden_dropout": 0.5,
     "attention_dropout": 0.5,
+    "fp32_residual": True,
+    "query_key_layer_scaling": True,
     "label_smoothing": 0.5,
     "z_loss": 0.5,
 }

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from dtmega.data.tokenizer import Tokenizer
 FORMAT = 2  # raise it when the same Python and vocabulary give other tokens than before
 SENTENCES_FORMAT = 1  # the same for sentences, beside FORMAT
 TOPICS = "pydoc_data/topics/"
+DEFINITION = re.compile(r"(?<=\n)[ \t\r\f]*\n(?=class |def |async def |@)")  # the blank line before one
 MIN_CHARS = 200_000  # less is a broken Python, not a corpus
 # Not the library's own text: what is installed beside it, tests, generated tables, build settings of one machine.
 SKIPPED_FOLDERS = {
@@ -74,12 +76,28 @@ def _read(path: Path) -> str:
     return ""
 
 
+def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
+    """The documents of a topic or a source, each as the ids of its sentences.
+
+    A topic is one. In which order a source defines its classes and functions is a matter of taste, of which a model
+    could learn nothing: it is cut before each of them that follows two blocks or more.
+    """
+    if name.startswith(TOPICS):
+        return [sentences.encode(text, sentences.PROSE, tokenizer)]
+    documents: list[list[list[int]]] = [[]]
+    for part in DEFINITION.split(text):
+        if len(documents[-1]) >= 2:
+            documents.append([])
+        documents[-1] += sentences.encode(part, sentences.BLOCKS, tokenizer)
+    return [document for document in documents if document]
+
+
 def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
     """The prefix of the tokenised corpus; builds it on first use or when damaged.
 
     Args:
-        in_sentences: each sequence is a sentence of a topic, or a block of a source; else a document, closed by
-            `eod_id`.
+        in_sentences: each sequence is a sentence or a block, as `sentence_documents` finds them; else it is a document,
+            closed by `eod_id`.
 
     Raises:
         ValueError: this Python has next to no library sources, or no cache directory can be written.
@@ -118,8 +136,7 @@ def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for name, text in tqdm(texts.items(), desc="tokenize", unit=" documents", delay=1, disable=None):
             if in_sentences:
-                kind = sentences.PROSE if name.startswith(TOPICS) else sentences.BLOCKS
-                found = sentences.encode(text, kind, tokenizer)
-                writer.add([i for ids in found for i in ids], [len(ids) for ids in found])
+                for found in sentence_documents(name, text, tokenizer):
+                    writer.add([i for ids in found for i in ids], [len(ids) for ids in found])
             else:
                 writer.add([*tokenizer.encode(text), tokenizer.eod_id])
