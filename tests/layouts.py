@@ -67,8 +67,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {k: v for k, v in DEBUG.items() if k not in DROPOUT}
     | RESTARTING
     | {"model.name": "llama", "model.n_kv_heads": 2, "model.ffn_hidden_size": 64},
+    # At a rate of 1e-2 rounding grows a hundredfold in 20 steps, on one process with other microbatches too.
     "bert": {k: v for k, v in DEBUG.items() if k != "data.eod_mask_loss"}
-    | {"model.name": "bert", "model.max_position_embeddings": 32},
+    | {"model.name": "bert", "model.max_position_embeddings": 32, "optim.lr": 3e-3},
 }
 
 
