@@ -252,8 +252,9 @@ class T5(Stage):
         if self.encoder:
             table = self._table(self.encoder_bias, bidirectional=True)
             rule = attention_rule(places, document_ids=document_ids, table=table, fused=fused)
-            for layer in self.encoder.values():
-                hidden = layer(hidden, rule, self.head_ids, sample_ids, places, self.channel_ids)
+            assert hidden is not None
+            layers = list(self.encoder.values())
+            hidden = self.run_layers(layers, hidden, rule, self.head_ids, sample_ids, places, self.channel_ids)
         if self.encoder_norm is not None and self.encoder_dropout is not None:
             found["encoded"] = self.encoder_dropout(self.encoder_norm(hidden), sample_ids, places)
             encoded = found["encoded"]
@@ -267,10 +268,10 @@ class T5(Stage):
             table = self._table(self.decoder_bias, bidirectional=False)
             rule = attention_rule(decoder_places, causal=True, table=table, **documents)
             across = attention_rule(decoder_places, key_places=places, key_document_ids=document_ids, **documents)
-            memory = self.memory(encoded)
-            for layer in self.decoder.values():
-                shared = (self.head_ids, sample_ids, decoder_places, self.channel_ids)
-                hidden = layer(hidden, rule, *shared, across, memory)
+            assert hidden is not None
+            layers = list(self.decoder.values())
+            shared = (self.head_ids, sample_ids, decoder_places, self.channel_ids)
+            hidden = self.run_layers(layers, hidden, rule, *shared, across, self.memory(encoded))
         if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
             return found if hidden is None else {**found, "hidden": hidden}
         hidden = self.decoder_dropout(self.decoder_norm(hidden), sample_ids, decoder_places)

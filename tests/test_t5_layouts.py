@@ -1,0 +1,213 @@
+"""T5 on every axis of the trainer: each layout of both of its forms is one process, with dropout and padding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtmega import config, families, mesh, optim
+from dtmega.data import objectives
+from dtmega.data.loader import StepBatch
+from dtmega.models.initial import init_weights
+from dtmega.models.t5 import T5
+from dtmega.optim import Spikes
+from dtmega.parallelize import check, parallelize
+from dtmega.step import train_step
+from tests import ranks
+from tests.test_contract import NO_PARAMETERS, differences, whole
+from tests.test_t5 import FAMILY, MEGATRON
+
+CPU = torch.device("cpu")
+V, S, T, SEQUENCES, STEPS, LR, CLIP = 131, 12, 6, 6, 3, 1e-2, 1.0
+EPS = 1e-3  # AdamW makes full steps of rounding otherwise
+FORMS: dict[str, dict[str, Any]] = {
+    "t5": {"kv_channels": 4, "gated": True, "activation": "gelu_tanh", "inner_dropout": 0.1},
+    "megatron": {**MEGATRON, "max_position_embeddings": S, "pad_vocab_to_multiple": 48},
+}
+PP3 = {"mesh": {"pp": 3}}
+INSIDE = {"pipeline": {"stages": [[0, 1], [2, 3], [4]]}}  # both stacks are cut in two
+ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
+FULL = {"recompute": {"mode": "full"}}
+# Name -> processes, form, keys.
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "recompute": (1, "t5", FULL),
+    "tp 2": (2, "t5", {"mesh": {"tp": 2}}),
+    "tp 2, no sequence parallel": (2, "t5", {"mesh": {"tp": 2, "sequence_parallel": False}}),
+    "tp 2, recompute": (2, "t5", {"mesh": {"tp": 2}, **FULL}),
+    "megatron, tp 2": (2, "megatron", {"mesh": {"tp": 2}}),
+    "pp 2": (2, "t5", {"mesh": {"pp": 2}}),
+    "pp 2, interleaved": (2, "t5", {"mesh": {"pp": 2}, "pipeline": {"schedule": "Interleaved1F1B"}}),
+    "pp 2, ZBV": (2, "t5", {"mesh": {"pp": 2}, **ZBV}),
+    "megatron, pp 2, ZBV": (2, "megatron", {"mesh": {"pp": 2}, **ZBV}),
+    "tp 3": (3, "t5", {"mesh": {"tp": 3}}),
+    "pp 3": (3, "t5", {**PP3, "pipeline": {"stages": [[0], [1, 2], [3, 4]]}}),
+    "pp 3, cut inside": (3, "t5", {**PP3, **INSIDE}),
+    "megatron, pp 3, cut inside": (3, "megatron", {**PP3, **INSIDE}),
+    "dp 3": (3, "t5", {"mesh": {"dp_shard": 3}}),
+    "HSDP": (4, "t5", {"mesh": {"dp_replicate": 2, "dp_shard": 2}}),
+    "tp 2 x pp 2": (4, "t5", {"mesh": {"tp": 2, "pp": 2}}),
+    "tp 2 x dp 2": (4, "t5", {"mesh": {"tp": 2, "dp_shard": 2}}),
+}
+
+
+def configured(form: str, keys: dict[str, Any], steps: int = STEPS) -> config.Config:
+    sizes = {"vocab_size": V, "hidden_size": 48, "n_layers": 3, "n_decoder_layers": 2, "n_heads": 6}
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    sections = {
+        "run": {"device": "cpu"},
+        "data": {"seq_len": S},
+        "batch": {"micro_batch_size": 1, "global_batch_size": SEQUENCES},
+        "optim": {"lr": LR, "clip_grad": CLIP, "eps": EPS},
+        "train": {"steps": steps},
+        "compile": {"enable": False},
+    }
+    cfg = config.validate(sections | keys, "test")
+    model = config.T5(ffn_hidden_size=96, **sizes, **dropout, **FORMS[form])
+    data = cfg.data.model_copy(update={"decoder_seq_len": T})
+    return cfg.model_copy(update={"model": model, "data": data})
+
+
+def rows(step: int) -> dict[str, Tensor]:
+    """A global batch, in which all samples but the first have padding on both sides, and so other numbers of labels."""
+    generator = torch.Generator().manual_seed(step)
+    number = torch.arange(SEQUENCES).unsqueeze(1)
+    text = torch.arange(S) < S - number
+    decoder_text = torch.arange(T) < T - number % 4
+    said = torch.randint(V, (SEQUENCES, T + 1), generator=generator)
+    return {
+        "tokens": torch.randint(V, (SEQUENCES, S), generator=generator).where(text, 0),
+        "decoder_tokens": said[:, :-1].where(decoder_text, 0),
+        "labels": said[:, 1:].where(decoder_text, objectives.IGNORED),
+        "sample_ids": step * SEQUENCES + number.squeeze(1),
+        "places": torch.arange(S).expand(SEQUENCES, S).contiguous(),
+        "decoder_places": torch.arange(T).expand(SEQUENCES, T).contiguous(),
+        "document_ids": (~text).long(),
+        "decoder_document_ids": (~decoder_text).long(),
+    }
+
+
+def microbatches(step: int, rank: int, size: int) -> list[dict[str, Tensor]]:
+    mine = {name: t.chunk(size)[rank].split(1) for name, t in rows(step).items()}
+    return [dict(zip(mine, parts, strict=True)) for parts in zip(*mine.values(), strict=True)]
+
+
+def truth(form: str) -> dict[str, Any]:
+    """A plain loop in torch on the whole batch at once."""
+    model = T5(configured(form, {}).model)
+    init_weights(model, seed=0)
+    model.init_buffers(seed=configured(form, {}).run.seed)
+    trained = list(model.parameters())
+    groups = [
+        {"params": [p for p in trained if (p.ndim > 1) is cut], "weight_decay": cut * 0.1} for cut in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+    found: dict[str, Any] = {"steps": []}
+    for step in range(STEPS):
+        batch = rows(step)
+        optimizer.zero_grad()
+        loss = model(**batch)["lm"] / (batch["labels"] != objectives.IGNORED).sum()
+        loss.backward()
+        if step == 0:
+            found["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        norm = nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        found["steps"].append({"loss": loss.item(), "grad_norm": norm.item()})
+    found["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found["sum"] = model.eval()(**rows(0))["lm"].item()
+    return found
+
+
+def train(layouts: list[str]) -> dict[str, Any]:
+    """What this rank finds on each of these layouts."""
+    families.FAMILIES["t5"] = FAMILY
+    return {name: trained(*LAYOUTS[name][1:]) for name in layouts}
+
+
+def started(cfg: config.Config) -> Any:
+    """A run, as far as a step needs it."""
+    world = mesh.start(CPU, mesh.resolve(cfg.mesh, torch.distributed.get_world_size()))
+    check(cfg, world.sizes, CPU)
+    model = parallelize(cfg, world)
+    model.draw(seed=0)
+    optimizer = optim.build_optimizer(list(model.named_parameters()), cfg.optim)
+    parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
+    return SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), loss_scale=None)
+
+
+def trained(form: str, keys: dict[str, Any]) -> dict[str, Any]:
+    run = started(configured(form, keys))
+    world, model = run.world, run.model
+    found: dict[str, Any] = {"steps": [], "tied": {tied.name: tied.stages for tied in model.tied}}
+    for step in range(STEPS):
+        mine = microbatches(step, world.data_rank, world.data_size)
+        if step == 0:
+            model.forward_backward(mine, {"tokens": int((rows(0)["labels"] != objectives.IGNORED).sum())})
+            found["gradients"] = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        outcome = train_step(run, StepBatch(0, SEQUENCES, mine))
+        found["steps"].append({"loss": outcome.loss, "grad_norm": outcome.grad_norm})
+        model.check_copies()
+    found["weights"] = whole({n: p.detach() for n, p in model.owned().items()})
+    totals = model.losses(microbatches(0, world.data_rank, world.data_size))
+    torch.distributed.all_reduce(totals, group=world.groups["loss"])
+    return found | {"sum": totals.item()}
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Layout -> the truth, and what each rank found; of those that are asked for, in one group for each size."""
+    asking = [item for item in request.session.items if item.path == request.path and "results" in item.fixturenames]
+    asked = {getattr(item, "callspec", NO_PARAMETERS).params.get("layout", "pp 3, cut inside") for item in asking}
+    truths = {form: truth(form) for form in {LAYOUTS[name][1] for name in asked}}
+    found = {}
+    for n in {LAYOUTS[name][0] for name in asked}:
+        names = [name for name in LAYOUTS if name in asked and LAYOUTS[name][0] == n]
+        of_ranks = ranks.run(n, train, names)
+        found |= {name: (truths[LAYOUTS[name][1]], [rank[name] for rank in of_ranks]) for name in names}
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_gradients_and_weights_of_a_layout_are_those_of_one_process(results: Any, layout: str):
+    expected, of_ranks = results[layout]
+    for here in of_ranks:
+        for step, values in zip(here["steps"], expected["steps"], strict=True):
+            assert {name: e for name in values if not (e := differences(step[name], values[name])) < 1e-5} == {}
+        assert differences(here["sum"], expected["sum"]) < 1e-5
+        # The bias of keys has no gradient but of rounding: a softmax does not see it.
+        seen = {name: t for name, t in here["gradients"].items() if not name.endswith("k.bias")}
+        errors = {name: differences(t, expected["gradients"][name]) for name, t in seen.items()}
+        assert {name: e for name, e in errors.items() if not e < 1e-5} == {}
+        names = here["weights"]
+        stepped = [torch.cat([of[name].flatten() for name in names]) for of in (here["weights"], expected["weights"])]
+        assert differences(*stepped) < 1e-5
+    for kind in ("gradients", "weights"):
+        assert {name for here in of_ranks for name in here[kind]} == expected[kind].keys()
+
+
+def test_stages_share_the_words_and_each_stack_its_relative_bias(results: Any):
+    _, of_ranks = results["pp 3, cut inside"]
+    found = {name: stages for here in of_ranks for name, stages in here["tied"].items()}
+    assert found == {"embed.weight": [0, 1, 2], "encoder_bias.weight": [0, 1], "decoder_bias.weight": [1, 2]}
+
+
+def twenty_steps() -> list[dict[str, bool]]:
+    families.FAMILIES["t5"] = FAMILY
+    run = started(configured("t5", {"mesh": {"pp": 4}}, steps=20))
+    found = []
+    for step in range(20):
+        train_step(run, StepBatch(0, SEQUENCES, microbatches(step, 0, 1)))
+        found.append({tied.name: tied.equal() for tied in run.model.tied})
+    return found
+
+
+def test_after_twenty_steps_on_four_stages_all_copies_are_equal_to_the_bit():
+    seen = set()
+    for of_rank in ranks.run(4, twenty_steps):
+        assert all(all(equal.values()) for equal in of_rank)
+        seen |= {name for equal in of_rank for name in equal}
+    assert seen == {"embed.weight", "encoder_bias.weight", "decoder_bias.weight"}
