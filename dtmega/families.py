@@ -30,6 +30,7 @@ from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
 from dtmega.models.show import CONTINUATION, FILLS, Show
 from dtmega.models.stage import Stage
+from dtmega.pipelining.schedule import splits_backward
 from dtmega.plans import apply_plan, check_plan, shard_buffers
 from dtmega.plans.bert import plan as bert_plan
 from dtmega.plans.bloom import plan as bloom_plan
@@ -209,6 +210,11 @@ class Own:
         tp = sizes["tp"]
         if tp > 1:
             check_plan(whole, self._table(cfg), tp)
+        if whole.one_backward and splits_backward(cfg, sizes["pp"]):
+            raise ValueError(
+                f"backward cannot run in two parts, as {whole.one_backward}; torch would go through it once for each "
+                f"([pipeline] schedule, [model] name)"
+            )
         for key, length in lengths.items():
             if cfg.mesh.sequence_parallel and length % tp:
                 raise ValueError(f"tp={tp} does not divide {key}={length} ([mesh] tp, [data] {key})")

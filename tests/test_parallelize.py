@@ -42,6 +42,7 @@ def sections(**overrides: object) -> config.Config:
     [
         (3, {"mesh__tp": 3}, r"tp=3 does not divide n_heads=8 \(\[mesh\] tp, \[model\] n_heads\)"),
         (2, {"mesh__tp": 2, "model__ffn_hidden_size": 1001}, "tp=2 does not divide ffn_hidden_size=1001"),
+        (1, {"data__decoder_seq_len": 64}, r"decoder_seq_len=64 means nothing to a model without such sequences"),
         (2, {"mesh__tp": 2, "data__seq_len": 255}, r"tp=2 does not divide seq_len=255 \(\[mesh\] tp, \[data\] seq_len"),
         (4, {"mesh__tp": 4, "model__vocab_size": 9}, "tp=4 ranks x 3 rows leave a rank without any of 9"),
         (3, {"mesh__tp": 3, **SIX_HEADS}, r"tp=3 and n_kv_heads=2: neither divides the other.* \(\[mesh\] tp"),

@@ -317,6 +317,28 @@ def test_initial_values_are_those_of_the_original(init: str):
     assert drawn == std.keys()
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (
+            {"max_position_embeddings": 64},
+            r"max_position_embeddings would not be read with positions='relative'",
+        ),
+        (
+            {"positions": "learned", "relative_buckets": 8},
+            r"relative_buckets would not be read with positions='learned'",
+        ),
+        ({"init_std": 0.1}, r"init_std would not be read with .*init='fan_in'"),
+        ({"relative_max_distance": 16}, r"expected more than relative_buckets / 2 = 16"),
+        ({"n_heads": 6}, r"n_heads=6 does not divide hidden_size=256"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_keys_that_contradict_are_refused(keys: dict[str, Any], named: str):
+    with pytest.raises(ValueError, match=named):
+        config.T5(**keys)
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 
 

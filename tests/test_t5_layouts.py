@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dtmega import config, families, mesh, optim
 from dtmega.data import objectives
@@ -17,8 +18,10 @@ from dtmega.models.initial import init_weights
 from dtmega.models.t5 import T5
 from dtmega.optim import Spikes
 from dtmega.parallelize import check, parallelize
+from dtmega.plans import apply_plan, shard_buffers, t5
 from dtmega.step import train_step
 from tests import ranks
+from tests.test_bert_plan import Wire
 from tests.test_contract import NO_PARAMETERS, differences, whole
 from tests.test_t5 import FAMILY, MEGATRON
 
@@ -42,7 +45,6 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "megatron, tp 2": (2, "megatron", {"mesh": {"tp": 2}}),
     "pp 2": (2, "t5", {"mesh": {"pp": 2}}),
     "pp 2, interleaved": (2, "t5", {"mesh": {"pp": 2}, "pipeline": {"schedule": "Interleaved1F1B"}}),
-    "pp 2, ZBV": (2, "t5", {"mesh": {"pp": 2}, **ZBV}),
     "megatron, pp 2, ZBV": (2, "megatron", {"mesh": {"pp": 2}, **ZBV}),
     "tp 3": (3, "t5", {"mesh": {"tp": 3}}),
     "pp 3": (3, "t5", {**PP3, "pipeline": {"stages": [[0], [1, 2], [3, 4]]}}),
@@ -195,9 +197,31 @@ def test_stages_share_the_words_and_each_stack_its_relative_bias(results: Any):
     assert found == {"embed.weight": [0, 1, 2], "encoder_bias.weight": [0, 1], "decoder_bias.weight": [1, 2]}
 
 
+def gathers(n_decoder_layers: int) -> int:
+    """Of whole sequences of the encoder, in forward."""
+    tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sizes = {"vocab_size": V, "hidden_size": 48, "n_heads": 6}
+    model = T5(config.T5(**sizes, n_layers=1, n_decoder_layers=n_decoder_layers))
+    init_weights(model, seed=0)
+    model.init_buffers(seed=0)
+    table = t5.plan(model.cfg)
+    apply_plan(model, tp, table)
+    shard_buffers(model, tp, table)
+    with Wire() as wire:
+        model(**rows(0))
+    return sum(what == ("_allgather_base_", SEQUENCES * S * 48) for what in wire.seen)
+
+
+def test_the_encoders_output_is_gathered_once_for_all_layers_of_the_decoder():
+    in_the_encoder = 2  # its attention and its feed-forward
+    for found in ranks.run(2, gathers, 1), ranks.run(2, gathers, 3):
+        assert found == [in_the_encoder + 1] * 2
+
+
 def twenty_steps() -> list[dict[str, bool]]:
     families.FAMILIES["t5"] = FAMILY
-    run = started(configured("t5", {"mesh": {"pp": 4}}, steps=20))
+    keys = {"mesh": {"pp": 4}, "pipeline": {"stages": [[0], [1, 2], [3], [4]]}}
+    run = started(configured("t5", keys, steps=20))
     found = []
     for step in range(20):
         train_step(run, StepBatch(0, SEQUENCES, microbatches(step, 0, 1)))
@@ -211,3 +235,26 @@ def test_after_twenty_steps_on_four_stages_all_copies_are_equal_to_the_bit():
         assert all(all(equal.values()) for equal in of_rank)
         seen |= {name for equal in of_rank for name in equal}
     assert seen == {"embed.weight", "encoder_bias.weight", "decoder_bias.weight"}
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"seq_len": 16}, r"seq_len=16 is more than the 12 positions of the model \(\[data\] seq_len, "),
+        ({"decoder_seq_len": 14}, r"decoder_seq_len=14 is more than the 12 positions of the model"),
+        ({"decoder_seq_len": 5}, r"tp=2 does not divide decoder_seq_len=5 \(\[mesh\] tp, \[data\] decoder_seq_len\)"),
+    ],
+)
+def test_both_sequences_must_fit_the_model_and_the_mesh(data: dict[str, Any], named: str):
+    cfg = configured("megatron", {"mesh": {"tp": 2}})
+    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update=data)})
+    with pytest.raises(ValueError, match=named):
+        FAMILY.check(cfg, {"tp": 2, "pp": 1})
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_a_backward_in_two_parts_is_for_learned_positions_only(schedule: str):
+    keys = {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule}}
+    FAMILY.check(configured("megatron", keys), {"tp": 1, "pp": 2})
+    with pytest.raises(ValueError, match=r"relative bias; .*\(\[pipeline\] schedule, \[model\] name\)"):
+        FAMILY.check(configured("t5", keys), {"tp": 1, "pp": 2})

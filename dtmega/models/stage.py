@@ -37,6 +37,7 @@ class Stage(nn.Module):
         works_per: names of modules that do not work on every token, and with all inside of them once for each token
             that has a label, for each of a decoder's, or once for a sequence; of several names the last one counts.
         lengths: keys of [data] with the lengths of its sequences.
+        one_backward: why its backward cannot run in two parts; '' where it can.
     """
 
     cfg: Any
@@ -47,6 +48,7 @@ class Stage(nn.Module):
     experts_per_token: int | None = None
     works_per: Mapping[str, Per] = MappingProxyType({})
     lengths: tuple[str, ...] = ("seq_len",)
+    one_backward: str = ""
 
     def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
         if places is None:

@@ -139,6 +139,8 @@ class T5(Stage):
         self.cfg = cfg
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
+        if not learned:
+            self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
 
         def positions() -> nn.Embedding | None:
             return nn.Embedding(cfg.max_position_embeddings, cfg.hidden_size) if learned else None
