@@ -26,7 +26,7 @@ from tests.test_contract import NO_PARAMETERS, differences, whole
 from tests.test_t5 import FAMILY, MEGATRON
 
 CPU = torch.device("cpu")
-V, S, T, SEQUENCES, STEPS, LR, CLIP = 131, 12, 6, 6, 3, 1e-2, 1.0
+V, S, T, SEQUENCES, STEPS, LR, CLIP = 131, 12, 6, 12, 2, 1e-2, 1.0
 EPS = 1e-3  # AdamW makes full steps of rounding otherwise
 FORMS: dict[str, dict[str, Any]] = {
     "t5": {"kv_channels": 4, "gated": True, "activation": "gelu_tanh", "inner_dropout": 0.1},
@@ -55,6 +55,11 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp 2 x pp 2": (4, "t5", {"mesh": {"tp": 2, "pp": 2}}),
     "tp 2 x dp 2": (4, "t5", {"mesh": {"tp": 2, "dp_shard": 2}}),
 }
+
+
+# What others here have together, or test_contract.py.
+REPEATED = {"tp 2", "tp 2, no sequence parallel", "pp 2, interleaved", "pp 3", "tp 2 x dp 2"}
+EVERY = [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in LAYOUTS]
 
 
 def configured(form: str, keys: dict[str, Any], steps: int = STEPS) -> config.Config:
@@ -173,7 +178,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, tuple[dict[str, Any], l
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_loss_gradients_and_weights_of_a_layout_are_those_of_one_process(results: Any, layout: str):
     expected, of_ranks = results[layout]
     for here in of_ranks:
@@ -224,7 +229,7 @@ def twenty_steps() -> list[dict[str, bool]]:
     run = started(configured("t5", keys, steps=20))
     found = []
     for step in range(20):
-        train_step(run, StepBatch(0, SEQUENCES, microbatches(step, 0, 1)))
+        train_step(run, StepBatch(0, 4, microbatches(step, 0, 1)[:4]))
         found.append({tied.name: tied.equal() for tied in run.model.tied})
     return found
 
