@@ -66,7 +66,8 @@ srun bash -c "$LAUNCHER --node_rank \$SLURM_PROCID $CMD" 2>&1 | tee log.txt
 """
 # Every flag that a pre-training of either original is given in its examples, and those of the preparation of data.
 NAMED = """
-    abort-on-unmet-fused-kernel-constraints accumulate-allreduce-grads-in-fp32 append-eod
+    abort-on-unmet-fused-kernel-constraints accumulate-allreduce-grads-in-fp32 append-eod bias-gelu-fusion
+    loss-on-targets-only reweight-loss-based-on-position-frequency
     apply-residual-connection-post-layernorm bert-no-binary-head checkpoint-activations checkpoint-num-layers
     curriculum-learning data-impl data-parallel-random-init data-path dataset-impl deallocate-pipeline-outputs deepspeed
     deepspeed-activation-checkpointing deepspeed_config distribute-checkpointed-activations distributed-backend
@@ -167,6 +168,11 @@ def test_the_padding_of_the_vocabulary_follows_their_tensor_parallel_size() -> N
 def test_weights_and_prefixes_in_turn_are_a_blend() -> None:
     data = tomli.loads(translate("pretrain_gpt.py --data-path 0.3 a 0.7 b").toml)["data"]
     assert (data["path"], data["weights"]) == (["a", "b"], [0.3, 0.7])
+
+
+def test_a_prefix_model_is_an_objective_here():
+    data = tomli.loads(translate("pretrain_prefix_lm.py --reweight-loss-based-on-position-frequency").toml)["data"]
+    assert (data["objective"], data["reweight_positions"]) == ("prefix-lm", True)
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from dtmega.declared import Kinds
 from dtmega.megatron import shell
 from dtmega.megatron.flags import MANY, by_name
 
-PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_bert": "bert"}
-TOKENIZERS = {"pretrain_gpt": "GPT2BPETokenizer", "pretrain_bert": "BertWordPieceLowerCase"}
+PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_prefix_lm": "gpt", "pretrain_bert": "bert"}
+TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 WORDPIECE = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
 UNITS = ("iters", "samples", "tokens")
 
@@ -228,7 +228,7 @@ def _vocabulary(draft: _Draft) -> None:
         tp = draft.number("tensor-model-parallel-size")
         if multiple is not None and tp is not None:
             draft.keys["model.pad_vocab_to_multiple"] = multiple * tp
-    kind = draft.value("tokenizer-type") or TOKENIZERS[draft.given.script]
+    kind = draft.value("tokenizer-type") or TOKENIZERS[PRE_TRAINED[draft.given.script]]
     vocabulary = draft.value("vocab-file")
     directory = draft.value("tokenizer-name-or-path")
     if kind in WORDPIECE and vocabulary:
@@ -307,6 +307,8 @@ def _layout(draft: _Draft) -> None:
 
 
 def _data(draft: _Draft) -> None:
+    if draft.given.script == "pretrain_prefix_lm":
+        draft.keys["data.objective"] = "prefix-lm"
     paths = draft.given.values.get("--data-path", [])
     if len(paths) == 1:
         draft.keys["data.path"] = paths[0]
