@@ -32,6 +32,7 @@ from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
 from dtmega.checkpoint.staging import Stager
+from dtmega.loss_scale import ScaleState
 
 CPU = torch.device("cpu")
 IDENTITY = {"data": "xxh3 of it", "seed": 1}
@@ -201,7 +202,8 @@ def test_a_run_is_read_back_to_the_bit_with_its_optimizer_and_its_counts(root):
 def test_every_field_of_the_state_is_read_back_as_it_was_given():
     run = Run(f"memory://{uuid4().hex}")
     given = {
-        "progress": Progress(step=7, samples=55, skipped=3),
+        "progress": Progress(step=7, samples=55, skipped=3, overflowed=2, overflowed_samples=16),
+        "loss_scale": ScaleState(scale=1024.0, growth=5, hysteresis=1),
         "recent": [(2.5, 0.25), (2.4, 0.125)],
         "updates": 4,
         "identity": IDENTITY,

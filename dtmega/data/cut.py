@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from dtmega import keyed
 from dtmega.data import cache_dir
 from dtmega.data.indexed import IndexedDataset
+from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.data.shared_file import DIGEST_BYTES, SharedFile, index_path, state_of
 
-LONGEST_SENTENCE = 512  # tokens: LONG_SENTENCE_LEN of Megatron's `helpers.cpp`
 FORMAT = 1  # raise it when the same documents and targets give another table
 CHUNK = 1 << 20  # sentences or documents that are cut at a time, which bounds the memory, but for a longer document
 LONG = 1 << 22  # sentences from which on a table is worth a file: below, it is made in less than a second

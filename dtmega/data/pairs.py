@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
-from dtmega.data.cut import LONGEST_SENTENCE, Targets, cut_table
+from dtmega.data.cut import Targets, cut_table
 from dtmega.data.indexed import CHUNK, IndexedDataset
+from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.output import counted
 
 N_SPECIAL = 3  # [CLS], and a [SEP] after each segment

@@ -17,6 +17,7 @@ from dtmega.data.tokenizer import Tokenizer
 from dtmega.strangers import read_object
 
 MAX_BYTES = 1 << 16
+LONGEST_SENTENCE = 512  # tokens, of a text in sentences: LONG_SENTENCE_LEN of Megatron's `helpers.cpp`
 
 
 class Record(BaseModel):

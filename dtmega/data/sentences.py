@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
 
-from dtmega.data.cut import LONGEST_SENTENCE
+from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.data.tokenizer import Tokenizer
 
 PROSE, BLOCKS = "prose", "blocks"
