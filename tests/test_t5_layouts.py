@@ -59,6 +59,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 # What others here have together, or test_contract.py.
 REPEATED = {"tp 2", "tp 2, no sequence parallel", "pp 2, interleaved", "pp 3", "tp 2 x dp 2"}
+REPEATED |= {"recompute", "megatron, pp 3, cut inside"}
 EVERY = [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in LAYOUTS]
 
 
