@@ -70,7 +70,7 @@ def batch() -> dict[str, Tensor]:
         "labels": masked.where(labelled, -100),
         "sample_ids": torch.tensor([5, 2**33 + 5]),
         "token_types": (text & (place >= torch.tensor([[11], [9]]))).long(),
-        "swapped": torch.tensor([1, 0]),
+        "swapped": torch.tensor([1, 1]),  # of one kind: gradients of two kinds would cancel but for rounding
         "document_ids": (~text).long(),
     }
 
