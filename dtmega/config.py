@@ -21,17 +21,11 @@ from pydantic import Field, model_validator
 
 from dtmega import declared, sections
 from dtmega.declared import Section, key
-from dtmega.model_sections import (  # noqa: F401 (for all who ask this file for them)
-    GPT,
-    T5,
-    Bert,
-    Bloom,
-    DroppingModel,
-    Llama,
-    Model,
-    OwnModel,
-    Transformers,
-)
+from dtmega.model_sections import GPT, Bert, Bloom, Llama, Transformers
+from dtmega.model_sections import T5 as T5  # this one and those below for all who ask this file for them
+from dtmega.model_sections import DroppingModel as DroppingModel
+from dtmega.model_sections import Model as Model
+from dtmega.model_sections import OwnModel as OwnModel
 from dtmega.sections import ConfigError, Override
 
 PACKAGE = Path(__file__).resolve().parent
@@ -184,6 +178,10 @@ class Batch(Section):
         yield sizes[-1], sys.maxsize
 
 
+# Keys of [optim] that an optimizer does not read.
+UNREAD = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
+
+
 class Optim(Section):
     name: Literal["adamw", "adam", "sgd"] = key(
         "adamw", "adam: the decay is part of the gradient; sgd: momentum, and decay in the gradient"
@@ -224,7 +222,7 @@ class Optim(Section):
                 f"{self.warmup_fraction} ([optim] warmup, [optim] warmup_fraction)"
             )
         fields = type(self).model_fields
-        unread = ("beta1", "beta2", "eps") if self.name == "sgd" else ("momentum",)
+        unread = UNREAD[self.name]
         if self.weight_decay_schedule == "constant":
             unread += ("start_weight_decay",)
         if idle := [key for key in unread if getattr(self, key) != fields[key].default]:
@@ -287,7 +285,7 @@ class Train(Section):
         return self
 
     def skips(self, step: int) -> bool:
-        """Is it among skip_steps?"""
+        """True for a step that is among skip_steps."""
         return any(first <= step <= last for first, last in self.skip_steps)
 
 

@@ -361,7 +361,7 @@ def resolve(cfg: config.Config) -> config.Config:
 
 
 def objective(cfg: config.Config) -> Objective:
-    """What a run is trained for.
+    """The objective that a run is trained for.
 
     Raises:
         ValueError: its family is not.

@@ -43,7 +43,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
 
 
 def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
-    """Does each pattern of lr_factors name a parameter of the whole model?
+    """Refuse a pattern of lr_factors that names no parameter of the whole model.
 
     Raises:
         ValueError: one does not.

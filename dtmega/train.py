@@ -133,8 +133,22 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
     scale = LossScale(cfg.precision, loaded and loaded.loss_scale) if cfg.precision.params == "float16" else None
-    parts = (asked, cfg, world, text, model, optimizer, batches, spikes, checkpoints, metrics, watch, digest, scale)
-    return Run(*parts), at
+    run = Run(
+        asked=asked,
+        cfg=cfg,
+        world=world,
+        text=text,
+        model=model,
+        optimizer=optimizer,
+        batches=batches,
+        spikes=spikes,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        watch=watch,
+        digest=digest,
+        loss_scale=scale,
+    )
+    return run, at
 
 
 def train(run: Run, at: Progress) -> int:
@@ -267,7 +281,7 @@ def reason_to_stop(run: Run, step: int, minutes: float) -> str:
 
 
 def killed(run: Run) -> bool:
-    """Is the file of [train] kill_switch there? Only rank 0 looks: of a thousand ranks that is a thousand requests."""
+    """True where the file of [train] kill_switch is. Only rank 0 looks: a thousand ranks are a thousand requests."""
     return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
 
 

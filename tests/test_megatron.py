@@ -175,6 +175,23 @@ def test_a_prefix_model_is_an_objective_here():
     assert (data["objective"], data["reweight_positions"]) == ("prefix-lm", True)
 
 
+def test_with_sgd_the_settings_of_adam_are_left_out_which_would_be_refused():
+    line = (
+        "pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
+        "--global-batch-size 2 --lr 0.1 --train-iters 3 --pad-vocab-size-to 50304 --data-path data/a --optimizer sgd "
+        "--sgd-momentum 0.8"
+    )
+    toml = translate(line).toml
+    optim = keys_of(toml).optim
+    assert (optim.name, optim.momentum, optim.beta2) == ("sgd", 0.8, 0.95)
+    assert "Not accepted" not in toml
+
+
+def test_a_quote_that_never_ends_is_refused_with_the_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["from-megatron", "pretrain_gpt.py --data-path 'a b"]) == 2
+    assert "No closing quotation in 'pretrain_gpt.py" in capsys.readouterr().err
+
+
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     script = tmp_path / "launch.sh"
     script.write_text(f"X=$(touch {tmp_path}/ran)\n`touch {tmp_path}/ran`\npython pretrain_gpt.py --num-layers $X\n")

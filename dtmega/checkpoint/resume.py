@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 class Progress(NamedTuple):
-    """Where a run is: counts of what it has consumed. Batches, learning rate and dropout are functions of these.
+    """The counts of what a run has consumed. Batches, learning rate and dropout are functions of these.
 
     Attributes:
         skipped: steps that changed no weight.

@@ -28,7 +28,7 @@ SHORTEST = 2  # tokens of the shortest pair
 
 
 class Segments(NamedTuple):
-    """What there is to make a sample of.
+    """The material of one sample.
 
     Attributes:
         tokens: of both segments, as they stand in the document.

@@ -34,7 +34,7 @@ class PrefixSamples(Samples):
 
 
 def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which tokens are in the prefix of their document.
+    """Mark the tokens that are in the prefix of their document.
 
     The length of a prefix is uniform from 0 to all of the document but its end; of the last document, which goes on
     behind the sample, it may be all that is there.

@@ -32,13 +32,22 @@ def words(text: str) -> list[str]:
             name, value = assignment.groups()
             statement = _expanded(_unwrapped(value), known)
             known[name] = statement
-        try:
-            found = shlex.split(_expanded(statement, known))
-        except ValueError as error:
-            raise ValueError(f"{error} in '{statement:.80}'") from None
+        found = split(_expanded(statement, known))
         if any(SCRIPT.search(word) for word in found):
             return found
     return []
+
+
+def split(line: str) -> list[str]:
+    """The words of one command.
+
+    Raises:
+        ValueError: a quote that never ends.
+    """
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise ValueError(f"{error} in '{line:.80}'") from None
 
 
 def _statements(text: str) -> list[str]:

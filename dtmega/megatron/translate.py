@@ -6,7 +6,6 @@ toml, left = translate("pretrain_bert.py --num-layers 24 ...")
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,11 @@ from dtmega.megatron.flags import MANY, by_name
 PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_prefix_lm": "gpt", "pretrain_bert": "bert"}
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 WORDPIECE = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
+# Without one of these theirs does not start, or takes what it finds on the machine.
+REQUIRED = (
+    *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
+    *("--micro-batch-size", "--global-batch-size", "--lr"),
+)
 UNITS = ("iters", "samples", "tokens")
 
 
@@ -73,7 +77,7 @@ def translate(source: str) -> Translation:
 
 def _read(source: str) -> Given:
     if " " in source.strip() and not _is_file(source):
-        words = shlex.split(source)
+        words = shell.split(source)
     else:
         words = shell.words(Path(source).read_text(encoding="utf-8", errors="replace"))
     names = [found[1] if found else "" for found in map(shell.SCRIPT.search, words)]
@@ -130,6 +134,9 @@ class _Draft:
 
     def copy_plain(self) -> None:
         """The flags whose value is that of one key; where one is left out, Megatron's default if ours is another."""
+        for name in REQUIRED:
+            if name not in self.given.values:
+                self.lacking[self.flags[name].keys[0]] = name
         for name, flag in self.flags.items():
             if not flag.same:
                 continue
@@ -186,7 +193,7 @@ class _Draft:
         return "\n".join(lines) + "\n"
 
     def _refusal(self, found: Mapping[str, Any]) -> list[str]:
-        """What a run would say of the keys, as a comment; nothing as long as some are lacking."""
+        """The refusal that a run would print of the keys, as a comment; nothing as long as some are lacking."""
         if self.lacking:
             return []
         values: dict[str, Any] = {}
@@ -213,9 +220,6 @@ def _model(draft: _Draft) -> None:
         draft.keys["model.gelu"] = "erf" if draft.has("no-bias-gelu-fusion") else "tanh"
     elif draft.has("no-bias-gelu-fusion"):
         draft.refused["--no-bias-gelu-fusion"] = f"a {draft.family} has the form of tanh"
-    for key, flag in (("n_layers", "num-layers"), ("hidden_size", "hidden-size"), ("n_heads", "num-attention-heads")):
-        if not draft.has(flag):
-            draft.lacking[f"model.{key}"] = f"--{flag}"
 
 
 def _vocabulary(draft: _Draft) -> None:
@@ -242,9 +246,6 @@ def _vocabulary(draft: _Draft) -> None:
 
 
 def _batch(draft: _Draft) -> None:
-    for key, flag in (("micro_batch_size", "micro-batch-size"), ("global_batch_size", "global-batch-size")):
-        if not draft.has(flag):
-            draft.lacking[f"batch.{key}"] = f"--{flag}"
     ramp = draft.given.values.get("--rampup-batch-size")
     if ramp:
         draft.keys["batch.rampup"] = [_number(number) for number in ramp]
@@ -253,13 +254,9 @@ def _batch(draft: _Draft) -> None:
     ranges = draft.given.values.get("--skip-train-iteration-range", [])
     if ranges:
         draft.keys["train.skip_steps"] = [[_number(end) for end in each.split("-")] for each in ranges]
-    if not draft.has("seq-length"):
-        draft.lacking["data.seq_len"] = "--seq-length"
 
 
 def _schedule(draft: _Draft) -> None:
-    if not draft.has("lr"):
-        draft.lacking["optim.lr"] = "--lr"
     by_unit = {unit: (draft.number(f"lr-decay-{unit}"), draft.number(f"train-{unit}")) for unit in UNITS}
     # A run that is counted in samples has its rate counted in them.
     unit = next((u for u in reversed(UNITS) if any(by_unit[u])), UNITS[0])
@@ -273,8 +270,8 @@ def _schedule(draft: _Draft) -> None:
         draft.keys["optim.warmup"] = warmup
     if draft.value("optimizer") == "sgd":
         draft.keys["optim.name"] = "sgd"
-    else:
-        draft.keys.pop("optim.momentum", None)
+    for key in config.UNREAD[draft.keys.get("optim.name", "adamw")]:
+        draft.keys.pop(f"optim.{key}", None)
 
 
 def _precision(draft: _Draft) -> None:

@@ -168,8 +168,6 @@ class Bert(Stage):
         Raises:
             ValueError: dropout in training without sample_ids, or labels without swapped.
         """
-        if self.training and sample_ids is None and max(self.cfg.hidden_dropout, self.cfg.attention_dropout) > 0:
-            raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, document_ids=document_ids, fused=fused)

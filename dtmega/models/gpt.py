@@ -107,8 +107,6 @@ class GPT(Stage):
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        if self.training and sample_ids is None and max(self.cfg.hidden_dropout, self.cfg.attention_dropout) > 0:
-            raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, fused=fused)

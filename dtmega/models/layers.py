@@ -42,7 +42,7 @@ class KeyedDropout(nn.Module):
         """
         if self.p == 0.0 or not self.training:
             return x
-        assert sample_ids is not None
+        sample_ids = _needed(sample_ids)
         channels = channel_ids
         if channels is None:
             channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
@@ -53,8 +53,13 @@ class KeyedDropout(nn.Module):
         """The same for `attention`, whose rule has the places. head_ids: [H] int32, global numbers of these heads."""
         if self.p == 0.0 or not self.training:
             return None
-        assert sample_ids is not None
-        return Dropout(self.p, self.key, head_ids, sample_ids)
+        return Dropout(self.p, self.key, head_ids, _needed(sample_ids))
+
+
+def _needed(sample_ids: Tensor | None) -> Tensor:
+    if sample_ids is None:
+        raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
+    return sample_ids
 
 
 def set_dropout_keys(model: nn.Module, seed: int) -> None:

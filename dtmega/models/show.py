@@ -21,7 +21,7 @@ from dtmega.output import counted
 
 
 class Show(NamedTuple):
-    """What a family shows.
+    """A kind of sample, which a family names.
 
     Attributes:
         options: those of `dtmega generate` that it reads; it has a default for each, and is called with no others.

@@ -243,9 +243,6 @@ class T5(Stage):
             ValueError: dropout in training without sample_ids.
         """
         cfg = self.cfg
-        drops = max(cfg.hidden_dropout, cfg.attention_dropout, cfg.inner_dropout) > 0
-        if self.training and sample_ids is None and drops:
-            raise ValueError("dropout in training is keyed by sample_ids [B]: pass them with the tokens")
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and cfg.attention_dropout > 0)
         found: dict[str, Tensor] = {}

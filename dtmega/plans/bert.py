@@ -16,7 +16,7 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
     token would be. So gradients are whole in all of `head` and `order`, and none of their parameters is a partial sum.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
-    table: Plan = {
+    return {
         "embed": VocabEmbedding(sp),
         "positions": WholeEmbedding(sp),
         "types": WholeEmbedding(sp),
@@ -37,10 +37,9 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
         "order": Rejoin(sp, first_only=True),
         "order.pooler": Whole(False),
         "order.classifier": Whole(False),
+        # Attention drops by global head; all other sites see a part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
+        "embed_dropout": SequenceShard(sp),
+        "layers.*.attn_dropout": SequenceShard(sp),
+        "layers.*.mlp_dropout": SequenceShard(sp),
     }
-    if sp:
-        # Attention drops by global head, which head_ids says; all other sites see a part of the sequence.
-        sites = ("embed_dropout", "layers.*.attn_dropout", "layers.*.mlp_dropout")
-        table = {**table, **{site: SequenceShard() for site in sites}}
-    return table

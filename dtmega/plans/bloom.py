@@ -14,7 +14,7 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
     reduce-scatters, without two all-reduces; and in backward the two all-gathers again.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
-    table: Plan = {
+    return {
         "embed": VocabEmbedding(sp),
         "embed_norm": Norm(sp),
         "layers.*.attn_norm": Norm(sp),
@@ -28,10 +28,9 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
         "norm": Norm(sp),
         "head": VocabHead(sp),
         "slopes": ShardBuffer(model.n_heads),
+        # Attention drops by global head; all other sites see a part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
+        "embed_dropout": SequenceShard(sp),
+        "layers.*.attn_dropout": SequenceShard(sp),
+        "layers.*.mlp_dropout": SequenceShard(sp),
     }
-    if sp:
-        # Attention drops by global head, which head_ids says; all other sites see a part of the sequence.
-        sites = ("embed_dropout", "layers.*.attn_dropout", "layers.*.mlp_dropout")
-        table = {**table, **{site: SequenceShard() for site in sites}}
-    return table

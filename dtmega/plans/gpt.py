@@ -10,7 +10,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead, WholeEmbedding
 def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
     """The table of a model, as BLOOM's; positions are whole on every rank."""
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
-    table: Plan = {
+    return {
         "embed": VocabEmbedding(sp),
         "positions": WholeEmbedding(sp),
         "layers.*.attn_norm": Norm(sp),
@@ -23,10 +23,9 @@ def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
         "layers.*.mlp.down": Row(sp, **ffn),
         "norm": Norm(sp),
         "head": VocabHead(sp),
+        # Attention drops by global head; all other sites see a part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
+        "embed_dropout": SequenceShard(sp),
+        "layers.*.attn_dropout": SequenceShard(sp),
+        "layers.*.mlp_dropout": SequenceShard(sp),
     }
-    if sp:
-        # Attention drops by global head, which head_ids says; all other sites see a part of the sequence.
-        sites = ("embed_dropout", "layers.*.attn_dropout", "layers.*.mlp_dropout")
-        table = {**table, **{site: SequenceShard() for site in sites}}
-    return table

@@ -253,10 +253,14 @@ class Norm(Whole):
 class SequenceShard(ParallelStyle):
     """A dropout site that sees this rank's part of the sequence: of the places, which are whole, it takes that part.
 
-    For modules called as (x [B, S/tp, D], sample_ids, places [B, S]), in plans with sequence parallelism.
+    For modules called as (x [B, S/tp, D], sample_ids, places [B, S]).
+
+    Args:
+        cut: there is sequence parallelism. Without it a site sees all places, and nothing is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cut: bool = True) -> None:
+        self.cut = cut
         self.rank = 0
         self._function = as_function(self.forward)
 
@@ -267,6 +271,8 @@ class SequenceShard(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if "places" not in inspect.signature(type(module).forward).parameters:
             raise ValueError(f"SequenceShard is for modules that are given places, {type(module).__name__} is not")
+        if not self.cut:
+            return module
         self.rank = device_mesh.get_local_rank()
         module.forward = types.MethodType(self._function, module)
         return module

@@ -32,7 +32,10 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
         "mlp.down": Row(sp, **ffn),
     }
     across: Plan = {"cross_norm": Norm(sp), **{f"cross{name}": style for name, style in attention.items()}}
-    table: Plan = {
+    # Attention drops by global head, the feed-forward by global channel; other sites see a part of the sequence.
+    sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout", "decoder.*.cross_dropout"]
+    sites += [f"{stack}.*.{name}_dropout" for stack in ("encoder", "decoder") for name in ("attn", "mlp")]
+    return {
         "embed": VocabEmbedding(sp),
         "positions": WholeEmbedding(sp),
         "encoder_bias": HeadColumns(sp),
@@ -47,10 +50,5 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
         "head": VocabHead(sp),
         "head_ids": ShardBuffer(model.n_heads),
         "channel_ids": ShardBuffer(model.ffn),
+        **{site: SequenceShard(sp) for site in sites},
     }
-    if sp:
-        # Attention drops by global head, the feed-forward by global channel; other sites see a part of the sequence.
-        sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout"]
-        sites += [f"{stack}.*.{name}_dropout" for stack in ("encoder", "decoder") for name in ("attn", "mlp")]
-        table = {**table, **{site: SequenceShard() for site in [*sites, "decoder.*.cross_dropout"]}}
-    return table
