@@ -49,7 +49,14 @@ def main(argv: list[str]) -> int:
             run, at = begin(argv, Startup(), closing)
         except Refused as refused:
             return refused.exit_code
-        return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
+        try:
+            return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
+        except RuntimeError as error:  # torch's, of a collective whose other ranks have left
+            if not run.watch.signals:
+                raise
+            # Their grace time was over a moment before the watch of this rank would have ended it too.
+            run.watch.say_stuck(f"before this: {error}")
+            return job.STUCK
 
 
 def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, Progress]:

@@ -143,6 +143,10 @@ class Watch:
             lines.append(f"{output.name_ranks([*ages_s])} {how}: step {step} in {phase}, for {for_s:.0f} s{where}")
         return "\n".join(lines)
 
+    def say_stuck(self, until: str) -> None:
+        """Say that a signal came and no step ended `until` something else ended this process."""
+        output.say(self._leaving(job.STUCK, _stuck(until)))
+
     def close(self) -> None:
         """Stop watching; signals do again what they did before."""
         signal.set_wakeup_fd(self._fd_before)
@@ -205,9 +209,7 @@ class Watch:
             saved, saves = self._saves > saves, self._saves
             waited_s = waited_s + passed_s if signalled and last.phase != SAVING and not saved else 0.0
             if waited_s > self.grace_s:
-                self._end(
-                    job.STUCK, f"a signal came, and no step boundary in {self.grace_s:g} s: leaving without a save"
-                )
+                self._end(job.STUCK, _stuck(f"in {self.grace_s:g} s"))
             if 0 < self.timeout_s / 2 < idle_s and self._placed is not last:
                 self._placed = last
                 self._publish_place()
@@ -219,7 +221,7 @@ class Watch:
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
             self._publish_place()
-            text = f"rank {self.rank}: {why}, at step {self._last.step} in {self._last.phase} (exit code {code})"
+            text = self._leaving(code, why)
             first = code == job.HUNG and self._is_first()
             output.say(f"{text}\n{self.who_is_behind()}" if first else text)
             if code == job.HUNG:
@@ -227,12 +229,19 @@ class Watch:
         finally:
             job.leave(code)
 
+    def _leaving(self, code: int, why: str) -> str:
+        return f"rank {self.rank}: {why}, at step {self._last.step} in {self._last.phase} (exit code {code})"
+
     def _is_first(self) -> bool:
         """Tell whether this rank is the first of all to report a hang: one table is enough."""
         try:
             return self._reader is None or self._reader.add("hung", 1) == 1
         except RuntimeError:
             return True
+
+
+def _stuck(until: str) -> str:
+    return f"a signal came, and no step boundary {until}: leaving without a save"
 
 
 def _parse(text: bytes) -> Beat:

@@ -122,8 +122,11 @@ def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_
     assert same_bits(go_on(tmp_path, base), base.truth)
 
 
-def stop_for_ever(argv: list[str], folder: str) -> None:
-    """train.py; before its seventh step rank 1 sends both a signal and goes to sleep. stderr goes to a file."""
+def stop_for_ever(argv: list[str], folder: str, leaves: bool) -> None:
+    """train.py; before its seventh step rank 1 sends both a signal and goes to sleep, or leaves as if its time were up.
+
+    stderr goes to a file.
+    """
     rank, honest = dist.get_rank(), TrainBatches.__next__
     everyones = torch.zeros(2, dtype=torch.int64)
     everyones[rank] = os.getpid()
@@ -134,22 +137,36 @@ def stop_for_ever(argv: list[str], folder: str) -> None:
         if self._consumed == 24 and rank == 1:
             for pid in everyones.tolist():
                 os.kill(pid, signal.SIGTERM)
+            if leaves:
+                job.leave(job.STUCK)
             while True:
                 time.sleep(1)
         return honest(self)
 
     TrainBatches.__next__ = stopping
     with Path(folder, f"stderr-{rank}").open("w") as file, contextlib.redirect_stderr(file):
-        train.main(argv)
+        job.leave(train.main(argv))
 
 
 def test_a_signal_while_a_rank_waits_in_a_collective_ends_both_within_their_grace_time(tmp_path, base):
     argv = flags(base.keys | {"run.grace_s": 2}, tmp_path / "run")
-    assert [rank.code for rank in forks().run(2, stop_for_ever, argv, str(tmp_path))] == [job.STUCK, job.STUCK]
+    ranks = forks().run(2, stop_for_ever, argv, str(tmp_path), False)
+    assert [rank.code for rank in ranks] == [job.STUCK, job.STUCK]
     waiting, stopped = ((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
-    assert re.search(r"rank 0: a signal came, and no step boundary in 2 s.* at step 7 in forward", waiting)
+    # Whose time is up first ends the collective that the other one waits in.
+    assert re.search(
+        r"rank 0: a signal came, and no step boundary (in 2 s|before this).* at step 7 in forward", waiting
+    )
     assert re.search(r"rank 1: a signal came, and no step boundary in 2 s.* at step 7 in data", stopped)
     assert same_bits(go_on(tmp_path, base), base.truth)
+
+
+def test_after_a_signal_a_collective_that_fails_because_another_rank_left_is_no_error_of_its_own(tmp_path, base):
+    argv = flags(base.keys | {"run.grace_s": 60}, tmp_path / "run")
+    ranks = forks().run(2, stop_for_ever, argv, str(tmp_path), True)
+    assert [rank.code for rank in ranks] == [job.STUCK, job.STUCK]
+    said = (tmp_path / "stderr-0").read_text()
+    assert re.search(r"rank 0: a signal came, and no step boundary before this: .+ at step 7 in forward", said)
 
 
 def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again_and_finishes(tmp_path, base):
