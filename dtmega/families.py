@@ -24,6 +24,7 @@ from dtmega.formats.sources import Renamed, Source
 from dtmega.hf import config_json, ours
 from dtmega.hf import export as hf_export
 from dtmega.hf.files import has_weights
+from dtmega.megatron import names as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, hf_resolve, llama
 from dtmega.models.hf import ENDS, HF
@@ -251,8 +252,21 @@ class Own:
         hf_export.export(theirs, folder, described, None, tokenizer, **options)
 
     def form(self, model: config.Model, program: str) -> Format:
-        """The form in which another program stores a model."""
-        return next(form for form in self.formats[program] if form.fits(model))
+        """The form in which another program stores a model.
+
+        Raises:
+            ValueError: it has none for this one.
+        """
+        forms = self.formats.get(program, ())
+        found = next((form for form in forms if form.fits(model)), None)
+        if found is None:
+            wrong = forms[0].unfit(model) if forms else {}
+            expected = ", ".join(f"{key}={value!r}" for key, value in wrong.items()) or "another model"
+            keys = ", ".join(f"[model] {key}" for key in ("name", *wrong))
+            raise ValueError(
+                f"{program} has no model like this one of name = '{model.name}': expected {expected} ({keys})"
+            )
+        return found
 
     def _table(self, cfg: config.Config) -> Plan:
         return self.plan(cfg.model, cfg.mesh.sequence_parallel)
@@ -339,10 +353,14 @@ class Transformers:
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF]}),
-    "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF]}),
+    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF], "megatron": [megatron.BLOOM]}),
+    "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF], "megatron": [megatron.GPT]}),
     "llama": Own(llama.Llama, llama_plan, {"hf": [llama.HF]}),
-    "bert": Own(bert.Bert, bert_plan, {"hf": bert.HF}, objectives={"auto": MASKED}, show=FILLS),
+    "bert": Own(
+        *(bert.Bert, bert_plan, {"hf": bert.HF, "megatron": [megatron.BERT]}),
+        objectives={"auto": MASKED},
+        show=FILLS,
+    ),
     "hf": Transformers(),
 }
 

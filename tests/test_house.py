@@ -43,11 +43,11 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "plans": (2, set()),
     "fsdp": (2, set()),
     "pipelining": (2, set()),
-    "checkpoint": (2, set()),
+    "checkpoint": (2, {"megatron"}),  # `convert` knows its files
     "families": (3, set()),  # a model, its plan, its files
     "parallelize": (3, {"families"}),
     "arguments": (4, set()),
-    "megatron": (4, set()),  # flags of the original
+    "megatron": (2, {"checkpoint"}),  # flags, names and files of the original
     "planner": (4, set()),
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch

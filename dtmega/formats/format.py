@@ -76,7 +76,11 @@ class Format:
 
     def fits(self, model: config.Model) -> bool:
         """Whether a model has what every model of this form has."""
-        return all(getattr(model, key) == value for key, value in self.implied.items())
+        return not self.unfit(model)
+
+    def unfit(self, model: config.Model) -> dict[str, Any]:
+        """The values that every model of this form has, and this one has not, by their keys of [model]."""
+        return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
     def section(self, theirs: Mapping[str, Any], file: str) -> dict[str, Any]:
         """The [model] section, but for its name, that a configuration of theirs describes.

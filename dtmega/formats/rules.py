@@ -11,7 +11,8 @@ of a layer. A form is one word or several:
     transpose   theirs is [in, out], as in GPT-2's Conv1D; vectors are equal
     concat      the rows of several tensors, equal parts, stand one after the other in the one of the other side
     heads       on one side the rows of q, then those of k, then of v, in three tensors or in one; on the other, in one
-                tensor, by head: [groups, (the group's q's, k, v), K]. That is ours, unless ours are three.
+                tensor, by head: [groups, (the group's q's, k, v), K]. That is ours, unless ours are several. Where
+                two tensors are named, they are k and v.
     stack       theirs are numbered by one more `{}`, and are the entries of ours, [number of them, ...]
 
 All of them move whole rows. So a form comes down to runs of rows, and whoever needs a box of a tensor reads the rows of
@@ -126,7 +127,7 @@ def _add(found: Translation, ours: Mapping[str, Shape], rule: Rule, place: _Plac
     view = next((word for word in VIEWS if word in rule.words), "")
     runs = [(0, 0, total)]
     if "heads" in rule.words:
-        runs = _by_head(total, heads)
+        runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
         if len(ours) > 1:  # then it is theirs that are by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
@@ -150,16 +151,17 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads) -> dict[str
     return {place.name(pattern): share * part for pattern, part in zip(patterns, parts, strict=True)}
 
 
-def _by_head(total: int, heads: Heads) -> list[tuple[int, int, int]]:
+def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
     """(row where they stand by head, row where q, k and v stand one after the other, how many).
 
     The first is [groups, (the group's q's, k, v), K], the second [(q, k, v), heads of each, K].
     """
-    head_rows, rest = divmod(total, heads.n + 2 * heads.n_kv)
+    n_q = 0 if without_q else heads.n
+    head_rows, rest = divmod(total, n_q + 2 * heads.n_kv)
     if rest:
-        raise ValueError(f"{total} rows cannot be {heads.n} + 2 x {heads.n_kv} heads")
-    group = heads.n // heads.n_kv * head_rows
-    widths = (group, head_rows, head_rows)
+        raise ValueError(f"{total} rows cannot be {n_q} + 2 x {heads.n_kv} heads")
+    group = n_q // heads.n_kv * head_rows
+    widths = (group, head_rows, head_rows) if group else (head_rows, head_rows)
     runs = []
     by_head = 0
     for i in range(heads.n_kv):

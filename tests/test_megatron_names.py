@@ -1,0 +1,230 @@
+"""Megatron's names of tensors and its arguments, held against what its files have, written down once more here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dtmega import config, families
+from dtmega.formats.format import Format
+from dtmega.formats.rules import translate
+from dtmega.hf.folder import aliases
+from dtmega.megatron import names
+from dtmega.models.bert import Bert
+from dtmega.models.bloom import Bloom
+from dtmega.models.gpt import GPT
+from dtmega.models.t5 import T5
+
+D, H, F, V, S, N = 8, 2, 24, 20, 10, 2
+SIZES: dict[str, Any] = {"hidden_size": D, "n_heads": H, "ffn_hidden_size": F, "vocab_size": V, "n_layers": N}
+T5_OF_MEGATRON: dict[str, Any] = {
+    **{"positions": "learned", "norm": "layer", "bias": True, "scale_scores": True, "scale_head": False},
+    **{"init": "normal", "activation": "gelu_tanh", "max_position_embeddings": S},
+}
+MODELS: dict[str, tuple[Format, config.Model, Any]] = {
+    "gpt": (names.GPT, config.GPT(**SIZES, max_position_embeddings=S), GPT),
+    "gpt untied": (names.GPT, config.GPT(**SIZES, max_position_embeddings=S, tied=False), GPT),
+    "bert": (names.BERT, config.Bert(**SIZES, max_position_embeddings=S), Bert),
+    "t5": (names.T5, config.T5(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
+    "bloom": (names.BLOOM, config.Bloom(**SIZES), Bloom),
+}
+# The args that a pre-training of each saves, with the defaults of January 2022.
+ARGS: dict[str, Any] = {
+    **{"num_layers": N, "hidden_size": D, "num_attention_heads": H, "ffn_hidden_size": F, "kv_channels": D // H},
+    **{"padded_vocab_size": V, "max_position_embeddings": S, "layernorm_epsilon": 1e-5, "bias_gelu_fusion": True},
+    **{"openai_gelu": False, "onnx_safe": None, "fp16": False, "apply_query_key_layer_scaling": True},
+    **{"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02},
+}
+
+
+def vectors(prefix: str) -> dict[str, Any]:
+    """Shapes of a LayerNorm, whole on each rank."""
+    return {f"{prefix}.weight": ((D,), None), f"{prefix}.bias": ((D,), None)}
+
+
+def linear(prefix: str, rows: int, columns: int, cut: str = "") -> dict[str, Any]:
+    """Shape, and the dim that tensor parallelism cuts."""
+    dims = {"": (None, None), "column": (0, 0), "row": (1, None)}[cut]
+    return {f"{prefix}.weight": ((rows, columns), dims[0]), f"{prefix}.bias": ((rows,), dims[1])}
+
+
+def block(prefix: str, decodes: bool = False) -> dict[str, Any]:
+    across = {}
+    if decodes:
+        across = {
+            **linear(f"{prefix}.inter_attention.query", D, D, "column"),
+            **linear(f"{prefix}.inter_attention.key_value", 2 * D, D, "column"),
+            **linear(f"{prefix}.inter_attention.dense", D, D, "row"),
+            **vectors(f"{prefix}.post_inter_attention_layernorm"),
+        }
+    return {
+        **vectors(f"{prefix}.input_layernorm"),
+        **linear(f"{prefix}.self_attention.query_key_value", 3 * D, D, "column"),
+        **linear(f"{prefix}.self_attention.dense", D, D, "row"),
+        **vectors(f"{prefix}.post_attention_layernorm"),
+        **across,
+        **linear(f"{prefix}.mlp.dense_h_to_4h", F, D, "column"),
+        **linear(f"{prefix}.mlp.dense_4h_to_h", D, F, "row"),
+    }
+
+
+def stack(name: str, n: int, decodes: bool = False) -> dict[str, Any]:
+    layers = [block(f"{name}.layers.{i}", decodes) for i in range(n)]
+    return {key: value for layer in layers for key, value in layer.items()} | vectors(f"{name}.final_layernorm")
+
+
+WORDS = {"embedding.word_embeddings.weight": ((V, D), 0)}
+POSITIONS = {"embedding.position_embeddings.weight": ((S, D), None)}
+FOR_HEAD = {"word_embeddings_for_head.weight": ((V, D), 0)}
+# MEGATRON.md 4b: every tensor of a whole model -> its shape, and the dim that is cut.
+TENSORS: dict[str, dict[str, Any]] = {
+    "gpt": {**WORDS, **POSITIONS, **stack("encoder", N), **FOR_HEAD},
+    "gpt untied": {**WORDS, **POSITIONS, **stack("encoder", N), "output_layer.weight": ((V, D), 0)},
+    "bert": {
+        **{**WORDS, **POSITIONS, "embedding.tokentype_embeddings.weight": ((2, D), None)},
+        **{**stack("encoder", N), **FOR_HEAD, "lm_head.bias": ((V,), 0)},
+        **{**linear("lm_head.dense", D, D), **vectors("lm_head.layernorm")},
+        **{**linear("pooler.dense", D, D), **linear("binary_head", 2, D)},
+    },
+    "t5": {
+        **{**WORDS, **POSITIONS, **stack("encoder", N), **stack("decoder", 1, decodes=True)},
+        "decoder_embedding.word_embeddings.weight": ((V, D), 0),
+        "decoder_embedding.position_embeddings.weight": ((S, D), None),
+        **{**FOR_HEAD, "lm_head.bias": ((V,), 0)},
+    },
+    "bloom": {**WORDS, **vectors("embedding.word_embeddings.norm"), **stack("encoder", N), **FOR_HEAD},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tensors_of_a_model_are_megatrons_by_name_shape_and_cut(kind: str):
+    form, model, build = MODELS[kind]
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for p, known_as in aliases(build(model)) for name in known_as}
+    theirs = translate((*form.rules, *form.rules_of(model)), shapes, form.heads(model)).theirs
+    assert {name: (made.shape, names.cut_dim(name)) for name, made in theirs.items()} == TENSORS[kind]
+
+
+def test_the_names_whose_rows_older_versions_have_in_another_order():
+    every = {name: names.fused(name) for tensors in TENSORS.values() for name in tensors}
+    three = {name for name in every if ".query_key_value." in name}
+    two = {name for name in every if ".key_value." in name}
+    assert every == {name: 3 if name in three else 2 if name in two else 1 for name in every}
+    assert three
+    assert two
+
+
+def test_the_names_with_a_row_for_each_token():
+    rows = {name: names.by_token(name) for tensors in TENSORS.values() for name in tensors}
+    assert rows == {name: shape[0] == V for tensors in TENSORS.values() for name, (shape, _) in tensors.items()}
+
+
+def test_a_name_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"router\.weight' is no name of a tensor"):
+        names.cut_dim("encoder.layers.0.mlp.router.weight")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("language_model.embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+        ("language_model.encoder.layers.12.mlp.dense_4h_to_h.bias", "encoder.layers.12.mlp.dense_4h_to_h.bias"),
+        ("language_model.decoder.layers.0.inter_attention.query.bias", "decoder.layers.0.inter_attention.query.bias"),
+        ("language_model.transformer.layers.1.attention.dense.bias", "encoder.layers.1.self_attention.dense.bias"),
+        ("language_model.transformer.final_layernorm.bias", "encoder.final_layernorm.bias"),
+        ("language_model.tokentype_embeddings.weight", "embedding.tokentype_embeddings.weight"),
+        ("language_model.pooler.dense.bias", "pooler.dense.bias"),
+        ("word_embeddings_for_head.weight", "word_embeddings_for_head.weight"),
+        ("lm_head.dense.weight", "lm_head.dense.weight"),
+    ],
+)
+def test_a_path_in_a_file_of_any_version_has_todays_name(path: str, name: str):
+    assert names.flat_name(path) == name
+
+
+def test_the_layer_files_of_deepspeed_have_the_places_that_bloom_gave_them():
+    prefixes = {number: names.layer_file_prefix(number, n_layers=2) for number in range(8)}
+    layers = {3: "encoder.layers.0.", 4: "encoder.layers.1."}
+    assert {n: prefix for n, prefix in prefixes.items() if prefix} == {
+        **{1: "embedding.", **layers, 6: "encoder.final_layernorm."}
+    }
+
+
+OF_BLOOM = {"position_embedding_type": 3, "embed_layernorm": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "args", "expected"),
+    [
+        (names.GPT, {}, {"layer_norm_eps": 1e-5, "tied": True, "query_key_layer_scaling": False}),
+        (
+            names.GPT,
+            {"fp16": True, "layernorm_epsilon": 1e-6},
+            {"query_key_layer_scaling": True, "layer_norm_eps": 1e-6},
+        ),
+        (names.GPT, {"ffn_hidden_size": None, "kv_channels": None}, {"ffn_hidden_size": 0}),  # before version 3
+        (names.BERT, {}, {"norm": "pre", "gelu": "tanh", "head_gelu": "erf"}),
+        (names.BERT, {"bias_gelu_fusion": False}, {"gelu": "erf", "head_gelu": "erf"}),
+        (names.BERT, {"bias_gelu_fusion": None}, {"gelu": "erf", "head_gelu": "erf"}),  # before October 2020
+        (names.BERT, {"bias_gelu_fusion": False, "openai_gelu": True}, {"gelu": "tanh", "head_gelu": "tanh"}),
+        (names.BERT, {"apply_residual_connection_post_layernorm": True}, {"norm": "pre", "gelu": "tanh"}),
+        (names.T5, {}, {"activation": "gelu_tanh", "norm_eps": 1e-5, "scale_head": False}),
+        (names.T5, {"bias_gelu_fusion": False}, {"activation": "gelu_erf"}),
+        (names.T5, {"kv_channels": 6}, {"kv_channels": 6}),
+        (names.BLOOM, OF_BLOOM, {"hidden_size": D, "vocab_size": V}),
+    ],
+)
+def test_the_model_that_arguments_describe(form: Format, args: dict[str, Any], expected: dict[str, Any]):
+    section = form.section(ARGS | args, "file")
+    assert section == section | expected
+    kinds = {id(its): type(model) for its, model, _ in MODELS.values()}
+    kinds[id(form)].model_validate(section)
+
+
+@pytest.mark.parametrize(
+    ("form", "args", "message"),
+    [
+        (names.GPT, {"num_layers": None}, "file has no 'num_layers'"),
+        (names.GPT, {"bias_gelu_fusion": False}, "the GELU with erf .* differ by up to 5e-4"),
+        (names.GPT, {"kv_channels": 3}, "kv_channels=3 of 2 heads, expected hidden_size / num_attention_heads, 8 / 2"),
+        (names.GPT, {"position_embedding_type": 1}, "position_embedding_type=1, expected one of None, 2, 'absolute'"),
+        (names.GPT, {"swiglu": True}, "file has swiglu=True, expected False"),
+        (names.GPT, {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True, expected False"),
+        (names.BERT, {"bert_binary_head": False}, "file has bert_binary_head=False, expected True"),
+        (names.BLOOM, OF_BLOOM | {"glu_activation": "geglu"}, "file has glu_activation='geglu', expected None"),
+        (names.BLOOM, {"position_embedding_type": 2}, "position_embedding_type=2, expected one of 3, 'alibi'"),
+    ],
+)
+def test_arguments_of_another_model_are_refused(form: Format, args: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        form.section(ARGS | args, "file")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_described_by_arguments_that_describe_it(kind: str):
+    form, model, _ = MODELS[kind]
+    described = form.described(model)
+    again = type(model).model_validate(form.section(described, "file"))
+    resolved = {"kv_channels": D // H} if kind == "t5" else {}
+    assert again == model.model_copy(update=resolved)
+
+
+@pytest.mark.parametrize(
+    ("form", "model", "message"),
+    [
+        (names.GPT, config.GPT(**SIZES, glu="geglu"), "Megatron orders the rows of a gated feed-forward by its ranks"),
+        (names.BERT, config.Bert(**SIZES, head_gelu="tanh"), "expected head_gelu='erf', got 'tanh'"),
+    ],
+)
+def test_a_model_that_megatron_does_not_have_is_refused(form: Format, model: config.Model, message: str):
+    with pytest.raises(ValueError, match=message):
+        form.described(model)
+
+
+def test_a_model_of_no_form_of_a_program_is_refused_with_the_keys_that_would_make_it_one():
+    with pytest.raises(ValueError, match=r"expected norm='pre' \(\[model\] name, \[model\] norm\)"):
+        families.FAMILIES["bert"].form(config.Bert(norm="post"), "megatron")  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match=r"megatron has no model like this one of name = 'llama'"):
+        families.FAMILIES["llama"].form(config.Llama(), "megatron")  # pyright: ignore[reportAttributeAccessIssue]
