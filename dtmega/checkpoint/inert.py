@@ -11,24 +11,34 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Collection
+from io import BytesIO
 from typing import Any
 
 MAX_DIMS = 64  # torch's own limit for most operations
+ORDERED = "collections OrderedDict"
 
 
 class Made:
-    """What a pickle asks for: `name(*args)` and its `state`. With args None it is the bare name, "module qualname"."""
+    """What a pickle asks for: `name(*args)` and its `state`. With args None it is the bare name, "module qualname".
 
-    __slots__ = ("args", "name", "state")
+    Attributes:
+        items: of an OrderedDict; None of everything else.
+    """
+
+    __slots__ = ("args", "items", "name", "state")
 
     def __init__(self, name: str, args: tuple[Any, ...] | None = None) -> None:
-        self.name, self.args, self.state = name, args, None
+        self.name = name
+        self.args = args
+        self.state: Any = None
+        self.items: dict[Any, Any] | None = {} if name == ORDERED and args == () else None
 
 
-def decode(pickle: bytes, names: Collection[str]) -> Any:
+def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
     """The value of a pickle, made of numbers, strings, None, tuples, lists, dicts, and `Made` for everything else.
 
     Args:
+        pickle: of several in a stream, the one at its place; the place is behind it then.
         names: "module qualname" that the pickle may ask for; "persistent id" where it may refer to what is outside it.
 
     Raises:
@@ -40,7 +50,7 @@ def decode(pickle: bytes, names: Collection[str]) -> Any:
         raise ValueError(f"damaged pickle ({type(error).__name__}: {error!s:.100})") from None
 
 
-def _decode(pickle: bytes, names: Collection[str]) -> Any:
+def _decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -80,7 +90,7 @@ def _decode(pickle: bytes, names: Collection[str]) -> Any:
                 stack.append(tuple(_pop(stack, len(stack) - marks.pop())))
             case "SETITEM" | "SETITEMS":
                 pairs = _pop(stack, 2 if opcode.name == "SETITEM" else len(stack) - marks.pop())
-                target = of_type(stack[-1], dict, "the target of SETITEMS")
+                target = of_type(items_of(stack[-1]), dict, "the target of SETITEMS")
                 for key, value in zip(pairs[::2], pairs[1::2], strict=True):
                     if type(key) not in (str, int, Made):  # hashing a tuple nested a million times overflows C's stack
                         raise ValueError("expected keys that are strings, numbers or objects")
@@ -113,6 +123,11 @@ def _pop(stack: list[Any], n: int) -> list[Any]:
     values = stack[at:]
     del stack[at:]
     return values
+
+
+def items_of(value: Any) -> Any:
+    """The items of an OrderedDict; any other value is itself."""
+    return value if type(value) is not Made or value.items is None else value.items
 
 
 def of_type(value: Any, kind: type, what: str) -> Any:

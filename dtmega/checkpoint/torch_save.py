@@ -18,12 +18,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtmega.checkpoint.inert import Made, count, counts, decode, of_type
+from dtmega.checkpoint.inert import ORDERED, Made, count, counts, decode, of_type
 
 MAX_PICKLE_BYTES = 1 << 16  # torch writes about 180
 BLOCK_BYTES = 1 << 24
@@ -48,7 +48,28 @@ STORAGES = {
     "torch ComplexFloatStorage": torch.complex64,
 }
 V2, V3 = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"
-NAMES = {V2, V3, "collections OrderedDict", "persistent id", "torch.storage UntypedStorage", *STORAGES, *DTYPES}
+NAMES = {V2, V3, ORDERED, "persistent id", "torch.storage UntypedStorage", *STORAGES, *DTYPES}
+
+
+class Described(NamedTuple):
+    """A tensor as a pickle describes it; its elements are elsewhere.
+
+    Attributes:
+        dtype: None: none that is known.
+        key: of the storage.
+        offset, strides: in elements of the storage.
+    """
+
+    dtype: torch.dtype | None
+    key: str
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def needed_bytes(self, dtype: torch.dtype) -> int:
+        """From the storage's first byte to the last of the tensor, of which no size is 0."""
+        last = sum((n - 1) * stride for n, stride in zip(self.sizes, self.strides, strict=True))
+        return (1 + self.offset + last) * dtype.itemsize
 
 
 class SavedTensor(NamedTuple):
@@ -78,12 +99,31 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
     Raises:
         ValueError: damaged (the data's checksum included), or something else than such a tensor.
     """
-    records = _records(fd, start, length)
+    records = records_of(fd, start, length)
     if "archive/data.pkl" not in records or records["archive/data.pkl"].n_bytes > MAX_PICKLE_BYTES:
         raise ValueError(f"expected an archive of torch.save with data.pkl of at most {MAX_PICKLE_BYTES} bytes")
     if (order := records.get("archive/byteorder")) and order.n_bytes < 16 and order.read(fd) != b"little":
         raise ValueError("expected little-endian data")
-    made = decode(records["archive/data.pkl"].read(fd), NAMES)
+    found = described_tensor(decode(records["archive/data.pkl"].read(fd), NAMES))
+    if found.dtype != dtype or found.sizes != sizes or len(found.strides) != len(sizes):
+        raise ValueError(
+            f"expected {dtype} {sizes} as the metadata say, got {found.dtype} {found.sizes} with strides "
+            f"{found.strides}"
+        )
+    data = records.get(f"archive/data/{found.key}")
+    needed = found.needed_bytes(dtype)
+    if data is None or data.n_bytes < needed:
+        raise ValueError(f"expected {needed} bytes of data, got {data.n_bytes if data else 'none'}")
+    data.check(fd)
+    return SavedTensor(data.at + found.offset * dtype.itemsize, dtype, found.strides)
+
+
+def described_tensor(made: Any) -> Described:
+    """The tensor that torch's functions of the names V2 and V3 would make of these arguments.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if (
         type(made) is not Made
         or made.name not in (V2, V3)
@@ -91,24 +131,25 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
         or len(made.args) < 6 + (made.name == V3)
     ):
         raise ValueError("expected a plain tensor, got something else")
-    storage, offset, there, strides = made.args[:4]
-    if type(storage) is not Made or storage.name != "persistent id" or storage.args is None or len(storage.args) != 5:
+    storage, offset, sizes, strides = made.args[:4]
+    if type(storage) is not Made or storage.name != "persistent id" or storage.args is None:
+        raise ValueError("expected a tensor with a storage")
+    # The sixth is of the older format: None, or a view of another storage.
+    if len(storage.args) not in (5, 6) or storage.args[5:] not in ((), (None,)):
         raise ValueError("expected a tensor with a storage")
     _, kind, key, *_ = storage.args
     named = made.args[6] if made.name == V3 else kind
-    found = (DTYPES if made.name == V3 else STORAGES).get(named.name) if type(named) is Made else None
-    there, strides, offset = counts(there, "sizes"), counts(strides, "strides"), count(offset, "the storage offset")
-    if found != dtype or there != sizes or len(strides) != len(sizes):
-        raise ValueError(f"expected {dtype} {sizes} as the metadata say, got {found} {there} with strides {strides}")
-    data = records.get(f"archive/data/{of_type(key, str, 'the key of the storage')}")
-    needed = (1 + offset + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))) * dtype.itemsize
-    if data is None or data.n_bytes < needed:
-        raise ValueError(f"expected {needed} bytes of data, got {data.n_bytes if data else 'none'}")
-    data.check(fd)
-    return SavedTensor(data.at + offset * dtype.itemsize, dtype, strides)
+    dtype = (DTYPES if made.name == V3 else STORAGES).get(named.name) if type(named) is Made else None
+    return Described(
+        dtype,
+        of_type(key, str, "the key of the storage"),
+        count(offset, "the storage offset"),
+        counts(sizes, "sizes"),
+        counts(strides, "strides"),
+    )
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """Where a record of a zip is, and its checksum; 0 where torch was told not to compute it."""
 
     at: int
@@ -128,7 +169,7 @@ class _Record(NamedTuple):
             raise ValueError(f"damaged: the data at byte {self.at} have crc32 {crc32:08x}, expected {self.crc32:08x}")
 
 
-def _records(fd: int, start: int, length: int) -> dict[str, _Record]:
+def records_of(fd: int, start: int, length: int) -> dict[str, Record]:
     """Name -> record, of the zip of `length` bytes at byte `start`. Each lies within it, and none is compressed."""
     try:
         with zipfile.ZipFile(_Window(fd, start, length)) as archive:  # pyright: ignore[reportArgumentType]
@@ -146,7 +187,7 @@ def _records(fd: int, start: int, length: int) -> dict[str, _Record]:
         at += name + extra
         if signature != b"PK\3\4" or at + info.file_size > length:
             raise ValueError(f"{info.filename!a:.100} lies outside of the archive")
-        records[info.filename] = _Record(start + at, info.file_size, info.CRC)
+        records[info.filename] = Record(start + at, info.file_size, info.CRC)
     return records
 
 
