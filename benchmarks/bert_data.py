@@ -20,7 +20,8 @@ import numpy as np
 
 from dtmega.config import Data
 from dtmega.data.corpus import prepare_stdlib
-from dtmega.data.indexed import HEADER, MAGIC, IndexedDataset
+from dtmega.data.idx_file import HEADER, MAGIC
+from dtmega.data.indexed import IndexedDataset
 from dtmega.data.objectives import MASKED
 from dtmega.data.pairs import PairSamples
 from dtmega.data.tokenizer import load_tokenizer

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dtmega.data.indexed import HEADER, MAGIC, IndexedDataset
+from dtmega.data.idx_file import HEADER, MAGIC
+from dtmega.data.indexed import IndexedDataset
 from dtmega.data.samples import Samples
 
 

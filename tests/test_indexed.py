@@ -191,7 +191,6 @@ def idx(**changes):
         ("idx", b"", "0 bytes"),
         ("idx", idx()[:20], "20 bytes"),
         ("idx", idx(magic=b"NOTANIDX\0"), "NOTANIDX"),
-        ("idx", idx(magic=b"TNTIDX\0\0\0"), "legacy TNTIDX"),
         ("idx", idx(version=2), "version 1, got 2"),
         ("idx", idx(code=9), r"dtype code .* got 9"),
         ("idx", idx(code=0), r"dtype code .* got 0"),
@@ -217,6 +216,80 @@ def test_a_damaged_pair_is_refused_with_the_name_of_the_file(tmp_path, damaged, 
     with pytest.raises(ValueError, match=message) as error:
         IndexedDataset(tmp_path / "a")
     assert str(error.value).startswith(str(path))
+
+
+def legacy_idx(sizes, code, token_bytes, documents, n_sizes=None, version=1, end=None):
+    """The .idx of Megatron's lazy and cached implementations: the layout, field by field."""
+    n = len(sizes)
+    offsets = [sum(sizes[:i]) for i in range(n + 1)]
+    if end is not None:
+        offsets[-1] = end
+    return (
+        b"TNTIDX\0\0"
+        + struct.pack("<QQQ", version, code, token_bytes)
+        + struct.pack("<QQQ", n, n if n_sizes is None else n_sizes, len(documents))
+        + struct.pack(f"<{n + 1}q", *range(n + 1))
+        + struct.pack(f"<{n + 1}q", *offsets)
+        + struct.pack(f"<{n}q", *sizes)
+        + struct.pack(f"<{len(documents)}q", *documents)
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "fmt"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "d"), (8, "H")]
+)
+def test_a_legacy_pair_reads_like_the_other_layout(tmp_path, code, fmt):
+    sequences = [[5, 7, 2], [], [99], [1, 2, 3, 4]]
+    tokens = [t for s in sequences for t in s]
+    (tmp_path / "a.bin").write_bytes(struct.pack(f"<{len(tokens)}{fmt}", *tokens))
+    (tmp_path / "a.idx").write_bytes(legacy_idx([3, 0, 1, 4], code, struct.calcsize(f"<{fmt}"), [0, 2, 4]))
+    dataset = pickle.loads(pickle.dumps(IndexedDataset(tmp_path / "a")))
+    assert [dataset.get(i).tolist() for i in range(4)] == sequences
+    assert dataset.get(3, 1, 2).tolist() == [2, 3]
+    assert dataset.dtype == np.dtype(f"<{fmt}")
+    assert dataset.sizes.tolist() == [3, 0, 1, 4]
+    assert dataset.document_index.tolist() == [0, 2, 4]
+    assert dataset.first_token(np.arange(3)).tolist() == [0, 3, 8]
+    assert [dataset.sequence_of(i) for i in range(8)] == [0, 0, 0, 2, 3, 3, 3, 3]
+
+
+def test_an_empty_legacy_data_set_opens(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"")
+    (tmp_path / "a.idx").write_bytes(legacy_idx([], 4, 4, [0]))
+    assert IndexedDataset(tmp_path / "a").n_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (legacy_idx([2, 1], 6, 4, [0, 2]), r"tokens of 8 bytes, as dtype code 6 says \(float64\), got 4"),
+        (legacy_idx([2, 1], 4, 2, [0, 2]), r"tokens of 4 bytes, as dtype code 4 says \(int32\), got 2"),
+        (legacy_idx([2, 1], 8, 4, [0, 2]), r"tokens of 2 bytes, as dtype code 8 says \(uint16\), got 4"),
+        (legacy_idx([2, 1], 9, 4, [0, 2]), r"dtype code .* got 9"),
+        (legacy_idx([2, 1], 4, 4, [0, 2], version=2), "version 1, got 2"),
+        (legacy_idx([2, 1], 4, 4, [0, 2], n_sizes=1)[:-8], "a size for each of 2 sequences, .* got 1"),
+        (legacy_idx([2, 1], 4, 4, [0, 2], end=4), "last sequence to end at token 3, got 4"),
+        (legacy_idx([-1, 4], 4, 4, [0, 2]), "got -1 for sequence 0"),
+        (legacy_idx([2, 1], 4, 4, [0, 1]), "document index from 0 to 2"),
+        (legacy_idx([2, 1], 4, 4, [0, 2])[:-8], r"expected 136 bytes .* got 128 \(files of fairseq"),
+        (legacy_idx([2, 1], 4, 4, [0, 2])[:50], "header of 56 bytes, got 50"),
+    ],
+)
+def test_a_legacy_index_that_contradicts_itself_is_refused(tmp_path, content, message):
+    (tmp_path / "a.bin").write_bytes(struct.pack("<3i", 1, 2, 3))
+    (tmp_path / "a.idx").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        IndexedDataset(tmp_path / "a")
+    assert str(error.value).startswith(f"{tmp_path / 'a'}.idx")
+
+
+def test_a_legacy_sequence_at_another_token_is_refused(tmp_path):
+    content = bytearray(legacy_idx([2, 1, 1], 4, 4, [0, 3]))
+    struct.pack_into("<q", content, 56 + 8 * 4 + 8, 1)  # where sequence 1 starts, 2 by right
+    (tmp_path / "a.bin").write_bytes(struct.pack("<4i", 1, 2, 3, 4))
+    (tmp_path / "a.idx").write_bytes(content)
+    with pytest.raises(ValueError, match=r"sequence 1 at token 2, .* got 1"):
+        IndexedDataset(tmp_path / "a")
 
 
 def test_sequences_are_checked_beyond_the_first_chunk(tmp_path, monkeypatch):

@@ -117,12 +117,11 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     low, high = int(bounds[0]), int(bounds[-1])
     bounds = bounds - low  # from here on sentences are counted from the first of these
     n_sentences = high - low
-    # Bytes before each sentence. The file does not have them aligned: the search would copy them.
-    starts = np.require(dataset.pointers[low:high], requirements="A")
+    starts = dataset.tokens_before(np.arange(low, high))
     wanted = targets.of(np.arange(low, high))
 
     # Where a sample ends that begins with a sentence: before the first one that starts where the target is, or later.
-    ends = np.searchsorted(starts, starts + wanted * dataset.dtype.itemsize)
+    ends = np.searchsorted(starts, starts + wanted)
     ends = np.maximum(ends, np.arange(n_sentences) + 2)
     document_ends = np.repeat(bounds[1:], np.diff(bounds))
     ends = np.where(document_ends - ends > 1, ends, document_ends)
@@ -140,7 +139,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     return np.stack([low + found, low + ends[found], wanted[found]], 1)
 
 
-def _usable(sizes: NDArray[np.int32], bounds: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[documents] whether a document has two sentences or more, each of 1 to LONGEST_SENTENCE tokens."""
     wrong = (sizes < 1) | (sizes > LONGEST_SENTENCE)
     n_wrong = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])[bounds]

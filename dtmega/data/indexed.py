@@ -1,19 +1,12 @@
 """Megatron's memory-mapped token files, to the byte: PREFIX.bin holds tokens, PREFIX.idx says where each sequence is.
 
-    .bin   the tokens of every sequence, one after the other
-    .idx   b"MMIDIDX" 0 0 · <Q version 1 · <B dtype code · <Q sequences n · <Q document index entries d (34 bytes)
-           int32 [n] tokens per sequence
-           int64 [n] where each sequence starts in .bin, in bytes
-           int64 [d] first sequence of each document, then n
-
-Layout: megatron-core `datasets/indexed_dataset.py`. All numbers are little-endian.
+Both layouts of the .idx are read (`idx_file.py`), and MMIDIDX is written.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,14 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dtmega.data.idx_file import DTYPES, HEADER, MAGIC, read_index
 from dtmega.durable import sync_folder
 
-MAGIC = b"MMIDIDX\0\0"
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name)
-    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
-}
 CHUNK = 1 << 20  # entries checked at a time: bounds the memory that opening a file of any size takes
 
 
@@ -42,8 +30,8 @@ class IndexedDataset:
     """A `.bin/.idx` pair, memory-mapped, checked at opening. Pickling carries the prefix: a worker maps the files anew.
 
     Attributes:
-        sizes: int32 [n], tokens per sequence.
-        pointers: int64 [n], bytes into .bin.
+        sizes: [n], tokens per sequence.
+        pointers: int64 [n], where each sequence starts in .bin, as the file has it: in bytes, or in tokens (TNTIDX).
         document_index: int64 [documents + 1]; document d is sequences document_index[d] to document_index[d + 1].
         tokens: [n_tokens] of `dtype`, the whole .bin; n_tokens = 0 is allowed here.
 
@@ -55,20 +43,13 @@ class IndexedDataset:
         self.prefix = str(prefix)
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         index, data = _map(idx_path), _map(bin_path)
-        self.dtype, n, n_doc = _read_header(idx_path, index)
-        expected = HEADER.size + 12 * n + 8 * n_doc
-        if len(index) != expected:
-            raise ValueError(
-                f"{idx_path}: expected {expected} bytes ({HEADER.size} + 12 x {n} sequences + 8 x {n_doc} entries of "
-                f"the document index), got {len(index)}"
-            )
-        sizes_end, pointers_end = HEADER.size + 4 * n, HEADER.size + 12 * n
-        self.sizes: NDArray[np.int32] = index[HEADER.size : sizes_end].view("<i4")
-        self.pointers: NDArray[np.int64] = index[sizes_end:pointers_end].view("<i8")
-        self.document_index: NDArray[np.int64] = index[pointers_end:].view("<i8")
-        n_bytes = self._check_sequences(idx_path)
+        found = read_index(idx_path, index)
+        self.dtype, self.sizes, self.pointers = found.dtype, found.sizes, found.pointers
+        self.document_index = found.document_index
+        self._per_token = found.per_token
+        self.n_tokens = self._check_sequences(idx_path)
         self._check_documents(idx_path)
-        self.n_tokens = n_bytes // self.dtype.itemsize
+        n_bytes = self.n_tokens * self.dtype.itemsize
         if len(data) != n_bytes:
             raise ValueError(
                 f"{bin_path}: expected {n_bytes} bytes ({self.n_tokens} tokens of {self.dtype}, as {idx_path} says), "
@@ -77,23 +58,24 @@ class IndexedDataset:
         self.tokens: NDArray[Any] = data.view(self.dtype)
 
     def _check_sequences(self, path: str) -> int:
-        """Sequences lie one after the other from byte 0; returns the byte at which the last one ends."""
+        """The tokens of all sequences, which lie one after the other from the first byte on."""
+        unit = "byte" if self._per_token > 1 else "token"
         end = 0
         for start in range(0, len(self), CHUNK):
             sizes, pointers = self.sizes[start : start + CHUNK], self.pointers[start : start + CHUNK]
             if sizes.min() < 0:
                 i = int(np.argmax(sizes < 0))
                 raise ValueError(f"{path}: expected sizes >= 0, got {sizes[i]} for sequence {start + i}")
-            ends = end + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes, dtype=np.int64) * self._per_token
             begins = np.concatenate([[end], ends[:-1]])
             if not np.array_equal(pointers, begins):
                 i = int(np.argmax(pointers != begins))
                 raise ValueError(
-                    f"{path}: expected sequence {start + i} at byte {begins[i]}, where the one before it ends, "
+                    f"{path}: expected sequence {start + i} at {unit} {begins[i]}, where the one before it ends, "
                     f"got {pointers[i]}"
                 )
             end = int(ends[-1])
-        return end
+        return end // self._per_token
 
     def _check_documents(self, path: str) -> None:
         index, n = self.document_index, len(self)
@@ -125,7 +107,7 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
             raise IndexError(f"{self.prefix}: tokens {offset} to {offset + length} of the {size} in sequence {i}")
-        start = int(self.pointers[i]) // self.dtype.itemsize + offset
+        start = int(self.pointers[i]) // self._per_token + offset
         return self.tokens[start : start + length]
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
@@ -136,29 +118,15 @@ class IndexedDataset:
         """The tokens of the .bin file before each of these sequences; all of them for one past the last."""
         starts = np.full(sequences.shape, self.n_tokens)
         inside = sequences < len(self)
-        starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
+        starts[inside] = self.pointers[sequences[inside]] // self._per_token
         return starts
+
+    def sequence_of(self, token: int) -> int:
+        """The sequence that has this token of the .bin file."""
+        return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (self.prefix,)
-
-
-def _read_header(path: str, index: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    """The tokens' dtype, the number of sequences, the entries of the document index."""
-    start = index[: HEADER.size].tobytes()
-    if start.startswith(b"TNTIDX"):
-        raise ValueError(f"{path}: expected Megatron's mmap format, got legacy TNTIDX; tokenize the text again")
-    if not start.startswith(MAGIC) or len(start) < HEADER.size:
-        raise ValueError(
-            f"{path}: expected a header of {HEADER.size} bytes that starts with {MAGIC!r}, got {len(start)} bytes that "
-            f"start with {start[: len(MAGIC)]!r}"
-        )
-    _, version, code, n, n_doc = HEADER.unpack(start)
-    if version != 1:
-        raise ValueError(f"{path}: expected version 1, got {version}")
-    if code not in DTYPES:
-        raise ValueError(f"{path}: expected a dtype code in {sorted(DTYPES)}, got {code}")
-    return DTYPES[code], n, n_doc
 
 
 def _map(path: str) -> NDArray[np.uint8]:

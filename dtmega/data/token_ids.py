@@ -32,8 +32,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
         outside = (ids < 0) | (ids >= vocab_size)
         if outside.any():
             i = int(np.argmax(outside))
-            byte = (start + i) * dataset.dtype.itemsize
-            sequence = int(np.searchsorted(dataset.pointers, byte, side="right")) - 1
+            sequence = dataset.sequence_of(start + i)
             raise ValueError(
                 f"{path}: expected ids in [0, {vocab_size}), got {ids[i]} in sequence {sequence} (all ids: {low} to "
                 f"{high}); raise [model] vocab_size, or tokenize the text with another tokenizer"

@@ -218,7 +218,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _switch("reweight-loss-based-on-position-frequency", "data.reweight_positions"),
         _same("num-workers", "data.num_workers", "2"),
         _gone("valid-num-workers", 1, "evaluations read in the trainer"),
-        _gone("data-impl", 1, "mmap; lazy and cached files are not read"),
+        _gone("data-impl", 1, "said by the files themselves: those of mmap, and the older ones of lazy and cached"),
         _gone("mmap-warmup", 0, "the kernel reads ahead"),
         _gone("dataloader-type", 1, "single; an epoch's order is a function of the seed"),
         _gone(
