@@ -74,11 +74,16 @@ class Data(Section):
     reset_position_ids: bool = key(False, "positions start again after each end-of-document; ALiBi (bloom) has none")
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
     decoder_seq_len: int = key(0, "t5: T, tokens in a sequence of the decoder; 0 = a quarter of S", ge=0)
-    objective: Literal["auto", "prefix-lm"] = key("auto", "auto = the family's; prefix-lm: each text's start is given")
+    objective: Literal["auto", "prefix-lm", "separate-spans"] = key(
+        "auto", "auto = the family's; prefix-lm: each text's start is given; separate-spans: t5, Megatron's form"
+    )
     reweight_positions: bool = key(False, "prefix-lm: early tokens weigh more, which are targets more seldom")
-    short_seq_prob: float = key(0.1, "bert: share of the pairs of segments that are shorter than S", ge=0, le=1)
-    mask_prob: float = key(0.15, "bert: share of the tokens that are masked, at least one", gt=0, lt=1)
+    short_seq_prob: float = key(0.1, "bert, separate-spans: share of samples that are cut shorter than S", ge=0, le=1)
+    mask_prob: float = key(0.15, "bert, t5: share of the tokens that are hidden, at least one", gt=0, lt=1)
     max_ngram: int = key(3, "bert: words that are masked together at most", ge=1, le=10)
+    mean_span: float = key(3.0, "t5: tokens in a hidden span, as a mean", ge=1)
+    max_span: int = key(10, "separate-spans: words in a hidden span at most", ge=1, le=32)
+    sentinels: int = key(100, "t5: ids that stand for hidden spans, the tokenizer's or those behind its last", ge=1)
     num_workers: int = key(1, "loader processes per rank; 0 = in the trainer", ge=0, le=64)
 
     @model_validator(mode="after")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtmega import families
-from dtmega.data import objectives
 from dtmega.data.loader import eval_batches
+from dtmega.data.sums import loss_of, means_of
 from dtmega.metrics import several
 from dtmega.step import Run, count, signalled, to
 
@@ -30,7 +30,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
     means = mean_losses(run, step, split)
     if means is None:
         return False
-    loss = objectives.loss(run.model.objective.sums, means)
+    loss = loss_of(run.model.objective.sums, means)
     if split == "test":
         run.metrics.test(step, loss, **several(means))
     else:
@@ -55,7 +55,7 @@ def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
         totals += run.model.losses(to(world.device, batch.microbatches))
         counts.update(count(world, objective, batch))
     dist.all_reduce(totals, group=world.groups["loss"])
-    return objectives.means(objective.sums, totals, counts)
+    return means_of(objective.sums, totals, counts)
 
 
 def show_sample(run: Run, step: int) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtmega import config, drift, families, optim
-from dtmega.data.objectives import Objective, Tally
+from dtmega.data.objectives import Objective
+from dtmega.data.sums import Tally
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights

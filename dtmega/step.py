@@ -12,9 +12,9 @@ from torch import Tensor
 from dtmega import drift, mesh, optim
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.config import Config
-from dtmega.data import objectives
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.objectives import Objective
+from dtmega.data.sums import loss_of, means_of
 from dtmega.data.text import Text
 from dtmega.loss_scale import LossScale
 from dtmega.mesh import World
@@ -83,8 +83,8 @@ def train_step(run: Run, batch: StepBatch) -> Outcome:
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
     run.watch.enter("reduce")
     dist.all_reduce(totals, group=world.groups["loss"])
-    means = objectives.means(sums, totals, counts)
-    loss = objectives.loss(sums, means)
+    means = means_of(sums, totals, counts)
+    loss = loss_of(sums, means)
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None:
         optim.unscale(gradients, scale)

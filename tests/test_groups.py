@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtmega.parallelize as parallelize_room
 from dtmega import config, cost, evaluate, families, loss, mesh, step
-from dtmega.data.objectives import Tally
+from dtmega.data.sums import Tally
 from dtmega.mesh import World
 from dtmega.parallelize import ShardedModel, parallelize
 from dtmega.shards import local

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, families, keyed
 from dtmega.cost import Piece
-from dtmega.data.objectives import NEXT_TOKEN, Tally
+from dtmega.data.objectives import NEXT_TOKEN
+from dtmega.data.sums import Tally
 from dtmega.models.bloom import Bloom
 from dtmega.pipelining import schedule as schedule_room
 from dtmega.pipelining import tied as tied_room

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.data.objectives import IGNORED, Sum
+from dtmega.data.rows import IGNORED
+from dtmega.data.sums import Sum
 from dtmega.families import Own
 from dtmega.models.layers import MLP, LMHead
 from dtmega.models.stage import Stage

@@ -1,10 +1,9 @@
-"""Objectives of training: named sums over a batch, each divided by a count of the global batch."""
+"""Objectives of training: the samples of a text, the rows that are made of them, and the sums that a model gives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,27 +12,14 @@ from torch import Tensor
 from dtmega.config import Data
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.masking import Vocabulary
+from dtmega.data.merged_spans import Counts, SpanSamples, longest
 from dtmega.data.pairs import PairSamples, Specials
 from dtmega.data.prefixes import PrefixSamples
-from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows
+from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows, SpanRows
 from dtmega.data.samples import AnySamples, Samples
+from dtmega.data.sentinels import marks
+from dtmega.data.sums import Sum
 from dtmega.data.tokenizer import Tokenizer
-
-NO_COUNTS: Mapping[str, float] = MappingProxyType({})
-
-
-class Sum(NamedTuple):
-    """One number of a step: a model gives its sum over a microbatch, a step reports its mean over the global batch.
-
-    Attributes:
-        name: in what the model returns, and in the metrics.
-        per: the count that divides it.
-        weight: of the mean in the loss; 0 for what is only reported and has no gradient, like an accuracy.
-    """
-
-    name: str
-    per: str
-    weight: float = 1.0
 
 
 class Objective(Protocol):
@@ -66,12 +52,16 @@ class Objective(Protocol):
         """The part of each divisor that a microbatch adds; every microbatch has the same names, in the same order."""
         ...
 
-    def check(self, tokenizer: Tokenizer) -> None:
-        """Refuse a tokenizer that lacks what the objective needs of it.
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        """Refuse a tokenizer that lacks what the objective needs of it, and lengths that do not hold a sample.
 
         Raises:
-            ValueError: names the token that is missing, and the key.
+            ValueError: names the token that is missing, or the equation, and the key.
         """
+        ...
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        """The number of ids in samples that are not the tokenizer's, but the ones behind its last."""
         ...
 
     def samples(
@@ -101,8 +91,11 @@ class NextToken:
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
         return {"tokens": _labelled(microbatch)}
 
-    def check(self, tokenizer: Tokenizer) -> None:
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
         pass
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        return 0
 
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
@@ -151,8 +144,11 @@ class Masked:
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
         return {"tokens": _labelled(microbatch), "sequences": len(microbatch["labels"])}
 
-    def check(self, tokenizer: Tokenizer) -> None:
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
         specials(tokenizer)
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        return 0
 
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
@@ -164,6 +160,59 @@ class Masked:
         continuing = np.array(sorted(tokenizer.continuing_ids), np.int64)
         ordinary = ids[~np.isin(ids, [*tokenizer.special_ids])]
         return MaskedRows(samples, data, Vocabulary(specials(tokenizer), continuing, ordinary))
+
+
+class Spans:
+    """T5's: hidden spans, which never touch, as a mean over what the decoder is to say of them."""
+
+    sums = (Sum("lm", "tokens"),)
+    aim = "hidden spans"
+    reads: tuple[str, ...] = ("decoder_seq_len", "mask_prob", "mean_span", "sentinels")
+    sentences = False
+    order = 1
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"tokens": _labelled(microbatch)}
+
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        counts = _longest(data)
+        said = f"{counts.n_hidden} hidden tokens in {counts.n_spans} spans"
+        of_all = f"of {counts.n_tokens} tokens, which seq_len={data.seq_len} has room for"
+        if counts.n_said > data.decoder_length:
+            raise ValueError(
+                f"decoder_seq_len={data.decoder_length} has no room for {said}, with a sentinel for each and an end, "
+                f"{of_all}: {counts.n_hidden} + {counts.n_spans} + 1 = {counts.n_said} ([data] decoder_seq_len, "
+                f"[data] mask_prob, [data] mean_span)"
+            )
+        if counts.n_spans > data.sentinels:
+            raise ValueError(
+                f"sentinels={data.sentinels} are not enough for {said}, {of_all} ([data] sentinels, [data] mask_prob, "
+                f"[data] mean_span)"
+            )
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        return marks(tokenizer, data.sentinels).n_added
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> SpanSamples:
+        return SpanSamples(dataset, documents, _longest(data).n_tokens, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> SpanRows:
+        return SpanRows(samples, data, marks(tokenizer, data.sentinels), _longest(data))
+
+
+class SeparateSpans(Spans):
+    """Megatron's: n-grams of words in a text of sentences, each a span of its own also where it touches another."""
+
+    aim = "hidden n-grams"
+    reads = ("objective", "decoder_seq_len", "short_seq_prob", "mask_prob", "max_span", "sentinels")
+    sentences = True
+    order = 1
+
+
+def _longest(data: Data) -> Counts:
+    return longest(data.seq_len, data.mask_prob, data.mean_span)
 
 
 def specials(tokenizer: Tokenizer) -> Specials:
@@ -190,7 +239,9 @@ def specials(tokenizer: Tokenizer) -> Specials:
 NEXT_TOKEN = NextToken()
 PREFIX = Prefix()
 MASKED = Masked()
-OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED)
+SPANS = Spans()
+SEPARATE_SPANS = SeparateSpans()
+OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE_SPANS)
 
 
 def check_keys(data: Data, objective: Objective) -> None:
@@ -210,59 +261,3 @@ def check_keys(data: Data, objective: Objective) -> None:
 
 def _labelled(microbatch: Mapping[str, Tensor]) -> int:
     return int((microbatch["labels"] != IGNORED).sum())
-
-
-class Tally:
-    """The sums that this rank finds in a step or an evaluation.
-
-    Args:
-        counts: of the global batch; an evaluation needs none.
-        scale: of the loss, by which backward multiplies all gradients.
-
-    Attributes:
-        totals: [sums] fp64; the totals of all ranks of the `loss` group add up to those of the global batch.
-    """
-
-    def __init__(
-        self, sums: Sequence[Sum], device: torch.device, counts: Mapping[str, float] = NO_COUNTS, scale: float = 1.0
-    ) -> None:
-        self.totals = torch.zeros(len(sums), dtype=torch.float64, device=device)
-        self._sums, self._counts, self._scale = sums, counts, scale
-
-    def factors(self) -> dict[str, float]:
-        """The derivative of the scaled loss by each sum, by name: scale x weight / count."""
-        return {one.name: self._scale * one.weight / self._counts[one.per] for one in self._sums}
-
-    def add_all(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """`add` what a whole model has returned: it has every sum."""
-        return self.add({one.name: found[one.name] for one in self._sums})
-
-    def add(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the sums among what a stage has returned for a microbatch.
-
-        Returns:
-            Those of them that are in the loss and have a gradient, each with its factor.
-        """
-        factors = self.factors() if self._counts else {}
-        in_loss = []
-        for i, one in enumerate(self._sums):
-            if one.name in found:
-                self.totals[i] += found[one.name].detach()
-                if one.weight and found[one.name].requires_grad:
-                    in_loss.append((found[one.name], factors[one.name]))
-        return in_loss
-
-
-def means(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -> dict[str, float]:
-    """Each sum over the global batch by its count.
-
-    Args:
-        totals: [sums], over the global batch.
-        counts: of the global batch.
-    """
-    return {one.name: total / counts[one.per] for one, total in zip(sums, totals.tolist(), strict=True)}
-
-
-def loss(sums: Sequence[Sum], by_name: Mapping[str, float]) -> float:
-    """The weighted sum of the means; what is only reported may be any number."""
-    return sum(one.weight * by_name[one.name] for one in sums if one.weight)

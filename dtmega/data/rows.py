@@ -22,10 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtmega.config import Data
+from dtmega.data import merged_spans
 from dtmega.data.masking import Vocabulary, hide
+from dtmega.data.merged_spans import Counts
 from dtmega.data.pairs import laid_out
 from dtmega.data.prefixes import prefixes, weights
 from dtmega.data.samples import AnySamples
+from dtmega.data.sentinels import Marks
+from dtmega.data.spans import Sequences, sequences
 
 IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
 
@@ -121,11 +125,47 @@ class MaskedRows:
         }
 
 
-def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class SpanRows:
+    """Texts with hidden spans. Labels are [B, T], what the decoder is to say, and there are
+
+    decoder_tokens        int64 [B, T]  what it has said before
+    decoder_places        int64 [B, T]  0, 1, ...
+    document_ids          int64 [B, S]  1 at padding, else 0
+    decoder_document_ids  int64 [B, T]  1 at padding, else 0
+    """
+
+    samples: AnySamples
+    data: Data
+    marks: Marks
+    n: Counts
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        found = merged_spans.hidden(self.n, [self.samples[g] for g in indices])
+        lengths = self.data.seq_len, self.data.decoder_length
+        return _of_sequences(sequences(found, self.marks, *lengths, end_of_input=True), indices)
+
+
+def _of_sequences(found: Sequences, indices: range) -> dict[str, Tensor]:
+    tokens = torch.from_numpy(found.tokens)
+    decoder_tokens = torch.from_numpy(found.decoder_tokens)
     return {
-        "sample_ids": torch.arange(indices.start, indices.stop),
-        "places": torch.arange(tokens.shape[1]).repeat(len(tokens), 1),
+        "tokens": tokens,
+        "decoder_tokens": decoder_tokens,
+        "labels": torch.from_numpy(np.where(found.decoder_padding, IGNORED, found.targets)),
+        **_numbers(indices, tokens),
+        "decoder_places": _places(decoder_tokens),
+        "document_ids": torch.from_numpy(found.padding.astype(np.int64)),
+        "decoder_document_ids": torch.from_numpy(found.decoder_padding.astype(np.int64)),
     }
+
+
+def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
+    return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}
+
+
+def _places(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
 
 
 def document_ids(tokens: Tensor, eod_id: int) -> Tensor:

@@ -64,12 +64,8 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     """
     check_keys(cfg.data, objective)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
-    objective.check(tokenizer)
-    if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise ValueError(
-            f"vocab_size={cfg.model.vocab_size} is smaller than the {tokenizer.vocab_size} ids of tokenizer "
-            f"'{cfg.data.tokenizer}' ([model] vocab_size, [data] tokenizer)"
-        )
+    objective.check(tokenizer, cfg.data)
+    check_vocabulary(cfg, objective, tokenizer)
     prefixes = []
     without_record = []
     for path in cfg.data.paths:
@@ -92,6 +88,24 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     return text
 
 
+def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
+    """The model has a row for every id of a sample.
+
+    Raises:
+        ValueError: it has not.
+    """
+    n_own = tokenizer.vocab_size
+    n_added = objective.n_added(tokenizer, cfg.data)
+    if n_own + n_added <= cfg.model.vocab_size:
+        return
+    added = f" and {n_added} marks that it lacks: {n_own} + {n_added} = {n_own + n_added}" if n_added else ""
+    key = ", [data] sentinels" if n_added else ""
+    raise ValueError(
+        f"vocab_size={cfg.model.vocab_size} is smaller than the {n_own} ids of tokenizer "
+        f"'{cfg.data.tokenizer}'{added} ([model] vocab_size, [data] tokenizer{key})"
+    )
+
+
 def checked(
     dataset: IndexedDataset, cfg: Config, objective: Objective, tokenizer: Tokenizer, made_here: bool = False
 ) -> bool:
@@ -100,7 +114,8 @@ def checked(
     Raises:
         ValueError: ids outside the vocabulary, another tokenizer, sentences where documents are read, or the reverse.
     """
-    check_token_ids(dataset, cfg.model.vocab_size)
+    n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
+    check_token_ids(dataset, n_ids)
     if made_here:
         return True
     has_record = record.check_tokenizer(dataset, cfg.data, tokenizer)

@@ -62,7 +62,10 @@ class Tokenizer:
         decode: ids in [0, vocab_size) -> text; bytes that are no UTF-8 become U+FFFD.
         special_ids: all that stand for no text, so `encode` never returns one; [UNK] stands for some.
         continuing_ids: those that go on within a word ("##ing"); none in a vocabulary that does not tell.
-        cls_id, sep_id, mask_id, pad_id: of [CLS], [SEP], [MASK], [PAD]; None where there is none.
+        cls_id, sep_id, mask_id: of [CLS], [SEP], [MASK]; None where there is none.
+        pad_id: of [PAD] or <pad>; None where there is none.
+        bos_id, eos_id: of [BOS], [EOS], which Megatron's T5 has; None where there is none.
+        sentinel_ids: of <extra_id_0>, <extra_id_1>, ..., as many as there are.
     """
 
     name: str
@@ -77,6 +80,9 @@ class Tokenizer:
     sep_id: int | None = None
     mask_id: int | None = None
     pad_id: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    sentinel_ids: tuple[int, ...] = ()
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -224,8 +230,19 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
         cls_id=by_name[wordpiece.CLS],
         sep_id=by_name[wordpiece.SEP],
         mask_id=by_name[wordpiece.MASK],
-        pad_id=by_name[wordpiece.PAD],
+        pad_id=vocabulary.get("<pad>") if by_name[wordpiece.PAD] is None else by_name[wordpiece.PAD],
+        bos_id=vocabulary.get("[BOS]"),
+        eos_id=vocabulary.get("[EOS]"),
+        sentinel_ids=_sentinels(vocabulary),
     )
+
+
+def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
+    """The ids of T5's marks for hidden spans, up to the first number that is missing."""
+    found: list[int] = []
+    while (i := vocabulary.get(f"<extra_id_{len(found)}>")) is not None:
+        found.append(i)
+    return tuple(found)
 
 
 def _eos_token(path: Path) -> list[str]:

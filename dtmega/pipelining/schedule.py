@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 
 from dtmega import config
 from dtmega.cost import Piece
-from dtmega.data.objectives import Tally
+from dtmega.data.sums import Tally
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.stage import Boundary, Stage
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
