@@ -57,15 +57,39 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GQA),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GQA, "pad_token_id": 0}),
     # Between head and loss: a soft cap, which their logits here come near to, a divisor, a factor.
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_GQA, "head_dim": 16, "final_logit_softcapping": 3.0}),
-    "granite": ("GraniteForCausalLM", "GraniteConfig", {**_GQA, "logits_scaling": 0.3, "pad_token_id": None}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**_GQA, "head_dim": 16, "final_logit_softcapping": 3.0, "sliding_window": 6},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {**_GQA, "logits_scaling": 0.3, "embedding_multiplier": 5.0, "residual_multiplier": 0.7, "pad_token_id": None},
+    ),
     "cohere": ("CohereForCausalLM", "CohereConfig", {**_GQA, "logit_scale": 0.7, "pad_token_id": 0}),
 }
 # For the trainer only. The kinds of layers differ, so that a stage must look them up by the number in the whole model.
 _SLIDING = {**_GQA, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+_KINDS = {**_GQA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2 sliding": (*MODELS["qwen2"][:2], _SLIDING),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_GQA, "head_dim": 16}),
+    # Each kind of layer has its own mask, and its own rotation.
+    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_KINDS, "head_dim": 16}),
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", {**_GQA, "clip_qkv": 0.5}),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", {**_KINDS}),
+    "phi": ("PhiForCausalLM", "PhiConfig", _SIZES),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config", {**_KINDS, "logit_scale": 0.7, "pad_token_id": 0}),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", {**_GQA, "sliding_window": 6}),
+    "glm": ("GlmForCausalLM", "GlmConfig", {**_GQA, "head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {**_GQA, "head_dim": 16, "pad_token_id": 0}),
+    # Every second layer rotates nothing.
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {**_GQA, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", _KINDS),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_GQA, "head_dim": 16}),
+    "arcee": ("ArceeForCausalLM", "ArceeConfig", _GQA),
 }
 # A model with another model in it, which initialises its values in its own way.
 NESTED: dict[str, Any] = {

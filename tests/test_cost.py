@@ -15,7 +15,7 @@ from dtmega import cost, families
 from dtmega.config import Bert, Bloom, Transformers
 from tests import closed_forms, hf_models
 from tests.hf_models import Case
-from tests.test_hf_stages import FAMILIES
+from tests.test_hf_stages import ALIKE, DISTINCT
 
 BLOOM_176B = Bloom(vocab_size=250880, hidden_size=14336, n_layers=70, n_heads=112)
 SEQ_LEN = 12
@@ -57,7 +57,7 @@ def test_rows_that_pad_the_vocabulary_are_there_but_do_not_multiply():
     assert cost.flops_per_token(padded, SEQ_LEN) == closed_forms.flops_per_token(model, SEQ_LEN)
 
 
-CASES = [*(Case(name, tied=tied) for name in FAMILIES for tied in (True, False))]
+CASES = [*(Case(name, tied=tied) for name in DISTINCT for tied in (True, False)), *(Case(name) for name in ALIKE)]
 CASES += [Case("opt projected, post-layernorm"), Case("llama eager, biased"), Case("gptj")]
 
 

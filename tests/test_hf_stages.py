@@ -15,9 +15,13 @@ from dtmega.models.hf import ENDS, HF, blocks_of
 from tests import hf_models
 from tests.hf_models import Case
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "bloom", "gpt2", "gpt_neox", "opt"]
-CASES = [*(Case(name, tied=tied) for name in FAMILIES for tied in (True, False)), Case("qwen2 sliding")]
-CASES.append(Case("opt projected, post-layernorm"))
+# Each has something to lose at a boundary that no other one has.
+DISTINCT = ["llama", "bloom", "gpt2", "gpt_neox", "opt", "gemma3_text", "granite", "smollm3"]
+ALIKE = ["mistral", "qwen2", "qwen3", "arcee", "ernie4_5", "exaone4", "starcoder2", "gemma", "gemma2", "olmo", "olmo2"]
+ALIKE += ["olmo3", "phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
+CASES = [Case(name, tied=tied) for name in DISTINCT for tied in (True, False)]
+CASES += [Case("qwen2 sliding"), Case("opt projected, post-layernorm")]
+CASES += [Case(name) for name in ALIKE]
 
 
 def built(case: Case, folder: Path) -> tuple[HF, HF]:
@@ -25,8 +29,9 @@ def built(case: Case, folder: Path) -> tuple[HF, HF]:
     plain = hf_models.plain(case).config
     key = next(key for key in ("num_hidden_layers", "n_layer") if key in plain.to_dict())
     three = {**plain.to_dict(), key: 3}
-    if plain.to_dict().get("layer_types"):
-        three["layer_types"] = (2 * plain.layer_types)[:3]
+    for by_layer in ("layer_types", "no_rope_layers"):
+        if plain.to_dict().get(by_layer):
+            three[by_layer] = (2 * getattr(plain, by_layer))[:3]
     folder.joinpath("config.json").write_text(json.dumps(three))
     torch.manual_seed(0)
     whole = HF(config.Transformers(path=str(folder), label_smoothing=0.1))
@@ -35,9 +40,12 @@ def built(case: Case, folder: Path) -> tuple[HF, HF]:
     return whole.train(), copy.deepcopy(whole).train()
 
 
+def test_every_family_that_can_be_cut_has_a_case():
+    assert {*ENDS} == {*DISTINCT, *ALIKE}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}{'-tied' if case.tied else ''}")
 def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(case: Case, tmp_path: Path):
-    assert {*ENDS} == {*FAMILIES}
     whole, truth = built(case, tmp_path)
     assert whole.longest == getattr(whole.hf.config, "max_position_embeddings", None)
     stages = [copy.deepcopy(whole) for _ in range(3)]

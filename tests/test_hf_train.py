@@ -30,15 +30,20 @@ NATIVE, PACKED = Case("olmo2", tied=False), Case("phi3", tied=False)
 GPT2, UNKNOWN = Case("gpt2"), Case("gptj", tied=False)
 # The fused head is one for all families, and test_hf_plans.py has each of them on tp.
 ALONE = [case for case in CASES if case.name in ("bloom", "gpt2", "llama", "opt")]
+# In stages: a family with two kinds of layers, and one whose base model multiplies what comes in.
+STAGED = [Case("gemma3_text"), DIVIDED]
+OTHERS = ["arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2", "gemma", "gemma2", "olmo", "olmo2", "olmo3"]
+OTHERS += ["phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
+EVERY = [*CASES, *STAGED, *(Case(name, tied=i % 2 == 0) for i, name in enumerate(OTHERS))]
 # Layout -> what is trained there.
 EVERYWHERE = {
     "1": [*ALONE, UNKNOWN, CAPPED, DIVIDED],
     "tp 2": [*ALONE, NATIVE, CAPPED],
-    "pp 2": CASES,
+    "pp 2": [*ALONE, Case("gpt_neox", tied=False), Case("qwen2 sliding"), *STAGED],
     "dp 2": [GPT2, UNKNOWN],
     "tp 2 x dp 2": [GPT2, PACKED],
 }
-REPEATING = {"tp 2 x dp 2, recompute": CASES, "pp 2 x tp 2": CASES}
+REPEATING = {"tp 2 x dp 2, recompute": CASES, "pp 2": EVERY, "pp 2 x tp 2": EVERY}
 REPEATING |= {layout: [case for case in CASES if case not in ALONE] for layout in ("1", "tp 2")}
 # What is saved where, and where it is read.
 WRITERS = {
@@ -59,12 +64,13 @@ DRAWN = ["1", "tp 2", "pp 2", "dp 2"]
 
 
 @functools.cache
-def truths() -> tuple[dict[Case, str], str]:
-    return hf_train.truths([*CASES, NATIVE, PACKED, UNKNOWN, CAPPED, DIVIDED])
+def truths(repeating: bool = False) -> tuple[dict[Case, str], str]:
+    trained = REPEATING if repeating else EVERYWHERE
+    return hf_train.truths(list(dict.fromkeys(case for cases in trained.values() for case in cases)))
 
 
 def numbers_on(trained: dict[str, list[Case]]) -> dict[str, Job]:
-    directories, path = truths()
+    directories, path = truths(repeating=trained is REPEATING)
     return {
         layout: Job(layout, hf_train.numbers, ({case: directories[case] for case in cases}, path))
         for layout, cases in trained.items()

@@ -2,6 +2,10 @@
 
 The model is transformers' own, unmodified, and so are the names of its parameters. What a pipeline needs to know of a
 family (what only its first and its last stage hold) stands in ENDS; all that tp needs, in `plans/hf`.
+
+A line of ENDS is right for a family if its base model's forward does nothing but this: it calls what `first` names on
+the tokens, makes masks and rotary tables of the hidden state's length, runs the list of blocks, and calls what `last`
+names. Whatever else it does to the hidden state before the blocks is an attribute that `later` switches off.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,18 +41,29 @@ class Ends:
         layers: the list of blocks, a child of `owner`, whose forward runs them.
         first: children of `owner` that only the first stage has -> what stands there on others; None: nobody calls it.
         last: likewise of the last stage.
+        later: attributes of `owner` -> their values on every stage but the first, of a forward that works on the hidden
+            state before the blocks.
     """
 
     layers: str
     first: dict[str, type[nn.Module] | None]
     last: dict[str, type[nn.Module] | None]
     owner: str = ""
+    later: dict[str, float] = field(default_factory=dict)
 
 
+_LIKE_LLAMA = Ends("layers", {"embed_tokens": None}, {"norm": nn.Identity})
+# The factor of Gemma's embeddings is in embed_tokens; which layers see a window, or have no rotation, in the layers and
+# in layer_types, of which a stage keeps its own.
+_ALIKE = (
+    *("llama", "mistral", "qwen2", "qwen3", "arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2"),
+    *("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3", "cohere", "cohere2", "glm", "glm4"),
+)
 ENDS = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3"), Ends("layers", {"embed_tokens": None}, {"norm": nn.Identity})
-    ),
+    **dict.fromkeys(_ALIKE, _LIKE_LLAMA),
+    # Its base model multiplies whatever comes in, embeddings or a hidden state.
+    "granite": replace(_LIKE_LLAMA, later={"embedding_multiplier": 1.0}),
+    "phi": replace(_LIKE_LLAMA, last={"final_layernorm": nn.Identity}),
     "bloom": Ends("h", {"word_embeddings": None, "word_embeddings_layernorm": nn.Identity}, {"ln_f": nn.Identity}),
     "gpt2": Ends("h", {"wte": None, "wpe": _Zero}, {"ln_f": nn.Identity}),
     "gpt_neox": Ends("layers", {"embed_in": None}, {"final_layer_norm": nn.Identity}),
@@ -134,6 +149,8 @@ class HF(Stage):
         for there, replacements in ((self.is_first, ends.first), (self.is_last, ends.last)):
             for name, other in () if there else replacements.items():
                 setattr(owner, name, other and other())
+        for name, value in () if self.is_first else ends.later.items():
+            setattr(owner, name, value)
         if not self.is_last:
             for name, module in list(self.hf.named_children()):
                 if module is not base:
