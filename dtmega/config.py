@@ -10,7 +10,6 @@ exactly that. An interval of 0 is off, dtypes are torch's names. How they are re
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tomli_w
 from pydantic import Field, model_validator
 
-from dtmega import declared, sections
+from dtmega import declared, mixture, sections
 from dtmega.declared import Section, key
+from dtmega.mixture import Mixture
 from dtmega.model_sections import GPT, Bert, Bloom, Llama, Transformers
 from dtmega.model_sections import T5 as T5  # this one and those below for all who ask this file for them
 from dtmega.model_sections import DroppingModel as DroppingModel
@@ -69,7 +69,11 @@ class Data(Section):
     tokenizer: str = key("stdlib-8k", "stdlib-8k, stdlib-wordpiece, bytes, bert:VOCAB, a file or a tiktoken name")
     seq_len: int = key(256, "S, tokens in a sequence", ge=1)
     split: str = key("969,30,1", "documents to train, valid, test, by weight")
-    validation: list[str] = key([], "further sets for validation, each with a loss of its own: 'NAME=PREFIX'")
+    validation: list[str] = key(
+        [], "further sets for validation, each with a loss of its own: 'NAME=PREFIX', or mixtures as in train"
+    )
+    train: str = key("", "instead of path, weights and split: 'NAME: WEIGHT START:END PREFIX, ...', 0.5:1 = later half")
+    test: str = key("", "with train: the same for the test")
     eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
     reset_position_ids: bool = key(False, "positions start again after each end-of-document; ALiBi (bloom) has none")
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
@@ -99,20 +103,46 @@ class Data(Section):
         finite = all(math.isfinite(x) for x in fractions)
         if len(fractions) != 3 or not finite or min(fractions) < 0 or fractions[0] <= 0:
             raise ValueError(f"[data] split is three weights 'train,valid,test' with train > 0, got '{self.split}'")
-        names = [name for name, _ in self.validation_sets]
-        for written, (name, prefix) in zip(self.validation, self.validation_sets, strict=True):
-            taken = name in ("train", "valid", "test") or names.count(name) > 1
-            if taken or not re.fullmatch(r"[\w.-]+", name) or not prefix:
-                raise ValueError(
-                    f"[data] validation has 'NAME=PREFIX', each NAME once, of letters, digits and '_.-', and none of "
-                    f"train, valid, test; got '{written}'"
-                )
+        self._check_mixtures()
         return self
 
+    def _check_mixtures(self) -> None:
+        """Refuse mixtures that are none, and keys beside [data] train that would not be read."""
+        fields = type(self).model_fields
+        beside = ("path", "weights", "split") if self.train else ("test",)
+        if idle := [name for name in beside if getattr(self, name) != fields[name].default]:
+            has = "has mixtures" if self.train else "has a split"
+            raise ValueError(f"[data] {', '.join(idle)} would not be read: this run {has} ([data] train)")
+        for name, written in (("train", self.train), ("test", self.test)):
+            try:
+                _ = mixture.parse(written) if written else None
+            except ValueError as error:
+                raise ValueError(f"[data] {name} is a mixture: {error}") from None
+        taken = ("train", "test") if self.train else ("train", "valid", "test")
+        names: set[str] = set()
+        for written in self.validation:
+            try:
+                name = mixture.parse(written).name
+            except ValueError as error:
+                raise ValueError(f"[data] validation has {mixture.FORM}: {error}") from None
+            if name in taken or name in names:
+                raise ValueError(
+                    f"[data] validation has {mixture.FORM}, each NAME once, of letters, digits and '_.-', and none of "
+                    f"{', '.join(taken)}; got '{written}'"
+                )
+            names.add(name)
+
     @property
-    def validation_sets(self) -> list[tuple[str, str]]:
-        """(name, prefix) of each."""
-        return [(name, prefix) for name, _, prefix in (written.partition("=") for written in self.validation)]
+    def train_mixture(self) -> Mixture | None:
+        return mixture.parse(self.train) if self.train else None
+
+    @property
+    def test_mixture(self) -> Mixture | None:
+        return mixture.parse(self.test) if self.test else None
+
+    @property
+    def validation_sets(self) -> list[Mixture]:
+        return [mixture.parse(written) for written in self.validation]
 
     @property
     def paths(self) -> list[str]:

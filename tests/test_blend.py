@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dtmega.config import Data
-from dtmega.data.blend import Blend, build_samples, deal, huffman, split_documents
+from dtmega.data.blend import Blend, Splits, build_samples, deal, huffman, parts_of, split_documents
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.data.samples import Samples
@@ -103,9 +103,13 @@ def data(**keys):
     return Data(**{"seq_len": 5, "split": "8,4,0"} | keys)
 
 
+def splits(cfg: Data, prefixes: list[str], seed: int) -> Splits:
+    return build_samples(NEXT_TOKEN, cfg, parts_of(cfg, [IndexedDataset(prefix) for prefix in prefixes]), seed)
+
+
 def test_each_corpus_is_split_by_document_and_then_blended(tmp_path):
     prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, LENGTHS * 2, "twice")]
-    built = build_samples(NEXT_TOKEN, data(path=prefixes, weights=[1.0, 1.0]), prefixes, seed=3)
+    built = splits(data(path=prefixes, weights=[1.0, 1.0]), prefixes, seed=3)
     parts = [
         Samples(IndexedDataset(prefix), ((0, 8), (0, 16))[k], 5, 3, "train", k) for k, prefix in enumerate(prefixes)
     ]
@@ -116,25 +120,25 @@ def test_each_corpus_is_split_by_document_and_then_blended(tmp_path):
 @pytest.mark.parametrize("corpora", [1, 2])
 def test_each_split_has_its_own_documents_and_shuffle(tmp_path, corpora):
     prefixes = [write_corpus(tmp_path, LENGTHS, f"{k}") for k in range(corpora)]
-    built = build_samples(NEXT_TOKEN, data(path=prefixes, split="1,1,2"), prefixes, seed=4)
+    built = splits(data(path=prefixes, split="1,1,2"), prefixes, seed=4)
     for split, documents in {"train": (0, 3), "valid": (3, 6), "test": (6, 12)}.items():
         parts = [Samples(IndexedDataset(prefix), documents, 5, 4, split, k) for k, prefix in enumerate(prefixes)]
         np.testing.assert_array_equal(read(built.samples[split], 20), read(Blend(parts, []), 20))
 
 
 def test_a_part_with_weight_0_is_none(tmp_path):
-    built = build_samples(NEXT_TOKEN, data(), [write_corpus(tmp_path)], seed=3)
+    built = splits(data(), [write_corpus(tmp_path)], seed=3)
     assert [name for name, samples in built.samples.items() if samples is None] == ["test"]
 
 
 def test_a_split_that_leaves_a_part_without_documents_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"for 'valid', got 0 tokens in 0 of 12 documents"):
-        build_samples(NEXT_TOKEN, data(split="969,30,1"), [write_corpus(tmp_path, [100] * 12)], seed=3)
+        splits(data(split="969,30,1"), [write_corpus(tmp_path, [100] * 12)], seed=3)
 
 
 def test_a_corpus_too_small_for_a_split_is_left_out_of_it_and_named_and_the_others_keep_their_samples(tmp_path):
     prefixes = [write_corpus(tmp_path, lengths, f"{k}") for k, lengths in enumerate([LENGTHS, [31, 2], LENGTHS])]
-    built = build_samples(NEXT_TOKEN, data(path=prefixes, weights=[1, 9, 3], split="2,1,0"), prefixes, seed=3)
+    built = splits(data(path=prefixes, weights=[1, 9, 3], split="2,1,0"), prefixes, seed=3)
     parts = [Samples(IndexedDataset(prefixes[k]), (8, 12), 5, 3, "valid", k) for k in (0, 2)]
     np.testing.assert_array_equal(read(built.samples["valid"], 20), read(Blend(parts, [1, 3]), 20))
     assert built.notes == [f"'valid' is blended without {prefixes[1]}: its part has less than one sample"]
@@ -143,9 +147,9 @@ def test_a_corpus_too_small_for_a_split_is_left_out_of_it_and_named_and_the_othe
 def test_a_blend_with_a_corpus_that_has_nothing_to_train_on_is_an_error(tmp_path):
     prefixes = [write_corpus(tmp_path), write_corpus(tmp_path, [2], "small")]
     with pytest.raises(ValueError, match=r"small: .* for 'train'"):
-        build_samples(NEXT_TOKEN, data(path=prefixes), prefixes, seed=3)
+        splits(data(path=prefixes), prefixes, seed=3)
 
 
 def test_an_empty_corpus_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(ValueError, match=r"corpus: .* for 'train', got 0 tokens in 0 of 0 documents"):
-        build_samples(NEXT_TOKEN, data(), [write_corpus(tmp_path, [])], seed=3)
+        splits(data(), [write_corpus(tmp_path, [])], seed=3)

@@ -16,7 +16,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "declared": (0, set()),  # imports nothing of dtmega
     "sections": (0, {"declared"}),
     "model_sections": (0, {"declared"}),
-    "config": (0, {"declared", "model_sections", "sections"}),
+    "mixture": (0, set()),  # imports nothing of dtmega
+    "config": (0, {"declared", "mixture", "model_sections", "sections"}),
     "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega

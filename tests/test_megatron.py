@@ -170,6 +170,42 @@ def test_weights_and_prefixes_in_turn_are_a_blend() -> None:
     assert (data["path"], data["weights"]) == (["a", "b"], [0.3, 0.7])
 
 
+TRAIN = "train: 0.3 0:0.95 data/a, 0.7 0.1:0.95 data/b"
+VALID = ["wiki: 1 0.95:1 data/a", "all: 0.3 0.95:1 data/a, 0.7 0.95:1 data/b"]
+
+
+def test_weighted_split_paths_are_mixtures_of_the_same_words(tmp_path: Path) -> None:
+    direct = (
+        f"pretrain_gpt.py --train-weighted-split-paths '{TRAIN}' --valid-weighted-split-paths '{VALID[0]}' "
+        f"'{VALID[1]}' --test-weighted-split-paths 'test: 1 0:1 data/c' 'more: 1 0:1 data/d' --split 1,2,3"
+    )
+    for split, groups in {"train": [TRAIN], "valid": VALID, "test": ["test: 1 0:1 data/c"]}.items():
+        (tmp_path / split).write_text(" ".join(f'"{group}"' for group in groups) + "\n")
+    in_files = "pretrain_gpt.py " + " ".join(
+        f"--{split}-weighted-split-paths-path {tmp_path / split}" for split in ("train", "valid", "test")
+    )
+    for line in (direct, in_files):
+        data = config.Data(**tomli.loads(translate(line).toml)["data"])
+        mixture = data.train_mixture
+        assert mixture is not None
+        assert mixture.name == "train"
+        assert mixture.shares == ((0.3, 0.0, 0.95, "data/a"), (0.7, 0.1, 0.95, "data/b"))
+        assert [(one.name, one.shares) for one in data.validation_sets] == [
+            ("wiki", ((1.0, 0.95, 1.0, "data/a"),)),
+            ("all", ((0.3, 0.95, 1.0, "data/a"), (0.7, 0.95, 1.0, "data/b"))),
+        ]
+        assert data.test == "test: 1 0:1 data/c"
+    left = translate(direct).left
+    assert [line.partition(": ")[0].split()[0] for line in left] == ["--test-weighted-split-paths", "--split"]
+    assert "more: 1 0:1 data/d" in left[0]
+
+
+def test_a_file_of_weighted_split_paths_that_is_not_at_hand_is_named(tmp_path: Path) -> None:
+    translation = translate(f"pretrain_gpt.py --train-weighted-split-paths-path {tmp_path}/none")
+    assert "# path = " in translation.toml
+    assert any("cannot be read here" in line for line in translation.left)
+
+
 def test_a_prefix_model_is_an_objective_here():
     data = tomli.loads(translate("pretrain_prefix_lm.py --reweight-loss-based-on-position-frequency").toml)["data"]
     assert (data["objective"], data["reweight_positions"]) == ("prefix-lm", True)

@@ -11,7 +11,7 @@ import pytest
 
 from dtmega.config import Data
 from dtmega.data import cache_dir, cut
-from dtmega.data.blend import Blend, build_samples
+from dtmega.data.blend import Blend, build_samples, parts_of
 from dtmega.data.cut import Targets, cut_table
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.objectives import MASKED
@@ -143,7 +143,7 @@ def test_each_epoch_seed_split_and_corpus_has_its_own_order(numbered):
 
 def test_an_objective_makes_the_samples_of_each_part_with_its_own_draws(numbered):
     data = Data(path=[numbered.prefix] * 2, weights=[1.0, 1.0], seq_len=S, short_seq_prob=0.5, split="1,1,0")
-    built = build_samples(MASKED, data, data.paths, seed=3)
+    built = build_samples(MASKED, data, parts_of(data, [IndexedDataset(path) for path in data.paths]), seed=3)
     n_documents = len(numbered.document_index) - 1
     notes = []
     for split, documents in (("train", (0, n_documents // 2)), ("valid", (n_documents // 2, n_documents))):

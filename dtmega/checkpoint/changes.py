@@ -19,7 +19,7 @@ from dtmega.declared import Section
 Kind = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {
     "run": ("dir", "device", "timeout_s", "grace_s"),
-    "data": ("validation", "num_workers"),
+    "data": ("validation", "test", "num_workers"),
     "eval": ("interval", "steps", "only", "prompt", "sample_tokens"),
     "train": ("kill_switch",),
     "log": ("interval", "tensorboard", "num_zeros", "params_norm"),
@@ -57,7 +57,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     ),
 }
 # Refused by what is in the file, which may move: the data's identity and the digest of the model's directory tell.
-BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "tokenizer"), "model": ("path",)}
+BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "tokenizer"), "model": ("path",)}
 
 
 class Change(NamedTuple):

@@ -1,6 +1,6 @@
 """Corpora mixed by weight: sample g is a function of g, and each corpus has its share of any prefix.
 
-    splits = build_samples(NEXT_TOKEN, config.data, prefixes, config.run.seed)
+    splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids
 
 Megatron goes through the run from its beginning and always takes the corpus that is furthest behind, with a compiled
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from dtmega.config import Data
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.objectives import Objective
 from dtmega.data.samples import AnySamples
+from dtmega.mixture import Mixture
 
 SPLITS = ("train", "valid", "test")
 
@@ -103,11 +104,26 @@ class Blend:
         return Blend, (self.parts, self.weights)
 
 
-class Splits(NamedTuple):
-    """The parts that `[data] split` makes of the corpora.
+class Part(NamedTuple):
+    """Some documents of one corpus, in a split.
 
     Attributes:
-        samples: of "train", "valid" and "test"; None where the split has weight 0.
+        corpus: its place among the others of its name, by which shuffles differ.
+        documents: (start, stop).
+        weight: among the parts of the split; None: by number of tokens.
+    """
+
+    corpus: int
+    dataset: IndexedDataset
+    documents: tuple[int, int]
+    weight: float | None = None
+
+
+class Splits(NamedTuple):
+    """The samples that a run trains and is evaluated on.
+
+    Attributes:
+        samples: of "train", "valid" and "test", and of other names; None where there are none.
         notes: for people, what is left out of which split.
     """
 
@@ -115,38 +131,60 @@ class Splits(NamedTuple):
     notes: list[str]
 
 
-def build_samples(objective: Objective, data: Data, prefixes: Sequence[str], seed: int) -> Splits:
-    """The samples of each split: each corpus is split by document, then parts of one name are blended.
+def parts_of(data: Data, datasets: Sequence[IndexedDataset]) -> dict[str, list[Part]]:
+    """The corpora of [data] path, each split by document; a split with weight 0 has no parts."""
+    parts: dict[str, list[Part]] = {split: [] for split in SPLITS}
+    for corpus, dataset in enumerate(datasets):
+        ranges = split_documents(len(dataset.document_index) - 1, data.split_weights)
+        weight = data.weights[corpus] if data.weights else None
+        for split, split_weight, documents in zip(SPLITS, data.split_weights, ranges, strict=True):
+            if split_weight > 0:
+                parts[split].append(Part(corpus, dataset, documents, weight))
+    return parts
+
+
+def parts_of_mixture(mixture: Mixture, opened: Callable[[str], IndexedDataset]) -> list[Part]:
+    parts = []
+    for corpus, share in enumerate(mixture.shares):
+        dataset = opened(share.prefix)
+        documents = share.documents(len(dataset.document_index) - 1)
+        parts.append(Part(corpus, dataset, documents, share.weight))
+    return parts
+
+
+def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequence[Part]], seed: int) -> Splits:
+    """The samples of each split, blended where it has several parts.
 
     A small corpus may have no sample in the validation or the test part; the others are then blended without it.
 
     Raises:
-        ValueError: a file is missing or damaged, a corpus has less than one sample to train on, or no corpus has one
-            for another part with a weight.
+        ValueError: a corpus has less than one sample to train on, or no corpus has one for another split.
     """
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    ranges = [split_documents(len(dataset.document_index) - 1, data.split_weights) for dataset in datasets]
-    splits = Splits(dict.fromkeys(SPLITS), [])
-    for s, split in enumerate(SPLITS):
-        if data.split_weights[s] == 0:
-            continue
-        parts: dict[int, AnySamples] = {}
-        refusals = []
-        for corpus, dataset in enumerate(datasets):
-            try:
-                parts[corpus] = objective.samples(dataset, ranges[corpus][s], data, seed, split, corpus)
-            except ValueError as error:
-                if split == "train":
-                    raise
-                refusals.append(error)
-        if not parts:
-            raise refusals[0]
-        weights = [data.weights[corpus] for corpus in parts] if data.weights else []
-        splits.samples[split] = Blend([*parts.values()], weights) if len(datasets) > 1 else parts[0]
-        splits.notes.extend(part.note for part in parts.values() if part.note)
-        splits.notes.extend(
-            f"'{split}' is blended without {dataset.prefix}: its part has less than one sample"
-            for corpus, dataset in enumerate(datasets)
-            if corpus not in parts
-        )
-    return splits
+    found = Splits(dict.fromkeys(SPLITS), [])
+    for split, parts in splits.items():
+        if parts:
+            _blend(objective, data, split, parts, seed, found)
+    return found
+
+
+def _blend(objective: Objective, data: Data, split: str, parts: Sequence[Part], seed: int, found: Splits) -> None:
+    """Add the samples of one split, and what is to be said of them."""
+    samples: list[AnySamples] = []
+    weights: list[float] = []
+    refusals: list[tuple[Part, ValueError]] = []
+    for part in parts:
+        try:
+            samples.append(objective.samples(part.dataset, part.documents, data, seed, split, part.corpus))
+        except ValueError as error:
+            if split == "train":
+                raise
+            refusals.append((part, error))
+        else:
+            weights += [] if part.weight is None else [part.weight]
+    if not samples:
+        raise refusals[0][1]
+    found.samples[split] = Blend(samples, weights) if len(parts) > 1 else samples[0]
+    found.notes.extend(one.note for one in samples if one.note)
+    found.notes.extend(
+        f"'{split}' is blended without {part.dataset.prefix}: its part has less than one sample" for part, _ in refusals
+    )

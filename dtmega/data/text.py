@@ -9,7 +9,7 @@ import xxhash
 
 from dtmega.config import Config, Data
 from dtmega.data import record
-from dtmega.data.blend import build_samples
+from dtmega.data.blend import build_samples, parts_of, parts_of_mixture
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import bears_loss
@@ -44,7 +44,8 @@ class Text(NamedTuple):
     @property
     def evaluated(self) -> list[str]:
         """The splits of `splits` that validation goes through, in order."""
-        return ["valid", *(name for name, _ in self.data.validation_sets)]
+        sets = (one.name for one in self.data.validation_sets)
+        return ["valid", *(name for name in sets if name != "valid")]
 
     def samples(self, split: str) -> AnySamples:
         found = self.splits[split]
@@ -66,23 +67,20 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     objective.check(tokenizer, cfg.data)
     check_vocabulary(cfg, objective, tokenizer)
-    prefixes = []
-    without_record = []
-    for path in cfg.data.paths:
-        prefix = prepare_stdlib(tokenizer, in_sentences=objective.sentences) if path == "stdlib" else path
-        prefixes.append(prefix)
-        dataset = IndexedDataset(prefix)
-        if not checked(dataset, cfg, objective, tokenizer, made_here=path == "stdlib"):
-            without_record.append(prefix)
-    splits = build_samples(objective, cfg.data, prefixes, cfg.run.seed)
-    for name, prefix in cfg.data.validation_sets:
-        dataset = IndexedDataset(prefix)
-        if not checked(dataset, cfg, objective, tokenizer):
-            without_record.append(prefix)
-        documents = (0, len(dataset.document_index) - 1)
-        splits.samples[name] = objective.samples(dataset, documents, cfg.data, cfg.run.seed, name, 0)
-    notes = [*([record.unrecorded(without_record, tokenizer)] if without_record else []), *splits.notes]
-    same = identity(cfg, objective, tokenizer, prefixes)
+    corpora = Corpora(cfg, objective, tokenizer)
+    mixture = cfg.data.train_mixture
+    if mixture is None:
+        parts = parts_of(cfg.data, [corpora.open(path) for path in cfg.data.paths])
+    else:
+        parts = {"train": parts_of_mixture(mixture, corpora.open)}
+        if cfg.data.test_mixture:
+            parts["test"] = parts_of_mixture(cfg.data.test_mixture, corpora.open)
+    for one in cfg.data.validation_sets:
+        parts[one.name] = parts_of_mixture(one, corpora.open)
+    splits = build_samples(objective, cfg.data, parts, cfg.run.seed)
+    unknown = corpora.without_record
+    notes = [*([record.unrecorded(unknown, tokenizer)] if unknown else []), *splits.notes]
+    same = identity(cfg, objective, tokenizer, [part.dataset.prefix for part in parts["train"]])
     text = Text(objective, cfg.data, tokenizer, splits.samples, same, notes)
     check_losses(text, cfg)
     return text
@@ -106,21 +104,49 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
     )
 
 
-def checked(
-    dataset: IndexedDataset, cfg: Config, objective: Objective, tokenizer: Tokenizer, made_here: bool = False
-) -> bool:
-    """Can a file be read as the configuration says? False: it has no record of its tokenizer.
+class Corpora:
+    """The files that a configuration names, each opened and checked once.
 
-    Raises:
-        ValueError: ids outside the vocabulary, another tokenizer, sentences where documents are read, or the reverse.
+    Attributes:
+        without_record: prefixes of files that nothing says to be in this tokenizer.
     """
-    n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
-    check_token_ids(dataset, n_ids)
-    if made_here:
-        return True
-    has_record = record.check_tokenizer(dataset, cfg.data, tokenizer)
-    record.check_sentences(dataset, objective.sentences)
-    return has_record
+
+    def __init__(self, cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
+        self._cfg, self._objective, self._tokenizer = cfg, objective, tokenizer
+        self._opened: dict[str, IndexedDataset] = {}
+        self.without_record: list[str] = []
+
+    def open(self, path: str) -> IndexedDataset:
+        """The data set of a prefix, or the default corpus where the path is 'stdlib'.
+
+        Raises:
+            ValueError: it is missing or damaged, or cannot be read as the configuration says.
+        """
+        if path not in self._opened:
+            made_here = path == "stdlib"
+            sentences = self._objective.sentences
+            prefix = prepare_stdlib(self._tokenizer, in_sentences=sentences) if made_here else path
+            dataset = IndexedDataset(prefix)
+            if not self._has_record(dataset, made_here):
+                self.without_record.append(prefix)
+            self._opened[path] = dataset
+        return self._opened[path]
+
+    def _has_record(self, dataset: IndexedDataset, made_here: bool) -> bool:
+        """False: nothing says in which tokenizer the file is.
+
+        Raises:
+            ValueError: ids outside the vocabulary, another tokenizer, sentences where documents are read, or the
+                reverse.
+        """
+        cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
+        n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
+        check_token_ids(dataset, n_ids)
+        if made_here:
+            return True
+        has_record = record.check_tokenizer(dataset, cfg.data, tokenizer)
+        record.check_sentences(dataset, objective.sentences)
+        return has_record
 
 
 def check_losses(text: Text, cfg: Config) -> None:
@@ -159,10 +185,13 @@ def read_again(cfg: Config, text: Text) -> list[str]:
 def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
     """See `Text`. Where the files are and what they are called does not count."""
     same = ("weights", "seq_len", "split", *objective.reads)
+    mixture = cfg.data.train_mixture
+    shares = {"[data] train": [list(share[:3]) for share in mixture.shares]} if mixture else {}
     return {
         "[data] path": [fingerprint(prefix) for prefix in prefixes],
         "[data] tokenizer": tokenizer.fingerprint,
         **{f"[data] {key}": getattr(cfg.data, key) for key in same},
+        **shares,
         "[run] seed": cfg.run.seed,
         "order": objective.order,
     }

@@ -221,16 +221,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _gone("data-impl", 1, "said by the files themselves: those of mmap, and the older ones of lazy and cached"),
         _gone("mmap-warmup", 0, "the kernel reads ahead"),
         _gone("dataloader-type", 1, "single; an epoch's order is a function of the seed"),
-        _gone(
-            "train-weighted-split-paths valid-weighted-split-paths test-weighted-split-paths",
-            MANY,
-            "data.path and data.weights with one data.split for all; ranges per corpus are not built",
+        _other(
+            "train-weighted-split-paths", MANY, "data.train", "the same string: 'NAME: WEIGHT START:END PREFIX, ...'"
         ),
-        _gone(
-            "train-weighted-split-paths-path valid-weighted-split-paths-path test-weighted-split-paths-path",
-            1,
-            "data.path and data.weights with one data.split for all; ranges per corpus are not built",
-        ),
+        _other("valid-weighted-split-paths", MANY, "data.validation", "the same strings, a set each"),
+        _other("test-weighted-split-paths", MANY, "data.test", "the same string; one set"),
+        _other("train-weighted-split-paths-path", 1, "data.train", "what the file says, which is read here"),
+        _other("valid-weighted-split-paths-path", 1, "data.validation", "what the file says, which is read here"),
+        _other("test-weighted-split-paths-path", 1, "data.test", "what the file says, which is read here"),
         Flag(
             ("broadcast_data",),
             0,

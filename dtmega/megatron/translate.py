@@ -307,13 +307,44 @@ def _data(draft: _Draft) -> None:
     if draft.given.script == "pretrain_prefix_lm":
         draft.keys["data.objective"] = "prefix-lm"
     paths = draft.given.values.get("--data-path", [])
-    if len(paths) == 1:
+    groups = {split: _groups(draft, split) for split in ("train", "valid", "test")}
+    if groups["train"]:
+        _mixtures(draft, groups)
+    elif len(paths) == 1:
         draft.keys["data.path"] = paths[0]
     elif paths and len(paths) % 2 == 0:
         draft.keys["data.path"] = paths[1::2]
         draft.keys["data.weights"] = [_number(weight) for weight in paths[::2]]
     else:
         draft.lacking["data.path"] = "--data-path"
+
+
+def _groups(draft: _Draft, split: str) -> list[str]:
+    """The groups of corpora that a split has, of the flag itself or in the file that a flag names."""
+    flag = f"--{split}-weighted-split-paths"
+    path = draft.value(f"{split}-weighted-split-paths-path")
+    if path is None:
+        return draft.given.values.get(flag, [])
+    try:
+        # One line, each group in double quotes.
+        return shell.split(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        draft.refused[f"{flag}-path"] = f"cannot be read here: {error}"
+        return []
+
+
+def _mixtures(draft: _Draft, groups: Mapping[str, list[str]]) -> None:
+    draft.keys["data.train"] = groups["train"][0]
+    draft.keys.pop("data.split", None)  # which they do not read either
+    if "--split" in draft.given.values:
+        draft.refused["--split"] = "each range of --train-weighted-split-paths says its part"
+    if groups["valid"]:
+        draft.keys["data.validation"] = groups["valid"]
+    if groups["test"]:
+        draft.keys["data.test"] = groups["test"][0]
+    if groups["test"][1:]:
+        flag = next(flag for flag in draft.given.values if flag.startswith("--test-weighted-split-paths"))
+        draft.refused[flag] = f"there is one test: {'; '.join(groups['test'][1:])}"
 
 
 def _checkpoints(draft: _Draft) -> None:
