@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
@@ -494,10 +495,10 @@ def on_one_rank() -> dict[str, list[str]]:
 
 def on_two_ranks() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found: dict[str, Any] = {}
-    for name in ("Mixtral", "Qwen3Moe"):
-        found[name] = str(verify_plan(mixture(name), mesh, generic=True)).splitlines()[-1]
-    return found
+    verified = str(verify_plan(mixture("Qwen3Moe"), mesh, generic=True)).splitlines()[-1]
+    model = parallelize_hf(mixture("Mixtral"), mesh, generic=True)  # which is proven first
+    experts = {n: p.placements for n, p in model.named_parameters() if ".experts." in n}
+    return {"verified": verified, "experts": experts}
 
 
 def test_on_one_rank_a_mixture_needs_no_words_and_computes_what_it_did():
@@ -510,8 +511,8 @@ def test_generic_leaves_whole_what_transformers_plan_cuts_and_we_do_not_with_the
         plan_for(mixture("Mixtral"))
     assert "whole on every rank, though it says how to cut them" in str(plan_for(mixture("Mixtral"), generic=True))
     for found in ranks.run(2, on_two_ranks):
-        for line in found.values():
-            assert re.fullmatch(r"(\d+) of \1 comparisons within 2e-05", line)
+        assert re.fullmatch(r"(\d+) of \1 comparisons within 2e-05", found["verified"])
+        assert {*found["experts"].values()} == {(Replicate(),)}
 
 
 def test_a_folder_of_a_cut_model_under_fsdp_knows_the_names_of_its_class(tmp_path: Path):

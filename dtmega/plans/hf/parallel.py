@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -92,15 +93,10 @@ def parallelize_hf(
     check_modules(model, tp, made)
     check_copies(model, mesh)
     if made.native and verify_native:
-        prove(model, mesh, made)
+        prove(model, mesh, made, loss_parallel=loss_parallel, generic=generic)
     if generic and COST.format(family=made.family) in made.notes:
         warnings.warn(COST.format(family=made.family), stacklevel=2)
     return cut(model, mesh, made)
-
-
-def parallelize_unverified(model: Any, mesh: DeviceMesh) -> Any:
-    """For the clone on which a plan is proven."""
-    return parallelize_hf(model, mesh, verify_native=False)
 
 
 def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool) -> None:
@@ -136,8 +132,13 @@ def check_modules(model: Any, tp: DeviceMesh, made: HFPlan) -> None:
             style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def prove(model: Any, mesh: DeviceMesh, made: HFPlan) -> None:
-    proof = verify(model, mesh, parallelize_unverified)
+def prove(model: Any, mesh: DeviceMesh, made: HFPlan, **options: bool) -> None:
+    """Cut a small clone with the same options, which is not proven in turn, and compare.
+
+    Raises:
+        ValueError: it computes something else than one process.
+    """
+    proof = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
     if not proof.ok:
         raise ValueError(f"the plan that transformers brings for '{made.family}' is wrong:\n{proof}")
 
