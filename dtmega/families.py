@@ -6,7 +6,7 @@ in `plans/`, and a line in FAMILIES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from dtmega.cost import Piece
 from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, Objective
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Source
+from dtmega.formats.whole import as_ours, as_theirs, closest
 from dtmega.hf import config_json, ours
 from dtmega.hf import export as hf_export
 from dtmega.hf.files import has_weights
@@ -147,6 +148,20 @@ class Family(Protocol):
         """
         ...
 
+    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
+        """The weights in a source that has them by the names of another program, by ours.
+
+        Args:
+            program: a key of `formats`.
+            source: tensors of a whole model; rows of padding in it are left out.
+            where: it is; for messages.
+
+        Raises:
+            ValueError: a tensor that is missing, has no place, or is of another shape. `read` of what is returned:
+                copies of one parameter that differ.
+        """
+        ...
+
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         """Write weights as a directory of transformers; all ranks call it.
 
@@ -248,8 +263,11 @@ class Own:
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         form = self.form(model, "hf")
         described = form.described(model)
-        theirs = ours.translated(source, form, model, self.model)
+        theirs = as_theirs(source, form, model, self.model)
         hf_export.export(theirs, folder, described, None, tokenizer, **options)
+
+    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
+        return as_ours(source, self.form(model, program), model, self.model, where)
 
     def form(self, model: config.Model, program: str) -> Format:
         """The form in which another program stores a model.
@@ -344,6 +362,9 @@ class Transformers:
     def folder(self, path: Path, model: config.Model) -> Source:
         raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
 
+    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
+        raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
+
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         with torch.device("meta"):
             built = HF(model)
@@ -434,6 +455,23 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
         name, form = known[kind]
         model = config.model_section({"name": name, **form.section(theirs, file)}, str(path))
     return of(model).folder(path, model), model
+
+
+def described(program: str, names: Collection[str], theirs: Mapping[str, Any], where: str) -> config.Model:
+    """The [model] section of a model that another program has stored.
+
+    Args:
+        program: a key of `formats`.
+        names: of its tensors there, of which the family is told.
+        theirs: the configuration beside them.
+        where: they are; for messages.
+
+    Raises:
+        ValueError: no model here is like that.
+    """
+    forms = {name: forms[0] for name, family in FAMILIES.items() if (forms := family.formats.get(program))}
+    name = closest(names, forms)
+    return config.model_section({"name": name, **forms[name].section(theirs, where)}, where)
 
 
 def _hidden(cfg: config.Config, parts: int, length: str) -> Tensor:

@@ -18,6 +18,7 @@ from dtmega import config, families
 from dtmega.formats.format import Format
 from dtmega.formats.rules import Heads, Rule, Translation, translate
 from dtmega.formats.sources import BY_TOKEN, Translated
+from dtmega.formats.whole import as_theirs
 from dtmega.hf import export, ours
 from dtmega.models.gpt import HF
 from tests.test_hf import Memory
@@ -73,6 +74,15 @@ def three_apart() -> tuple[Tensors, Tensors]:
     return {"attn.qkv.weight": by_head(*parts)}, {f"self.{n}.weight": p for n, p in zip("qkv", parts, strict=True)}
 
 
+def keys_and_values() -> tuple[Tensors, Tensors]:
+    """k [G K, D] and v apart here, and in one tensor by head there, [G, (k, v), K, D]: Megatron's attention across."""
+    both = torch.randn(G, 2, K, D)
+    bias = torch.randn(G, 2, K)
+    ours = {f"layers.0.{n}.weight": both[:, i].flatten(0, 1) for i, n in enumerate("kv")}
+    ours |= {f"layers.0.{n}.bias": bias[:, i].flatten() for i, n in enumerate("kv")}
+    return ours, {"layers.0.kv.weight": both.flatten(0, 2), "layers.0.kv.bias": bias.flatten()}
+
+
 def grouped(theirs_fused: bool) -> tuple[Tensors, Tensors]:
     """Fewer heads of keys and values: three of one side, one by head of the other."""
     parts = drawn(H * K, D), drawn(G * K, D), drawn(G * K, D) + 1
@@ -99,6 +109,7 @@ FORMS: dict[str, tuple[Rule, Heads, Callable[[], tuple[Tensors, Tensors]]]] = {
     "heads of three": (Rule("attn.qkv.", ("self.q.", "self.k.", "self.v."), "heads"), Heads(G, G), three_apart),
     "heads in groups": (Rule("layers.{}.qkv.", APART, "heads"), Heads(H, G), lambda: grouped(False)),
     "groups in one of theirs": (Rule(APART, "layers.{}.qkv.", "heads"), Heads(H, G), lambda: grouped(True)),
+    "heads of two": (Rule(APART[1:], "layers.{}.kv.", "heads"), Heads(H, G), keys_and_values),
     "concat": (Rule("mlp.gate_up.", ("mlp.gate.", "mlp.up."), "concat"), Heads(1, 1), lambda: two_in_one(False)),
     "concat in theirs": (
         Rule(("mlp.gate.", "mlp.up."), "mlp.gate_up.", "concat"),
@@ -231,7 +242,7 @@ def test_a_gpt2_goes_through_our_form_and_back_to_the_bit(tmp_path: Path, ours_o
     assert "head.weight" not in source.tensors
     held = Memory({name: source.read(name).contiguous() for name in source.tensors})
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
-    theirs = ours.translated(held, HF, section, lambda _: whole)
+    theirs = as_theirs(held, HF, section, lambda _: whole)
     export.export(theirs, tmp_path / "out", HF.described(section), None, None, **alone)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     again, info = loaded

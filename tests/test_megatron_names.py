@@ -10,7 +10,7 @@ import torch
 from dtmega import config, families
 from dtmega.formats.format import Format
 from dtmega.formats.rules import translate
-from dtmega.hf.folder import aliases
+from dtmega.formats.whole import aliases
 from dtmega.megatron import names
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom

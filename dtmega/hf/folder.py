@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
-
-from dtmega.formats.sources import Index, Source
+from dtmega.formats.sources import Source
+from dtmega.formats.whole import Copies
 from dtmega.hf.files import TensorFiles
 
 
-class Folder:
+class Folder(Copies):
     """The weights of a directory as a `Source`, by our names.
 
     Attributes:
-        tensors: name -> dtype in the file and shape; of tied parameters the first name.
         bytes_read: of tensors, by this object.
     """
 
@@ -23,37 +20,14 @@ class Folder:
         self, files: TensorFiles, weights: Source, copies: Mapping[str, Sequence[str]], otherwise: str
     ) -> None:
         """Args:
-        weights: the files' tensors as ours.
-        copies: name -> names in `weights`, several where tied ones are all stored.
-        otherwise: for a message, after "are stored with different values, but".
+        weights, copies, otherwise: see `Copies`.
         """
+        super().__init__(weights, copies, str(files.path), otherwise)
         self._files = files
-        self._weights = weights
-        self._copies = copies
-        self._otherwise = otherwise
-        self.tensors = {name: weights.tensors[stored[0]] for name, stored in copies.items()}
 
     @property
     def bytes_read(self) -> int:
         return self._files.bytes_read
-
-    def read(self, name: str, index: Index | None = None) -> Tensor:
-        """That part (None: all) of a tensor, in the file's dtype.
-
-        Raises:
-            ValueError: parameters that the model ties are stored with other values in that part.
-        """
-        first, *others = self._copies[name]
-        part = self._weights.read(first, index)
-        for other in others:
-            second = self._weights.read(other, index)
-            dtype = torch.promote_types(part.dtype, second.dtype)
-            if not torch.equal(part.to(dtype), second.to(dtype)):
-                raise ValueError(
-                    f"{self._files.path}: '{first}' and '{other}' are stored with different values, but "
-                    f"{self._otherwise}"
-                )
-        return part
 
 
 def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str) -> dict[str, str]:
@@ -83,11 +57,3 @@ def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str
             f"{', '.join(unknown[:3])}{more}"
         )
     return found
-
-
-def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter once, with all names it has."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.items())

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.hf.folder import aliases
+from dtmega.formats.whole import aliases
 from dtmega.models.hf_directory import build, initial_values, read_config
 from dtmega.models.stage import Stage
 

@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtmega.formats.sources import Renamed
+from dtmega.formats.whole import aliases
 from dtmega.hf.files import TensorFiles
-from dtmega.hf.folder import Folder, aliases, keys_of
+from dtmega.hf.folder import Folder, keys_of
 from dtmega.shards import boxes
 
 
