@@ -13,7 +13,8 @@ from dtmega import keyed
 from dtmega.config import Batch, Data
 from dtmega.data import masking
 from dtmega.data.loader import TrainBatches, eval_batches
-from dtmega.data.masking import hide, words_of
+from dtmega.data.masking import hide
+from dtmega.data.ngrams import words_of
 from dtmega.data.objectives import MASKED
 from dtmega.data.pairs import Pairs, laid_out
 from dtmega.data.rows import IGNORED, MaskedRows
@@ -57,7 +58,7 @@ def megatron_words(pairs: Pairs, b: int) -> list[list[list[int]]]:
 
 
 def test_words_are_those_that_their_marks_tell_and_begin_anew_in_the_second_segment(pairs, rows):
-    found = words_of(pairs, rows.vocabulary.continuing)
+    found = words_of(pairs.tokens, pairs.segments, rows.vocabulary.continuing)
     begun_by_a_rest = 0
     for b in range(len(pairs.tokens)):
         first, second = megatron_words(pairs, b)

@@ -168,7 +168,7 @@ def test_a_sample_stays_what_it_is_wherever_it_is_read(numbered):
 
 
 def test_a_file_of_unusable_documents_or_too_short_a_sequence_is_refused(numbered, tmp_path):
-    with pytest.raises(ValueError, match=r"numbered: expected a document of at least two sentences for 'valid'"):
+    with pytest.raises(ValueError, match=r"numbered: expected a document of at least 2 sentences for 'valid'"):
         PairSamples(numbered, (0, 1), S, 0.1, 7, "valid")
     with pytest.raises(ValueError, match=r"seq_len=4 has no room .* expected at least 5 \(\[data\] seq_len\)"):
         samples_of(numbered, 4)

@@ -1,12 +1,12 @@
-"""The cut of documents into BERT's samples: some sentences that follow each other, which later become a pair.
+"""The cut of documents into samples of sentences that follow each other: BERT's, a pair, and those of Megatron's T5.
 
     table = cut_table(dataset, documents=(0, 1000), targets=Targets(longest=509, short_seq_prob=0.1, stream="train"))
     table[i]  # the first sentence of entry i, the one after its last, and the tokens that it should have
 
 Megatron's rule (`build_mapping_impl` in its helpers.cpp): a document is gone through from its beginning, with a target
-length drawn at its start and after each sample. A sample ends where it has its target and at least two sentences, and
-more than one sentence is left; or with the document. Documents without two sentences, or with a sentence that is empty
-or longer than LONGEST_SENTENCE, are not used.
+length drawn at its start and after each sample. A sample ends where it has its target and the fewest sentences that it
+may have, and more than one sentence is left; or with the document. Documents of fewer sentences, with an empty one, or
+with several of which one is longer than LONGEST_SENTENCE, are not used.
 
 Here the target is a function of the sample's first sentence instead of the next number of a generator. So where a
 sample would end is known for all sentences at once, and documents need not wait for each other. And the cut is that of
@@ -41,11 +41,13 @@ class Targets(NamedTuple):
         longest: of most samples, in tokens.
         short_seq_prob: share of the others, whose length is uniform in 2 to `longest`.
         stream: a name; the lengths are functions of it.
+        fewest: sentences in a sample and in a document, 2 for a pair.
     """
 
     longest: int
     short_seq_prob: float
     stream: str
+    fewest: int = 2
 
     def of(self, sentences: NDArray[np.integer]) -> NDArray[np.int64]:
         """The tokens that the samples should have that begin with these sentences, [n] -> [n]."""
@@ -122,7 +124,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
 
     # Where a sample ends that begins with a sentence: before the first one that starts where the target is, or later.
     ends = np.searchsorted(starts, starts + wanted)
-    ends = np.maximum(ends, np.arange(n_sentences) + 2)
+    ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
     document_ends = np.repeat(bounds[1:], np.diff(bounds))
     ends = np.where(document_ends - ends > 1, ends, document_ends)
 
@@ -130,7 +132,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     is_bound = np.zeros(n_sentences + 1, np.bool_)
     is_bound[bounds] = True
     begins_sample = np.zeros(n_sentences, np.bool_)
-    now = bounds[:-1][_usable(dataset.sizes[low:high], bounds)]
+    now = bounds[:-1][_usable(dataset.sizes[low:high], bounds, targets.fewest)]
     while len(now):
         begins_sample[now] = True
         now = ends[now]
@@ -139,8 +141,13 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     return np.stack([low + found, low + ends[found], wanted[found]], 1)
 
 
-def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[documents] whether a document has two sentences or more, each of 1 to LONGEST_SENTENCE tokens."""
-    wrong = (sizes < 1) | (sizes > LONGEST_SENTENCE)
-    n_wrong = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])[bounds]
-    return (np.diff(bounds) >= 2) & (np.diff(n_wrong) == 0)
+def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) -> NDArray[np.bool_]:
+    """[documents] whether a document has so many sentences, none empty, and none too long unless it is the only one."""
+
+    def has(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])
+        return np.diff(before[bounds]) > 0
+
+    n_sentences = np.diff(bounds)
+    too_long = has(sizes > LONGEST_SENTENCE) & (n_sentences > 1)
+    return (n_sentences >= fewest) & ~has(sizes < 1) & ~too_long

@@ -13,14 +13,14 @@ are so long that what is left of them, with a sentinel for each span and an end,
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
 from dtmega.data.samples import Samples
-from dtmega.data.spans import HiddenSpans
+from dtmega.data.spans import HiddenSpans, SpanSample
 
 
 class Counts(NamedTuple):
@@ -75,13 +75,6 @@ def longest(seq_len: int, mask_prob: float, mean_span: float) -> Counts:
         too_long *= 2
     lengths = range(2, too_long)
     return counts_of(lengths[bisect_right(lengths, seq_len, key=n_read) - 1], mask_prob, mean_span)
-
-
-class SpanSample(NamedTuple):
-    """Tokens [L], and 64 bits of which its spans are a function."""
-
-    tokens: NDArray[Any]
-    key: int
 
 
 class SpanSamples(Samples):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dtmega.config import Data
@@ -15,9 +16,11 @@ from dtmega.data.masking import Vocabulary
 from dtmega.data.merged_spans import Counts, SpanSamples, longest
 from dtmega.data.pairs import PairSamples, Specials
 from dtmega.data.prefixes import PrefixSamples
-from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows, SpanRows
+from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows, SeparateRows, SpanRows
 from dtmega.data.samples import AnySamples, Samples
 from dtmega.data.sentinels import marks
+from dtmega.data.separate_spans import N_SPECIAL, Limits, SentenceSamples, expected
+from dtmega.data.spans import check_room
 from dtmega.data.sums import Sum
 from dtmega.data.tokenizer import Tokenizer
 
@@ -157,9 +160,8 @@ class Masked:
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> MaskedRows:
         ids = np.arange(tokenizer.vocab_size)
-        continuing = np.array(sorted(tokenizer.continuing_ids), np.int64)
         ordinary = ids[~np.isin(ids, [*tokenizer.special_ids])]
-        return MaskedRows(samples, data, Vocabulary(specials(tokenizer), continuing, ordinary))
+        return MaskedRows(samples, data, Vocabulary(specials(tokenizer), _continuing(tokenizer), ordinary))
 
 
 class Spans:
@@ -175,30 +177,19 @@ class Spans:
         return {"tokens": _labelled(microbatch)}
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        counts = _longest(data)
-        said = f"{counts.n_hidden} hidden tokens in {counts.n_spans} spans"
-        of_all = f"of {counts.n_tokens} tokens, which seq_len={data.seq_len} has room for"
-        if counts.n_said > data.decoder_length:
-            raise ValueError(
-                f"decoder_seq_len={data.decoder_length} has no room for {said}, with a sentinel for each and an end, "
-                f"{of_all}: {counts.n_hidden} + {counts.n_spans} + 1 = {counts.n_said} ([data] decoder_seq_len, "
-                f"[data] mask_prob, [data] mean_span)"
-            )
-        if counts.n_spans > data.sentinels:
-            raise ValueError(
-                f"sentinels={data.sentinels} are not enough for {said}, {of_all} ([data] sentinels, [data] mask_prob, "
-                f"[data] mean_span)"
-            )
+        n = _longest(data)
+        check_room(data, n.n_tokens, n.n_hidden, n.n_spans, "mean_span")
+        marks(tokenizer, data.sentinels)
 
     def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
         return marks(tokenizer, data.sentinels).n_added
 
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
-    ) -> SpanSamples:
+    ) -> AnySamples:
         return SpanSamples(dataset, documents, _longest(data).n_tokens, seed, split, corpus)
 
-    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> SpanRows:
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
         return SpanRows(samples, data, marks(tokenizer, data.sentinels), _longest(data))
 
 
@@ -209,6 +200,21 @@ class SeparateSpans(Spans):
     reads = ("objective", "decoder_seq_len", "short_seq_prob", "mask_prob", "max_span", "sentinels")
     sentences = True
     order = 1
+
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        n_tokens = max(1, data.seq_len - N_SPECIAL)
+        n_hidden, n_spans = expected(n_tokens, data.mask_prob, data.max_span)
+        check_room(data, n_tokens, n_hidden, n_spans, "max_span")
+        marks(tokenizer, data.sentinels)
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> AnySamples:
+        return SentenceSamples(dataset, documents, data.seq_len, data.short_seq_prob, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
+        limits = Limits(data.mask_prob, data.max_span, data.sentinels, data.decoder_length)
+        return SeparateRows(samples, data, marks(tokenizer, data.sentinels), _continuing(tokenizer), limits)
 
 
 def _longest(data: Data) -> Counts:
@@ -257,6 +263,11 @@ def check_keys(data: Data, objective: Objective) -> None:
                 f"{key}={getattr(data, key)} means nothing to a model that is trained on {objective.aim}: expected "
                 f"{field.default}, or another model ([data] {key}, [model] name)"
             )
+
+
+def _continuing(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """The ids that go on within a word."""
+    return np.array(sorted(tokenizer.continuing_ids), np.int64)
 
 
 def _labelled(microbatch: Mapping[str, Tensor]) -> int:

@@ -4,9 +4,9 @@
     pairs = laid_out([samples[g] for g in range(8)], 512, specials)
     pairs.tokens  # [8, 512]: [CLS] A [SEP] B [SEP], padded
 
-An epoch has each entry of the table of `cut.py` once, in an order keyed by (seed, epoch). The rest is drawn for each
-sample anew, keyed by its number g: where A ends and B begins, which of them comes first, and what is left of them where
-they are longer than their target. Rules: Megatron-LM's `dataset_utils.py`.
+Which sentences those are is said in `cut_samples.py`. The rest is drawn for each sample anew, keyed by its number g:
+where A ends and B begins, which of them comes first, and what is left of them where they are longer than their target.
+Rules: Megatron-LM's `dataset_utils.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
-from dtmega.data.cut import Targets, cut_table
-from dtmega.data.indexed import CHUNK, IndexedDataset
+from dtmega.data.cut_samples import CutSamples
 from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.output import counted
 
 N_SPECIAL = 3  # [CLS], and a [SEP] after each segment
-SHORTEST = 2  # tokens of the shortest pair
 
 
 class Segments(NamedTuple):
@@ -43,90 +41,32 @@ class Segments(NamedTuple):
     key: int
 
 
-class PairSamples:
-    """The endless samples of one part of one corpus.
+class PairSamples(CutSamples):
+    """The endless samples of one part of one corpus, each of two sentences or more."""
 
-    Args:
-        documents: (start, stop) in the data set's document index; each sequence is a sentence.
-        seq_len: S, of the samples with their special tokens.
-        split, corpus: give each part its own draws, as in `Samples`.
-
-    Attributes:
-        n_tokens, n_samples: of an epoch.
-        note: for people, which documents are not used.
-
-    Raises:
-        ValueError: no document has two sentences, or `seq_len` has no room for two.
-    """
-
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        documents: tuple[int, int],
-        seq_len: int,
-        short_seq_prob: float,
-        seed: int,
-        split: str,
-        corpus: int = 0,
-    ) -> None:
-        longest = seq_len - N_SPECIAL
-        if longest < SHORTEST:
-            raise ValueError(
-                f"seq_len={seq_len} has no room for two segments and {N_SPECIAL} special tokens: expected at least "
-                f"{SHORTEST + N_SPECIAL} ([data] seq_len)"
-            )
-        self._arguments = (dataset, documents, seq_len, short_seq_prob, seed, split, corpus)
-        self.dataset = dataset
-        self._split = split
-        self._stream = f"{seed}/{split}/{corpus}"
-        self._table = cut_table(dataset, documents, Targets(longest, short_seq_prob, self._stream))
-        self.n_samples = len(self._table)
-        self.n_tokens = self._count_tokens()
-        begin, end = dataset.first_token(np.array(documents))
-        self._unread = int(end - begin) - self.n_tokens
-        if not self.n_samples:
-            raise ValueError(
-                f"{dataset.prefix}: expected a document of at least two sentences for '{split}', each of 1 to "
-                f"{LONGEST_SENTENCE} tokens, got none among {counted(documents[1] - documents[0], 'document')}. "
-                f"[data] split deals out whole documents: leave a part out ([data] split = '1,0,0': all to train), or "
-                f"take more text"
-            )
+    n_special = N_SPECIAL
+    fewest = 2
 
     @property
     def note(self) -> str:
-        if not self._unread:
+        if not self.n_unread:
             return ""
         return (
-            f"'{self._split}': {counted(self._unread, 'token')} of {self.dataset.prefix} are not read, in documents of "
+            f"'{self.split}': {counted(self.n_unread, 'token')} of {self.dataset.prefix} are not read, in documents of "
             f"fewer than two sentences, or with one that is empty or longer than {LONGEST_SENTENCE} tokens"
         )
 
     def __getitem__(self, g: int) -> Segments:
-        if g < 0:
-            raise IndexError(f"sample {g}: samples are numbered from 0")
-        epoch, i = divmod(g, self.n_samples)
-        entry = keyed.permuted(i, self.n_samples, f"{self._stream}/{epoch}/samples")
-        first, end, target = self._table[entry].tolist()
+        first, end, target = self.entry(g)
         # A has at least one sentence, B too.
-        n_sentences = 1 + keyed.key64(f"{self._stream}/{g}/cut") % (end - first - 1)
+        n_sentences = 1 + keyed.key64(f"{self.stream}/{g}/cut") % (end - first - 1)
         begin, middle, stop = self.dataset.tokens_before(np.array([first, first + n_sentences, end])).tolist()
         return Segments(
             tokens=self.dataset.tokens[begin:stop],
             n_first=middle - begin,
             target=target,
-            key=keyed.key64(f"{self._stream}/{g}"),
+            key=keyed.key64(f"{self.stream}/{g}"),
         )
-
-    def __reduce__(self) -> tuple[type[PairSamples], tuple[Any, ...]]:
-        # A worker process makes the table for itself, or maps its file.
-        return PairSamples, self._arguments
-
-    def _count_tokens(self) -> int:
-        total = 0
-        for start in range(0, self.n_samples, CHUNK):
-            bounds = self.dataset.tokens_before(self._table[start : start + CHUNK, :2].astype(np.int64))
-            total += int((bounds[:, 1] - bounds[:, 0]).sum())
-        return total
 
 
 class Specials(NamedTuple):

@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtmega.config import Data
-from dtmega.data import merged_spans
+from dtmega.data import merged_spans, separate_spans
 from dtmega.data.masking import Vocabulary, hide
 from dtmega.data.merged_spans import Counts
 from dtmega.data.pairs import laid_out
 from dtmega.data.prefixes import prefixes, weights
 from dtmega.data.samples import AnySamples
 from dtmega.data.sentinels import Marks
-from dtmega.data.spans import Sequences, sequences
+from dtmega.data.separate_spans import Limits
+from dtmega.data.spans import HiddenSpans, sequences
 
 IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
 
@@ -142,11 +143,26 @@ class SpanRows:
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         found = merged_spans.hidden(self.n, [self.samples[g] for g in indices])
-        lengths = self.data.seq_len, self.data.decoder_length
-        return _of_sequences(sequences(found, self.marks, *lengths, end_of_input=True), indices)
+        return _of_spans(found, self.marks, self.data, indices, end_of_input=True)
 
 
-def _of_sequences(found: Sequences, indices: range) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class SeparateRows:
+    """Texts with hidden n-grams; rows as those of `SpanRows`, without an end of what the encoder reads."""
+
+    samples: AnySamples
+    data: Data
+    marks: Marks
+    continuing: NDArray[np.int64]
+    limits: Limits
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        found = separate_spans.hidden([self.samples[g] for g in indices], self.continuing, self.limits)
+        return _of_spans(found, self.marks, self.data, indices, end_of_input=False)
+
+
+def _of_spans(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end_of_input: bool) -> dict[str, Tensor]:
+    found = sequences(spans, marks, data.seq_len, data.decoder_length, end_of_input)
     tokens = torch.from_numpy(found.tokens)
     decoder_tokens = torch.from_numpy(found.decoder_tokens)
     return {

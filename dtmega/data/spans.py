@@ -10,12 +10,21 @@ Both are padded. Which spans are hidden is said in `merged_spans.py` and `separa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dtmega.config import Data
 from dtmega.data.sentinels import Marks
+from dtmega.output import counted
+
+
+class SpanSample(NamedTuple):
+    """The tokens of a text, and 64 bits of which its spans are a function."""
+
+    tokens: NDArray[Any]
+    key: int
 
 
 class HiddenSpans(NamedTuple):
@@ -47,6 +56,30 @@ class Sequences(NamedTuple):
     targets: NDArray[np.int64]
     padding: NDArray[np.bool_]
     decoder_padding: NDArray[np.bool_]
+
+
+def check_room(data: Data, n_tokens: int, n_hidden: int, n_spans: int, key: str) -> None:
+    """Refuse lengths of the decoder, or numbers of sentinels, that do not hold the spans of a text.
+
+    Args:
+        n_tokens, n_hidden, n_spans: of the text, hidden of it, and the spans that these are in.
+        key: of [data], for the length of spans.
+
+    Raises:
+        ValueError: the equation, and the keys to change.
+    """
+    what = f"the {n_hidden} tokens in {counted(n_spans, 'span')} that are hidden of {n_tokens}"
+    keys = f"[data] seq_len, [data] mask_prob, [data] {key}"
+    n_said = n_hidden + n_spans + 1
+    if n_said > data.decoder_length:
+        raise ValueError(
+            f"decoder_seq_len={data.decoder_length} has no room for {what}, a sentinel for each span and an end: "
+            f"{n_hidden} + {n_spans} + 1 = {n_said} ([data] decoder_seq_len, {keys})"
+        )
+    if n_spans > data.sentinels:
+        raise ValueError(
+            f"sentinels={data.sentinels} are too few for {what}: expected {n_spans} or more ([data] sentinels, {keys})"
+        )
 
 
 def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: int, end_of_input: bool) -> Sequences:
