@@ -124,7 +124,7 @@ def test_each_sentence_of_a_usable_document_is_in_one_sample_of_each_epoch(numbe
 def test_tokens_that_are_not_read_are_counted_and_the_run_is_told_why(numbered):
     unread = sum(len(s) for document in library() if not usable(document) for s in document)
     assert samples_of(numbered, S).note == (
-        f"'train': {unread} tokens of {numbered.prefix} are not read, in documents of fewer than two sentences, or "
+        f"'train': {unread:,} tokens of {numbered.prefix} are not read, in documents of fewer than two sentences, or "
         "with one that is empty or longer than 512 tokens"
     )
     assert PairSamples(numbered, (1, 3), S, 0.1, 7, "train").note == ""
