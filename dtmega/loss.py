@@ -142,6 +142,8 @@ def token_losses(
     if logits.shape[1] == 0:
         logits = logits.new_empty(logits.shape[0], 1)  # one of padding
         gradient = None
+
+    # The label's column, where this rank has it; 0 where another has it.
     n_here = max(0, min(logits.shape[1], n_valid - start))
     logits[:, n_here:] = torch.finfo(logits.dtype).min  # finite, so that a rank with nothing but padding makes no NaN
     valid = labels != IGNORED
@@ -149,27 +151,40 @@ def token_losses(
     here = known & (labels >= start) & (labels < start + n_here)
     column = (labels - start).where(here, 0).masked_fill(valid & ~known, -1).unsqueeze(1)  # -1 fails in gather
 
+    # This rank's part of each token's softmax: peak, sum, the label's logit, and with smoothing the sum of logits.
+    # On a CPU a few rows at a time, so that they stay in its cache from one pass to the next.
     n_rows = logits.shape[0] if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
     pieces = logits.split(n_rows)
-    wide, rows = _wide(logits.dtype), []
+    wide = _wide(logits.dtype)
+    rows = []
     whole = torch.softmax(logits, dim=1, dtype=wide) if len(pieces) == 1 else None
     for x, at in zip(pieces, column.split(n_rows), strict=True):
         p = torch.softmax(x, dim=1, dtype=wide) if whole is None else whole
-        # Where the peak is, p = 1 / sum(exp(x - peak)).
-        row = [x.amax(dim=1).to(wide), 1 / p.amax(dim=1), x.gather(1, at).squeeze(1).to(wide)]
-        rows.append(torch.stack([*row, x[:, :n_here].sum(dim=1, dtype=wide)] if label_smoothing else row))
+        row = [
+            x.amax(dim=1).to(wide),
+            1 / p.amax(dim=1),  # where the peak is, p = 1 / sum(exp(x - peak))
+            x.gather(1, at).squeeze(1).to(wide),
+        ]
+        if label_smoothing:
+            row.append(x[:, :n_here].sum(dim=1, dtype=wide))
+        rows.append(torch.stack(row))
     mine = torch.cat(rows, dim=1)  # [3 or 4, N]
     mine[2].masked_fill_(~here, 0)
     ranks = _all_gather(mine, group)  # [ranks, 3 or 4, N]
 
-    peak = ranks[:, 0].amax(dim=0)
-    sums = ranks[:, 1] * (ranks[:, 0] - peak).exp()  # [ranks, N]; their total times exp(peak) is Z
+    # The loss of each token over all ranks' columns.
+    peaks = ranks[:, 0]
+    peak = peaks.amax(dim=0)
+    sums = ranks[:, 1] * (peaks - peak).exp()  # [ranks, N]; their total times exp(peak) is Z
     log_sum = sums.sum(dim=0).log()
     log_z = peak + log_sum
     # Differences of logits come first: log(Z) alone would round away what is left of two large ones.
-    losses = log_sum + (1 - label_smoothing) * (peak - ranks[:, 2].sum(dim=0)) + z_loss * log_z.square()
+    below_peak = peak - ranks[:, 2].sum(dim=0)
+    losses = log_sum + (1 - label_smoothing) * below_peak + z_loss * log_z.square()
     if label_smoothing:
         losses += label_smoothing * (peak - ranks[:, 3].sum(dim=0) / n_valid)
+
+    # Its derivative by this rank's columns, over their logits.
     if gradient is not None:
         share = sums[0 if group is None else group.rank()] / sums.sum(dim=0)
         factor = expected if weights is None else weights.unsqueeze(1) * expected

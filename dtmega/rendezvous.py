@@ -61,7 +61,13 @@ def _open_attempt(job: Store, size: int, timeout: timedelta) -> int:
 
 
 def _find_attempt(job: Store, rank: int, timeout: timedelta) -> int:
-    deadline, joined = time.monotonic() + timeout.total_seconds(), 0
+    """The number of the attempt that rank 0 has opened, once this rank has said that it is here for it.
+
+    Raises:
+        RuntimeError: rank 0 opened none that this rank was there for, in time.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    joined = 0
     while time.monotonic() < deadline:
         attempt = job.add("attempts", 0)
         is_open = attempt > 0 and job.check([f"{attempt}/open"])

@@ -48,11 +48,17 @@ def boxes(tensor: Tensor) -> list[Box]:
 
 
 def in_parts(tensor: DTensor) -> bool:
-    """Is a dim cut in parts? FSDP2 cuts dim 0 before tp does, which DTensor writes in the same way: that is one box."""
-    return any(
-        isinstance(placement, _StridedShard) and not any(_cuts(later, placement.dim) for later in placements)
-        for placement, *placements in (tensor.placements[i:] for i in range(len(tensor.placements)))
-    )
+    """Tell whether a dim is cut in parts, so that a rank holds several boxes of it.
+
+    FSDP2 cuts dim 0 before tp does, and DTensor writes that in the same way: as a strided cut, which a later one of the
+    same dim follows. Together they leave one box.
+    """
+    for i, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            later_ones = tensor.placements[i + 1 :]
+            if not any(_cuts(later, placement.dim) for later in later_ones):
+                return True
+    return False
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:

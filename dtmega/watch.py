@@ -194,7 +194,12 @@ class Watch:
         return found
 
     def _watch(self) -> None:
-        seen, saves, signalled, idle_s, waited_s, before = self._last, self._saves, False, 0.0, 0.0, time.monotonic()
+        seen = self._last
+        saves = self._saves
+        signalled = False
+        idle_s = 0.0  # without a beat
+        waited_s = 0.0  # since a signal, or since the end of a save after it
+        before = time.monotonic()
         while True:
             if select.select([self._inbox], [], [], POLL_S)[0]:
                 arrived = self._inbox.recv(4096)
@@ -203,13 +208,19 @@ class Watch:
                 signalled = signalled or any(number in job.SIGNALS for number in arrived)
             # Seconds in which this thread ran too: a process that was stopped (Ctrl-Z, a debugger) did not hang.
             now = time.monotonic()
-            passed_s, before = min(now - before, 5 * POLL_S), now
+            passed_s = min(now - before, 5 * POLL_S)
+            before = now
+
             last = self._last
-            idle_s, seen = (idle_s + passed_s if last is seen else 0.0), last
-            saved, saves = self._saves > saves, self._saves
+            idle_s = idle_s + passed_s if last is seen else 0.0
+            seen = last
+
+            saved = self._saves > saves
+            saves = self._saves
             waited_s = waited_s + passed_s if signalled and last.phase != SAVING and not saved else 0.0
             if waited_s > self.grace_s:
                 self._end(job.STUCK, _stuck(f"in {self.grace_s:g} s"))
+
             if 0 < self.timeout_s / 2 < idle_s and self._placed is not last:
                 self._placed = last
                 self._publish_place()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,20 +175,23 @@ def _entry(entry: dict[str, Any]) -> Entry:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Each chunk inside its tensor and its file, all of a tensor there once, no byte used twice."""
+    """Raises:
+    Damaged: a chunk outside of its tensor or its file, a tensor that is not there whole and once, a byte used twice.
+    """
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, entry in manifest.tensors.items():
-        for c in entry.chunks:
-            n_bytes = math.prod(c.sizes) * entry.dtype.itemsize
-            fits = len(c.offsets) == len(c.sizes) == len(entry.shape) and all(
-                o + n <= whole for o, n, whole in zip(c.offsets, c.sizes, entry.shape, strict=True)
-            )
-            if not fits or c.file not in used or len(c.digests) != -(-n_bytes // BLOCK_BYTES):
-                raise Damaged(f"{NAME}: '{name}' has a chunk {c.offsets} + {c.sizes} that does not fit {entry.shape}")
-            used[c.file].append((c.start, c.start + n_bytes))
-        boxes = [(c.offsets, c.sizes) for c in entry.chunks if 0 not in c.sizes]
+        for chunk in entry.chunks:
+            n_bytes = math.prod(chunk.sizes) * entry.dtype.itemsize
+            n_blocks = -(-n_bytes // BLOCK_BYTES)
+            if not _fits(chunk, entry.shape) or chunk.file not in used or len(chunk.digests) != n_blocks:
+                raise Damaged(
+                    f"{NAME}: '{name}' has a chunk {chunk.offsets} + {chunk.sizes} that does not fit {entry.shape}"
+                )
+            used[chunk.file].append((chunk.start, chunk.start + n_bytes))
+        boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes]
         if 0 not in entry.shape and not cover(entry.shape, boxes):
             raise Damaged(f"{NAME}: the chunks of '{name}' do not make {list(entry.shape)}")
+
     for file, ranges in used.items():
         end = 0
         for start, stop in sorted(ranges):
@@ -196,6 +200,14 @@ def _check_places(manifest: Manifest) -> None:
             end = stop
         if end > manifest.files[file]:
             raise Damaged(f"{NAME}: an entry ends at byte {end} of {file}, which has {manifest.files[file]}")
+
+
+def _fits(chunk: Chunk, shape: Sequence[int]) -> bool:
+    """Tell whether a chunk lies within a tensor of this shape."""
+    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        return False
+    ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+    return all(end <= whole for end, whole in zip(ends, shape, strict=True))
 
 
 def _typed(value: Any, kind: type) -> Any:

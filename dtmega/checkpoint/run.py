@@ -98,24 +98,31 @@ class Checkpoints:
         if self._in_flight is None:
             return []
         started = time.perf_counter()
-        (step, stall_s, future), self._in_flight = self._in_flight, None
-        error, warning = "", ""
+        step, stall_s, future = self._in_flight
+        self._in_flight = None
+        error = ""
+        warning = ""
         try:
             written = future.result()
-            if written is not None:
+            if written is not None:  # on rank 0
                 warning = self._publish(written)
                 if not warning:
                     self._purge(name(step))
-        except Failed as e:
-            error = str(e)
+        except Failed as failed:
+            error = str(failed)
             if dist.get_rank() == 0:
                 error += self._free()
-                with contextlib.suppress(Exception):
-                    if self._aside(step) not in finished(self._files):
-                        self._files.remove(self._aside(step))
+                self._remove_unfinished(step)
+        # Rank 0 alone knows how it went.
         told = [error, warning]
         dist.broadcast_object_list(told, src=0, group=self._group)
         return [Outcome(step, stall_s + time.perf_counter() - started, *told)]
+
+    def _remove_unfinished(self, step: int) -> None:
+        """Remove what a failed save of this step has left; the next one tries again where that fails."""
+        with contextlib.suppress(Exception):
+            if self._aside(step) not in finished(self._files):
+                self._files.remove(self._aside(step))
 
     def load(
         self,

@@ -51,9 +51,13 @@ def documents() -> Iterator[tuple[str, str]]:
 
 
 def _sources(library: Path) -> dict[str, Path]:
+    """The path of each source file, by its name in the library."""
     found = {}
     for folder, subfolders, files in os.walk(library):
-        subfolders[:] = [f for f in subfolders if f not in SKIPPED_FOLDERS and not f.startswith(SKIPPED_PREFIXES)]
+        # `os.walk` goes into those that stay in its list.
+        subfolders[:] = [
+            name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_PREFIXES)
+        ]
         for file in files:
             if file.endswith(".py") and not file.startswith(SKIPPED_PREFIXES):
                 path = Path(folder, file)

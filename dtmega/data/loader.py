@@ -158,7 +158,9 @@ def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
     """This rank's samples in each step, from the step on that starts at sample `first`."""
     while True:
         size = batch.size_at(first)
-        yield range(first + size // world * rank, first + size // world * (rank + 1))
+        share = size // world
+        mine = first + share * rank
+        yield range(mine, mine + share)
         first += size
 
 

@@ -76,13 +76,25 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 def _best_cut(
     n_pieces: int, n_stages: int, stage_cost: Callable[[int, int], Value], combine: Callable[[Value, Value], Value]
 ) -> tuple[Value, list[int]]:
-    """The smallest combined cost, and the n_stages + 1 bounds of the stages [i, j) that have it."""
-    best: dict[int, tuple[Value, list[int]]] = {j: (stage_cost(0, j), [0, j]) for j in range(1, n_pieces + 1)}
+    """The smallest combined cost, and the n_stages + 1 bounds of the stages [i, j) that have it.
+
+    Of cuts with the same cost, the one whose later stages begin earlier.
+    """
+    # best[j] is the cheapest cut of the first j pieces into k stages, with its bounds; first of all k = 1.
+    best: dict[int, tuple[Value, list[int]]] = {}
+    for j in range(1, n_pieces + 1):
+        best[j] = stage_cost(0, j), [0, j]
     for k in range(2, n_stages + 1):
+        # One stage more: the last of the k stages is [i, j), and k - 1 stages hold the i pieces before it.
         longer: dict[int, tuple[Value, list[int]]] = {}
         for j in range(k, n_pieces + 1):
-            total, i = min((combine(best[i][0], stage_cost(i, j)), i) for i in range(k - 1, j))
-            longer[j] = total, [*best[i][1], j]
+            candidates = []
+            for i in range(k - 1, j):
+                cost_before, _ = best[i]
+                candidates.append((combine(cost_before, stage_cost(i, j)), i))
+            cost, i = min(candidates)
+            _, bounds = best[i]
+            longer[j] = cost, [*bounds, j]
         best = longer
     return best[n_pieces]
 

@@ -156,14 +156,27 @@ class VocabHead(VocabStyle):
     def forward(
         self, module: Any, x: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None
     ) -> Tensor:
-        mesh, weight, bias = module.weight.device_mesh, local(module.weight), local(module.bias)
+        weight = local(module.weight)
+        bias = local(module.bias)
         h = self.stack.enter(x, self.group)
         if labels is None:
-            logits, shape = product(h, weight, bias), torch.Size((*h.shape[:2], module.weight.shape[0]))
-            stride = (shape[1] * shape[2], shape[2], 1)
-            cut = DTensor.from_local(logits, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
-            return cut.full_tensor()[..., : module.vocab_size]
-        start, terms = self.first_row(module.weight), module.loss_terms(label_weights)
+            return self._whole_logits(module, product(h, weight, bias))
         return linear_cross_entropy(
-            h.flatten(0, -2), weight, labels.flatten(), bias=bias, vocab_start=start, group=self.group, **terms
+            h.flatten(0, -2),
+            weight,
+            labels.flatten(),
+            bias=bias,
+            vocab_start=self.first_row(module.weight),
+            group=self.group,
+            **module.loss_terms(label_weights),
         )
+
+    def _whole_logits(self, module: Any, mine: Tensor) -> Tensor:
+        """[B, S, V] without padding rows, from this rank's columns [B, S, V_local], which may be fewer on the last."""
+        n_columns = module.weight.shape[0]
+        shape = torch.Size((*mine.shape[:2], n_columns))
+        stride = (shape[1] * n_columns, n_columns, 1)
+        cut = DTensor.from_local(
+            mine, module.weight.device_mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
+        )
+        return cut.full_tensor()[..., : module.vocab_size]
