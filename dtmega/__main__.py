@@ -120,7 +120,8 @@ def _generate(args: argparse.Namespace) -> int:
     model.init_buffers(cfg.run.seed)
     named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
     load(Weights(checkpoint), named, cfg.model.padded_vocab_size)
-    print(family.show.text(model, tokenizer, args.prompt, **given))
+    of_data = {key: getattr(cfg.data, key) for key in family.show.reads}
+    print(family.show.text(model, tokenizer, args.prompt, **given, **of_data))
     return job.DONE
 
 
@@ -134,15 +135,11 @@ def _convert(args: argparse.Namespace) -> int:
     from dtmega import families
     from dtmega.checkpoint import convert
     from dtmega.data.tokenizer import load_tokenizer
-    from dtmega.data.tokenizer_json import to_json
     from dtmega.startup import Refused, Startup
-
-    def tokenizer(spec: str) -> tuple[str, int]:
-        return to_json(spec), load_tokenizer(spec).eod_id
 
     startup = Startup(program="dtmega convert", explain=lambda error, what: _explained(error))
     try:
-        convert.main(args, families, tokenizer, startup)
+        convert.main(args, families, load_tokenizer, startup)
     except Refused as refused:
         return refused.exit_code
     return job.DONE

@@ -21,9 +21,8 @@ from pydantic import Field, model_validator
 from dtmega import declared, mixture, sections
 from dtmega.declared import Section, key
 from dtmega.mixture import Mixture
-from dtmega.model_sections import GPT, Bert, Bloom, Llama, Transformers
-from dtmega.model_sections import T5 as T5  # this one and those below for all who ask this file for them
-from dtmega.model_sections import DroppingModel as DroppingModel
+from dtmega.model_sections import GPT, T5, Bert, Bloom, Llama, Transformers
+from dtmega.model_sections import DroppingModel as DroppingModel  # those below for all who ask this file for them
 from dtmega.model_sections import Model as Model
 from dtmega.model_sections import OwnModel as OwnModel
 from dtmega.sections import ConfigError, Override
@@ -369,7 +368,10 @@ class Pipeline(Section):
         "DualPipeV",
     ] = key("1F1B", "the order of forward and backward passes")
     virtual_stages: int = key(0, "stages per rank; 0 = 1 for GPipe and 1F1B, else 2", ge=0)
-    stages: list[list[int]] = key([], "the layers of each stage, by number; empty = balanced by cost")
+    stages: list[list[int]] = key(
+        [], "the layers of each stage, by number, a decoder's after the encoder's; empty = balanced by cost"
+    )
+    split: int = key(0, "t5: the stage that the decoder begins with; 0 = wherever the cost says", ge=0)
     csv: str = key("", "a file with one row of actions (0F0, 1B0, ...) per rank, instead of `schedule`")
     draw: str = key("", "write the schedule as this SVG file")
 
@@ -433,7 +435,7 @@ class Compile(Section):
 
 class Config(Section):
     run: Run = Run()
-    model: Annotated[Bloom | GPT | Bert | Llama | Transformers, Field(discriminator="name")] = Bloom()
+    model: Annotated[Bloom | GPT | Bert | Llama | T5 | Transformers, Field(discriminator="name")] = Bloom()
     data: Data = Data()
     batch: Batch = Batch()
     optim: Optim = Optim()

@@ -48,6 +48,7 @@ class Piece(NamedTuple):
         decoder_flops: of those that are made for the tokens of a decoder, per such token.
         decoder_attention_flops: of its attention to itself, per token of the decoder and place there.
         cross_attention_flops: of its attention to the encoder, per token of the decoder and place of the sequence.
+        begins_decoder: the first piece of a decoder that comes behind an encoder.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Piece(NamedTuple):
     decoder_flops: int = 0
     decoder_attention_flops: int = 0
     cross_attention_flops: int = 0
+    begins_decoder: bool = False
 
     @property
     def is_layer(self) -> bool:

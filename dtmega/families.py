@@ -18,7 +18,10 @@ from torch import Tensor
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.cost import Piece
-from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, Objective
+from dtmega.data import exported
+from dtmega.data.exported import Vocabulary
+from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Objective
+from dtmega.data.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Source
 from dtmega.formats.whole import as_ours, as_theirs, closest
@@ -27,10 +30,10 @@ from dtmega.hf import export as hf_export
 from dtmega.hf.files import has_weights
 from dtmega.megatron import names as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, hf_resolve, llama
+from dtmega.models import bert, bloom, count, gpt, hf_resolve, llama, t5
 from dtmega.models.hf import ENDS, HF
 from dtmega.models.hf_directory import initial_values
-from dtmega.models.show import CONTINUATION, FILLS, Show
+from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
 from dtmega.models.stage import Stage
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.plans import apply_plan, check_plan, shard_buffers
@@ -42,6 +45,7 @@ from dtmega.plans.hf.load import open_folder as open_theirs
 from dtmega.plans.hf.parallel import cut_stage, plan_for
 from dtmega.plans.llama import plan as llama_plan
 from dtmega.plans.styles import Plan
+from dtmega.plans.t5 import plan as t5_plan
 
 DECODER: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "prefix-lm": PREFIX})
 
@@ -162,6 +166,17 @@ class Family(Protocol):
         """
         ...
 
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary:
+        """The vocabulary that goes with such a directory.
+
+        Args:
+            data: the section that the model was trained with.
+
+        Raises:
+            ValueError: it cannot be said as a tokenizer.json.
+        """
+        ...
+
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         """Write weights as a directory of transformers; all ranks call it.
 
@@ -183,6 +198,7 @@ class Own:
     Attributes:
         model: its class.
         plan: its table, of the [model] section with sequence parallelism or without.
+        vocabulary_of: what answers `vocabulary`.
     """
 
     model: Callable[[Any], Stage]
@@ -193,6 +209,7 @@ class Own:
     objectives: Mapping[str, Objective] = field(default_factory=lambda: DECODER)
     show: Show = CONTINUATION
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    vocabulary_of: Callable[[Tokenizer, config.Data], Vocabulary] = exported.of_documents
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return cfg
@@ -259,6 +276,9 @@ class Own:
 
     def folder(self, path: Path, model: config.Model) -> Source:
         return ours.opened(path, self.form(model, "hf"), model, self.model)
+
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary:
+        return self.vocabulary_of(tokenizer, data)
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         form = self.form(model, "hf")
@@ -365,6 +385,9 @@ class Transformers:
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
 
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary:
+        return exported.of_documents(tokenizer, data)
+
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         with torch.device("meta"):
             built = HF(model)
@@ -381,6 +404,12 @@ FAMILIES: dict[str, Family] = {
         *(bert.Bert, bert_plan, {"hf": bert.HF, "megatron": [megatron.BERT]}),
         objectives={"auto": MASKED},
         show=FILLS,
+    ),
+    "t5": Own(
+        *(t5.T5, t5_plan, {"hf": [t5.HF], "megatron": [megatron.T5]}),
+        objectives={"auto": SPANS, "separate-spans": SEPARATE_SPANS},
+        show=ANSWERS,
+        vocabulary_of=exported.of_spans,
     ),
     "hf": Transformers(),
 }
@@ -485,9 +514,9 @@ def _units(cfg: config.Config, whole: Stage) -> None:
     """Raises:
     ValueError: layers should be recomputed several at a time, and the model does not run them by `Stage.run_layers`.
     """
-    if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.one_stack:
+    if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
         raise ValueError(
-            f"name='{cfg.model.name}' does not run its layers as one stack: expected layers=1 or method='block', got "
+            f"name='{cfg.model.name}' runs its layers in a way of its own: expected layers=1 or method='block', got "
             f"layers={cfg.recompute.layers} ([recompute] layers, [recompute] method)"
         )
 

@@ -70,6 +70,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # At a rate of 1e-2 rounding grows a hundredfold in 20 steps, on one process with other microbatches too.
     "bert": {k: v for k, v in DEBUG.items() if k != "data.eod_mask_loss"}
     | {"model.name": "bert", "model.max_position_embeddings": 32, "optim.lr": 3e-3},
+    # Stacks of other depths, and more places in the decoder than it has text for.
+    "t5": {k: v for k, v in DEBUG.items() if k != "data.eod_mask_loss"}
+    | {"model.name": "t5", "model.n_layers": 3, "model.n_decoder_layers": 2, "model.inner_dropout": 0.1}
+    | {"model.relative_buckets": 8, "model.relative_max_distance": 20, "model.kv_channels": 8, "optim.lr": 3e-3}
+    | {"data.decoder_seq_len": 12, "data.mask_prob": 0.25, "data.mean_span": 2.0, "data.sentinels": 8},
 }
 
 
@@ -244,17 +249,23 @@ def keeping_initial(folder: str) -> Iterator[None]:
         yield
 
 
-def write_text(folder: Path) -> dict[str, str]:
-    """Documents that count in 127 words, and the tokenizer they were written with; 0 ends a document."""
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, 128)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w1"))
-    tokenizer.add_special_tokens(["<|endoftext|>"])
+def write_text(folder: Path, n_sentinels: int = 0) -> dict[str, str]:
+    """Documents that count in 127 words, and the tokenizer they were written with; 0 ends a document.
+
+    Args:
+        n_sentinels: so many words less are those that stand for hidden spans.
+    """
+    n_words = 127 - n_sentinels
+    special = {"<|endoftext|>": 0} | {f"<extra_id_{i}>": 1 + n_words + i for i in range(n_sentinels)}
+    tokenizer = Tokenizer(WordLevel(special | {f"w{i}": i for i in range(1, 1 + n_words)}, unk_token="w1"))
+    tokenizer.add_special_tokens([*special])
+    folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     rng = np.random.default_rng(0)
     with IndexedWriter(folder / "text", np.dtype(np.uint16)) as writer:
         for _ in range(300):
             start, length = rng.integers(0, 127), rng.integers(5, 60)
-            writer.add([*(1 + (start + np.arange(length)) % 127).tolist(), 0])
+            writer.add([*(1 + (start + np.arange(length)) % n_words).tolist(), 0])
     return {"data.path": str(folder / "text"), "data.tokenizer": str(folder / "tokenizer.json")}
 
 
@@ -278,7 +289,8 @@ def write_sentences(folder: Path) -> dict[str, str]:
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
     """What each family reads."""
     text, sentences = write_text(folder), write_sentences(folder)
-    return {name: sentences if families.FAMILIES[name].objectives["auto"].sentences else text for name in FAMILIES}
+    found = {name: sentences if families.FAMILIES[name].objectives["auto"].sentences else text for name in FAMILIES}
+    return found | {"t5": write_text(folder / "t5", n_sentinels=FAMILIES["t5"]["data.sentinels"])}
 
 
 def train_debug_model(n: int, keys: dict[str, Any], folder: Path, plant: Callable[[], None] | None = None) -> Run:

@@ -422,18 +422,18 @@ def printed_help(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[s
     return capsys.readouterr().out
 
 
-def help_of(printed: str, section: str, k: str) -> tuple[str, str]:
-    """What stands behind an option, and the lines below it as one."""
-    found = re.search(rf"(?m)^  --{section}\.{k} (.*)\n((?:      .*\n)+)", printed)
+def help_of(printed: str, title: str, section: str, k: str) -> tuple[str, str]:
+    """What stands behind an option of a group, and the lines below it as one."""
+    (group,) = re.findall(rf"(?ms)^{re.escape(title)}\n(.*?)^\n", f"{printed}\n\n")
+    found = re.search(rf"(?m)^  --{section}\.{k} (.*)\n((?:      .*\n)+)", group)
     assert found, f"--{section}.{k}"
     return found[1], " ".join(found[2].split())
 
 
 def test_help_lists_every_key_with_its_default_and_its_line(printed_help: str):
     for section, title, fields in declared.groups_of(Config):
-        (below,) = re.findall(rf"(?ms)^{re.escape(title)}\n(.*?)^\n", f"{printed_help}\n\n")
         for k, field in fields.items():
-            default, line = help_of(below, section, k)
+            default, line = help_of(printed_help, title, section, k)
             assert tomli.loads(f"v = {default}")["v"] == field.default
             assert field.description is not None
             assert line.startswith(field.description)
@@ -442,7 +442,7 @@ def test_help_lists_every_key_with_its_default_and_its_line(printed_help: str):
 def test_help_says_what_a_choice_may_be_and_of_nothing_else(printed_help: str):
     for row in TABLE:
         choices = row.values.replace(" | ", ", ").replace('"', "").replace("bool", "true, false")
-        said = help_of(printed_help, row.section, row.key)[1].partition("; one of ")[2]
+        said = help_of(printed_help, row.title, row.section, row.key)[1].partition("; one of ")[2]
         assert said == (choices if '"' in row.values else "")
 
 

@@ -46,6 +46,20 @@ BERTS = [
     ("bert-1.3b", 1_280_595_772, 24, 2048, 32, "pre", 1024, 2_000_000),
     ("bert-3.9b", 3_869_081_404, 48, 2560, 40, "pre", 1024, 2_000_000),
 ]
+# name, parameters, D, L of each stack, H, K, F. Parameters from huggingface.co/google-t5 and google; sizes from arXiv
+# 1910.10683, section 3.7, of v1.1 from config.json there.
+T5S = [
+    ("t5-small", 60_506_624, 512, 6, 8, 64, 2048),
+    ("t5-base", 222_903_552, 768, 12, 12, 64, 3072),
+    ("t5-large", 737_668_096, 1024, 24, 16, 64, 4096),
+    ("t5-3b", 2_851_598_336, 1024, 24, 32, 128, 16_384),
+    ("t5-11b", 11_307_321_344, 1024, 24, 128, 128, 65_536),
+    ("t5-v1.1-small", 76_961_152, 512, 8, 6, 64, 1024),
+    ("t5-v1.1-base", 247_577_856, 768, 12, 12, 64, 2048),
+    ("t5-v1.1-large", 783_150_080, 1024, 24, 16, 64, 2816),
+    ("t5-v1.1-xl", 2_849_757_184, 2048, 24, 32, 64, 5120),
+    ("t5-v1.1-xxl", 11_135_332_352, 4096, 24, 64, 64, 10_240),
+]
 
 
 def test_megatrons_worked_example_has_the_parameters_of_its_shapes():
@@ -155,6 +169,38 @@ def test_a_published_bert_has_its_published_sizes_and_recipe(row):
     optim = cfg.optim
     assert (optim.lr, optim.min_lr, optim.schedule, optim.unit, optim.warmup) == (1e-4, 0.0, "linear", "steps", 10_000)
     assert (optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad) == (0.9, 0.999, 1e-6, 0.01, 1.0)
+
+
+def test_every_published_t5_has_a_config():
+    assert {p.stem for p in config.CONFIGS_DIR.glob("t5-*.toml")} == {row[0] for row in T5S} | {"t5-megatron"}
+
+
+@pytest.mark.parametrize("row", T5S, ids=[row[0] for row in T5S])
+def test_a_published_t5_has_its_published_sizes_and_form(row):
+    name, parameters, hidden_size, n_layers, n_heads, kv_channels, ffn = row
+    cfg = config.load(["--config", name])
+    model = cfg.model
+    assert isinstance(model, config.T5)
+    assert cost.parameters(families.pieces(model)) == parameters
+    sizes = (model.hidden_size, model.n_layers, model.decoder_layers, model.n_heads, model.head_dim, model.ffn)
+    assert sizes == (hidden_size, n_layers, n_layers, n_heads, kv_channels, ffn)
+    assert (model.vocab_size, cfg.data.seq_len) == (32_128, 512)
+    later = "v1.1" in name
+    form = ("gelu_tanh", True, False, False) if later else ("relu", False, True, True)
+    assert (model.activation, model.gated, model.tied, model.scale_head) == form
+    rates = (model.hidden_dropout, model.attention_dropout, model.inner_dropout)
+    assert rates == ((0.0, 0.0, 0.0) if later else (0.1, 0.1, 0.1))
+    assert (cfg.batch.global_batch_size, cfg.train.steps) == (2**11, 1_000_000)
+
+
+def test_megatrons_worked_example_of_a_t5_has_the_parameters_of_its_shapes():
+    model = config.load(["--config", "t5-megatron"]).model
+    d, rows = 768, 30_720  # 30,522 words, [BOS], [EOS] and 100 sentinels, padded to a multiple of 128
+    norm, attention = 2 * d, 4 * d * d + 4 * d
+    mlp = 2 * 4 * d * d + 5 * d
+    encoder = 12 * (attention + mlp + 2 * norm) + norm
+    decoder = 12 * (2 * attention + mlp + 3 * norm) + norm
+    assert cost.parameters(families.pieces(model)) == (rows + 512) * d + encoder + decoder + rows
 
 
 def test_every_published_llama_has_a_config():

@@ -1,4 +1,4 @@
-"""generate.py: from which distribution each token is drawn, and where a sample ends."""
+"""generate.py: from which distribution each token is drawn, where a sample ends, and what a decoder's is made of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.models.generate import generate
+from dtmega.models.generate import answer, generate
 from dtmega.models.stage import Stage
 from tests import plain_bloom
 from tests.test_definition import V, leaves, model_of
@@ -96,3 +96,56 @@ def test_a_prompt_of_nothing_or_of_all_positions_is_refused():
         generate(Counting(None), [], 3, vocab_size=50, eod_id=10, seed=1)
     with pytest.raises(ValueError, match=r"the prompt has 4 tokens, and the model positions for 4$"):
         generate(Counting(4), [1, 2, 3, 4], 3, vocab_size=50, eod_id=10, seed=1)
+
+
+class Answering(Counting):
+    """The same after what a decoder has said, if that is told of what the encoder has made of [1, 2, 3]."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        decoder_tokens: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        decoder_document_ids: Tensor | None = None,
+        encoded: Tensor | None = None,
+        *,
+        places: Tensor,
+    ) -> Any:
+        assert document_ids is not None
+        assert document_ids[0].tolist() == [0] * 3 + [1] * (tokens.shape[1] - 3)
+        if decoder_tokens is None:
+            self.encodings.append(tokens[0].tolist())
+            return {"encoded": tokens * 10}
+        assert encoded is not None
+        assert encoded[0, :3].tolist() == [10, 20, 30]
+        assert decoder_document_ids is not None
+        assert not decoder_document_ids.any()
+        return super().forward(decoder_tokens, places)
+
+    def __init__(self, longest: int | None) -> None:
+        super().__init__(longest)
+        self.encodings: list[list[int]] = []
+
+
+@pytest.mark.parametrize(
+    ("start", "n", "longest", "new"),
+    [(1, 3, None, [2, 3, 4]), (7, 9, None, [8, 9]), (1, 9, 4, [2, 3, 4, 5]), (1, 0, None, [])],
+)
+def test_a_decoder_answers_up_to_an_end_a_length_or_the_last_position_and_the_encoder_reads_once(
+    start: int, n: int, longest: int | None, new: list[int]
+):
+    model = Answering(longest)
+    marks = {"start_id": start, "end_id": 10, "pad_id": 77}
+    assert answer(model, [1, 2, 3], n, vocab_size=50, **marks, seed=1, temperature=0) == new
+    assert model.training
+    assert model.encodings == [[1, 2, 3, *[77] * ((longest or 64) - 3)]]
+    assert max(model.lengths, default=0) <= (longest or 64)
+
+
+def test_what_an_encoder_reads_may_fill_its_positions_and_no_more():
+    marks = {"start_id": 1, "end_id": 10, "pad_id": 77}
+    assert answer(Answering(3), [1, 2, 3], 1, vocab_size=50, **marks, seed=1, temperature=0) == [2]
+    with pytest.raises(ValueError, match=r"the prompt has 3 tokens, and the model positions for 2$"):
+        answer(Answering(3), [1, 2, 3], 1, vocab_size=50, **marks, seed=1, multiple=2)
+    with pytest.raises(ValueError, match=r"the prompt has no tokens"):
+        answer(Answering(3), [], 1, vocab_size=50, **marks, seed=1)

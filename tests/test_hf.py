@@ -465,7 +465,9 @@ def model_to_write() -> Bloom:
 def write_on_two_ranks(folder: str) -> tuple[list[str], str]:
     """What this rank read; and the error it got when rank 1 could not read."""
     place = {"rank": dist.get_rank(), "size": 2, "barrier": dist.barrier, "max_file_bytes": 12_000}
-    tokenizer = {"tokenizer_json": to_json("stdlib-8k"), "eod_id": load_tokenizer("stdlib-8k").eod_id}
+    eod_id = load_tokenizer("stdlib-8k").eod_id
+    ends = {"bos_token_id": eod_id, "eos_token_id": eod_id}
+    tokenizer = {"tokenizer_json": to_json("stdlib-8k"), "token_ids": ends}
     source = Memory(parameters(model_to_write()))
     write_all(source, Path(folder, "whole"), WITH_TOKENIZER, **place, **tokenizer)
     asked = list(source.asked)
@@ -581,7 +583,12 @@ def test_every_key_of_the_model_is_written_as_transformers_reads_it(tmp_path):
     keys = {"vocab_size": 7, "hidden_size": 12, "n_layers": 1, "n_heads": 3, "layer_norm_eps": 1e-3, "init_std": 0.5}
     keys |= {"hidden_dropout": 0.25, "attention_dropout": 0.125, "apply_residual_connection_post_layernorm": True}
     model = config.Bloom.model_validate(keys)
-    write_all(Memory(parameters(families.of(model).build(model))), tmp_path / "out", model, eod_id=5)
+    write_all(
+        Memory(parameters(families.of(model).build(model))),
+        tmp_path / "out",
+        model,
+        token_ids={"bos_token_id": 5, "eos_token_id": 5},
+    )
     theirs = BloomConfig.from_pretrained(tmp_path / "out")
     assert {key: getattr(theirs, OF_BLOOM.get(key, key)) for key in keys} == keys
     assert (theirs.architectures, theirs.tie_word_embeddings) == (["BloomForCausalLM"], True)
@@ -686,5 +693,11 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path, pair):
 
 
 def test_an_end_of_document_that_the_tokenizer_does_not_have_is_refused(tmp_path, pair):
-    with pytest.raises(ValueError, match="no id 999 for the end of a document"):
-        write_all(Memory(parameters(pair[0])), tmp_path / "out", MODEL, tokenizer_json=to_json("bytes"), eod_id=999)
+    with pytest.raises(ValueError, match="no id 999, which is to be eos_token_id"):
+        write_all(
+            Memory(parameters(pair[0])),
+            tmp_path / "out",
+            MODEL,
+            tokenizer_json=to_json("bytes"),
+            token_ids={"eos_token_id": 999},
+        )

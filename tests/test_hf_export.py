@@ -291,7 +291,7 @@ def test_a_vocabulary_of_wordpieces_is_written_with_the_special_tokens_by_which_
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
     bert = {"model_type": "bert", "type_vocab_size": 2}
     shipped = to_json("stdlib-wordpiece")
-    export(Memory({"w": torch.ones(2)}), tmp_path / "out", bert, None, shipped, eod_id=3, **alone)
+    export(Memory({"w": torch.ones(2)}), tmp_path / "out", bert, None, shipped, token_ids={"eos_token_id": 3}, **alone)
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer("stdlib-wordpiece")
     found = theirs("def f(x):", "pass")
     assert found.input_ids == [2, *ours.encode("def f(x):"), 3, *ours.encode("pass"), 3]

@@ -80,7 +80,8 @@ NAMED = """
     short-seq-prob skip-train-iteration-range split-sentences sync-tp-duplicated-parameters task tokenizer-type
     train-iters train-weighted-split-paths train-weighted-split-paths-path universal-checkpoint
     use-checkpoint-lr-scheduler use-cpu-initialization valid-weighted-split-paths vocab-extra-ids vocab-file workers
-    zero-stage
+    zero-stage encoder-seq-length decoder-seq-length pipeline-model-parallel-split-rank kv-channels encoder-num-layers
+    decoder-num-layers
 """
 
 
@@ -135,6 +136,39 @@ def test_berts_launch_script_is_its_configuration() -> None:
     found["eval"]["prompt"] = shipped.eval.prompt
     assert config.validate(found, "the translation") == shipped
     assert [line.split(":")[0] for line in translation.left] == ["--data-impl mmap", "--distributed-backend nccl"]
+
+
+def test_t5s_launch_script_is_its_configuration() -> None:
+    # Megatron-LM examples/pretrain_t5_distributed.sh, and the sentinels that its data sets ask for.
+    line = (
+        "pretrain_t5.py --num-layers 12 --hidden-size 768 --num-attention-heads 12 --kv-channels 64 "
+        "--ffn-hidden-size 3072 --encoder-seq-length 512 --decoder-seq-length 128 --micro-batch-size 16 "
+        "--global-batch-size 2048 --max-position-embeddings 512 --train-iters 1000000 --lr-decay-iters 1000000 "
+        "--data-path data/t5_text_sentence --vocab-file data/bert-vocab.txt --data-impl mmap --split 949,50,1 "
+        "--lr 0.0001 --min-lr 0.00001 --lr-decay-style linear --lr-warmup-fraction .01 --weight-decay 1e-2 "
+        "--clip-grad 1.0 --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16 "
+        "--vocab-extra-ids 100"
+    )
+    translation = translate(line)
+    assert "# vocab_size = " in translation.toml
+    found = tomli.loads(translation.toml)
+    shipped = config.load(["--config", "t5-megatron"])
+    found["model"]["vocab_size"] = shipped.model.vocab_size
+    found["run"]["dir"] = shipped.run.dir
+    assert config.validate(found, "the translation") == shipped
+    assert [line.split(":")[0] for line in translation.left] == ["--data-impl mmap"]
+
+
+def test_a_t5_has_its_own_keys_for_flags_that_other_models_share() -> None:
+    toml = tomli.loads(
+        translate(
+            "pretrain_t5.py --layernorm-epsilon 1e-6 --no-bias-gelu-fusion --encoder-num-layers 4 "
+            "--decoder-num-layers 2 --pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 3"
+        ).toml
+    )
+    model, pipeline = toml["model"], toml["pipeline"]
+    assert (model["norm_eps"], model["activation"]) == (1e-6, "gelu_erf")
+    assert (model["n_layers"], model["n_decoder_layers"], pipeline["split"]) == (4, 2, 3)
 
 
 def test_an_incomplete_line_is_translated_as_far_as_it_goes_and_names_what_it_leaves(

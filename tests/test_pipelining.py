@@ -155,6 +155,47 @@ def test_given_stages_of_two_stacks_leave_the_ends_of_each_beside_its_layers():
     pieces = [Piece(name, 1, 1, 1) for name in names]
     stages = pieces_of_stages(pieces, SEQ_LEN, config.Pipeline(stages=[[0], [1], [2, 3]]), 3)
     assert stages == [names[:2], names[2:5], names[5:]]
+    pieces[4] = pieces[4]._replace(begins_decoder=True)
+    stages = pieces_of_stages(pieces, SEQ_LEN, config.Pipeline(stages=[[0], [1], [2, 3]]), 3)
+    assert stages == [names[:2], names[2:4], names[4:]]
+
+
+def two_stacks() -> list[Piece]:
+    """An encoder of three layers and a decoder of two, each layer of which costs as much as its number says."""
+    layers = {f"encoder.{i}": cost for i, cost in enumerate((3, 1, 1))} | {"encoder_norm": 0, "decoder_embed": 0}
+    layers |= {f"decoder.{i}": cost for i, cost in enumerate((1, 1))}
+    every = {"embed": 0, **layers, "head": 1}
+    return [Piece(name, 1, cost, 0, begins_decoder=name == "decoder_embed") for name, cost in every.items()]
+
+
+def test_a_split_gives_encoder_and_decoder_stages_of_their_own_each_balanced_by_itself():
+    names = [piece.name for piece in two_stacks()]
+    for split, n_stages, bounds in ((1, 2, [5]), (2, 3, [2, 5]), (2, 4, [2, 5, 7]), (1, 3, [5, 7])):
+        stages = pieces_of_stages(two_stacks(), SEQ_LEN, config.Pipeline(split=split), n_stages)
+        assert stages == [names[i:j] for i, j in itertools.pairwise([0, *bounds, len(names)])]
+    assert pieces_of_stages(two_stacks(), SEQ_LEN, config.Pipeline(), 2) == [names[:3], names[3:]]  # by cost
+
+
+@pytest.mark.parametrize(
+    ("keys", "n_stages", "message"),
+    [
+        ({"split": 3}, 3, r"split=3 leaves the decoder no stage: expected 1 to 2, as there are 3 stages"),
+        ({"split": 4}, 5, r"4 stages cannot be cut from n_layers=3 layers: 4 > 3 \(.*\[pipeline\] split"),
+        ({"split": 1}, 4, r"3 stages cannot be cut from n_decoder_layers=2 layers: 3 > 2"),
+        ({}, 6, r"6 stages cannot be cut from n_layers \+ n_decoder_layers=3 \+ 2 layers: 6 > 5"),
+        ({"stages": [[0, 1], [2, 3]]}, 2, r"layers 0 to 4 once, .*\[model\] n_layers \+ n_decoder_layers=3 \+ 2\)"),
+        ({"split": 1, "stages": [[0, 1, 2], [3, 4]]}, 2, r"the stages are listed, .*expected split=0, got 1"),
+    ],
+    ids=str,
+)
+def test_a_split_that_is_none_is_refused_and_layers_are_counted_by_stack(keys, n_stages: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        pieces_of_stages(two_stacks(), SEQ_LEN, config.Pipeline(**keys), n_stages)
+
+
+def test_a_split_is_refused_for_a_model_of_one_stack():
+    with pytest.raises(ValueError, match=r"split=1 is for a model that has a decoder behind an encoder: expected 0"):
+        plan_stages(settings(pipeline={"split": 1}), PIECES, pp=2)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "checkpoint": ("interval", "final", "keep", "resume", "dir", "mode", "allow_changed_data"),
     "compile": ("enable",),
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel"),
-    "pipeline": ("schedule", "virtual_stages", "stages", "csv", "draw"),
+    "pipeline": ("schedule", "virtual_stages", "stages", "split", "csv", "draw"),
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
@@ -38,7 +38,7 @@ COURSE: dict[str, tuple[str, ...]] = {
 }
 PRINTED: dict[str, tuple[str, ...]] = {
     "model": (
-        *("hidden_dropout", "attention_dropout", "label_smoothing", "z_loss"),
+        *("hidden_dropout", "attention_dropout", "inner_dropout", "label_smoothing", "z_loss"),
         *("fp32_residual", "query_key_layer_scaling"),
     ),
     "batch": ("micro_batch_size", *COURSE["batch"]),

@@ -29,6 +29,8 @@ from dtmega.checkpoint.foreign import DCPFolder
 from dtmega.checkpoint.manifest import Entry, Manifest
 from dtmega.checkpoint.resume import State, open_checkpoint, split, state_of
 from dtmega.checkpoint.weights import Weights
+from dtmega.data.exported import Vocabulary
+from dtmega.data.tokenizer import Tokenizer
 from dtmega.formats.sources import Renamed, Source
 from dtmega.startup import Startup
 
@@ -42,6 +44,8 @@ class Family(Protocol):
     def digest(self, model: config.Model) -> str: ...
 
     def described(self, model: config.Model, trained: str) -> config.Model: ...
+
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary: ...
 
     def export(
         self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any
@@ -66,6 +70,7 @@ class Opened(NamedTuple):
     Attributes:
         path: where exactly it was found, for the other ranks.
         digest: of the directory that the model was read from; '' where that is not known.
+        data: the [data] section that it was trained with; where that is not known, all defaults.
     """
 
     path: str
@@ -73,17 +78,18 @@ class Opened(NamedTuple):
     model: config.Model
     tokenizer: str
     digest: str = ""
+    data: config.Data = config.Data()
 
 
 def main(
     args: argparse.Namespace,
     families: Families,
-    load_tokenizer: Callable[[str], tuple[str, int]],
+    load_tokenizer: Callable[[str], Tokenizer],
     startup: Startup,
 ) -> None:
     """Args:
         args: of `python -m dtmega convert`.
-        load_tokenizer: spec -> tokenizer.json and the id of end-of-document.
+        load_tokenizer: the tokenizer of a spec.
         startup: of the ranks that take part.
 
     Raises:
@@ -104,9 +110,11 @@ def main(
         if args.target[0] == "hf":
             folder = Path(args.target[1])
             tokenizer = args.tokenizer or opened.tokenizer
-            json, eod_id = load_tokenizer(tokenizer) if tokenizer else (None, None)
             ranks = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
-            options: dict[str, Any] = {**ranks, "eod_id": eod_id, "dtype": _dtype(args.dtype)}
+            options: dict[str, Any] = {**ranks, "dtype": _dtype(args.dtype)}
+            json = None
+            if tokenizer:
+                json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), opened.data)
             family.export(source, folder, model, json, **options)
         elif startup.rank == 0:
             write(args.target[1], source, model, family.digest(model))
@@ -228,7 +236,8 @@ def _from_dtmega(name: str, args: argparse.Namespace, families: Families) -> Ope
     model = config.model_section(state.config.get("model", {}), checkpoint.path)
     tokenizer = state.config.get("data", {}).get("tokenizer", "")
     own = families.of(model).directory and Path(tokenizer) == Path(model.directory, "tokenizer.json")
-    return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer, state.digest)
+    data = config.Data.model_validate(state.config.get("data", {}))
+    return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer, state.digest, data)
 
 
 def _from_dcp(name: str, args: argparse.Namespace, families: Families) -> Opened:

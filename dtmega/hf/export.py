@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from dtmega.hf.write import MAX_FILE_BYTES, outs, to_json, widest, write
 from dtmega.strangers import parse_object
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
+BEGINS = "decoder_start_token_id"  # of a model, and of no tokenizer
+NO_ENDS: Mapping[str, int | None] = MappingProxyType({"bos_token_id": None, "eos_token_id": None})
 # What transformers' tokenizers call their files.
 BESIDE = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -49,7 +52,7 @@ def export(
     rank: int,
     size: int,
     barrier: Callable[[], None],
-    eod_id: int | None = None,
+    token_ids: Mapping[str, int | None] = NO_ENDS,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -61,20 +64,18 @@ def export(
         original: directory with the config.json that the weights were trained under; None: of a model of the house.
         tokenizer_json: the text of tokenizer.json, which takes the place of all the original's files; None: those, or
             none.
-        eod_id: of that tokenizer: end of document. It becomes both bos and eos: in training it stands before a document
-            and after it.
+        token_ids: of that tokenizer, by the names that configurations have for them: eos_token_id and others.
         dtype: of the written tensors; None leaves each as it is.
 
     Raises:
         ValueError: on every rank, before anything is written: the folder is there and not empty, a file of the original
-            cannot be read, a dtype that such a folder cannot have, no such eod_id.
+            cannot be read, a dtype that such a folder cannot have, no token with such an id.
         OSError: as `write`.
     """
     tensors = outs(source, dtype)
-    ends = {"bos_token_id": eod_id, "eos_token_id": eod_id}
     files: dict[str, bytes] = {}
     if original is None:
-        plain = {**described, **ends, "torch_dtype": widest(tensors)}
+        plain = {**described, **token_ids, "torch_dtype": widest(tensors)}
     else:
         plain = config_json.read_plain(original)
         plain.pop("torch_dtype", None)  # what transformers 4 called it
@@ -82,20 +83,22 @@ def export(
         files = {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
     its_own = tokenizer_json is None or tokenizer_json.encode() == files.get(TOKENIZER)
     if original is None or not its_own:
-        plain |= ends
+        plain |= token_ids
         generation = parse_object(files.get(GENERATION, b"{}"), f"{original}/{GENERATION}")
-        begins = {key: plain[key] for key in ("decoder_start_token_id",) if key in plain}
-        files = {GENERATION: to_json(generation | ends | begins)}
+        begins = {BEGINS: plain[BEGINS]} if BEGINS in plain else {}
+        files = {GENERATION: to_json({**generation, **token_ids, **begins})}
         if tokenizer_json is not None:
             tokenizer = Tokenizer.from_str(tokenizer_json)
-            files |= _tokenizer_files(tokenizer, tokenizer_json, eod_id, reads_types="type_vocab_size" in plain)
+            files |= _tokenizer_files(tokenizer, tokenizer_json, token_ids, reads_types="type_vocab_size" in plain)
             pad_id = tokenizer.token_to_id(ROLES["pad_token"])
             plain |= {} if pad_id is None else {"pad_token_id": pad_id}
     files[config_json.NAME] = to_json(plain)
     write(source, folder, tensors, files, rank=rank, size=size, barrier=barrier, max_file_bytes=max_file_bytes)
 
 
-def _tokenizer_files(tokenizer: Tokenizer, text: str, eod_id: int | None, *, reads_types: bool) -> dict[str, bytes]:
+def _tokenizer_files(
+    tokenizer: Tokenizer, text: str, token_ids: Mapping[str, int | None], *, reads_types: bool
+) -> dict[str, bytes]:
     """File -> content, for AutoTokenizer.
 
     Args:
@@ -103,12 +106,17 @@ def _tokenizer_files(tokenizer: Tokenizer, text: str, eod_id: int | None, *, rea
         reads_types: the model tells the first of two texts from the second by `token_type_ids`.
 
     Raises:
-        ValueError: the tokenizer has no such end of document.
+        ValueError: the tokenizer has no token with such an id.
     """
-    eod = None if eod_id is None else tokenizer.id_to_token(eod_id)
-    if eod_id is not None and eod is None:
-        raise ValueError(f"the tokenizer has no id {eod_id} for the end of a document ([data] tokenizer)")
-    special: dict[str, Any] = {} if eod is None else {"bos_token": eod, "eos_token": eod}
+    special: dict[str, Any] = {}
+    for key, i in token_ids.items():
+        if i is None:
+            continue
+        token = tokenizer.id_to_token(i)
+        if token is None:
+            raise ValueError(f"the tokenizer has no id {i}, which is to be {key} ([data] tokenizer)")
+        if key != BEGINS:
+            special[key.removesuffix("_id")] = token
     special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
     if reads_types:
         special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]

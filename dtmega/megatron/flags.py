@@ -31,8 +31,8 @@ class Flag(NamedTuple):
     same: bool = False
 
 
-def _same(name: str, key: str, default: str | None = None, why: str = "") -> Flag:
-    return Flag((f"--{name}",), 1, default, (key,), why, same=True)
+def _same(names: str, key: str, default: str | None = None, why: str = "") -> Flag:
+    return Flag(tuple(f"--{name}" for name in names.split()), 1, default, (key,), why, same=True)
 
 
 def _switch(name: str, key: str, why: str = "") -> Flag:
@@ -51,21 +51,24 @@ def _gone(names: str, n_values: int, why: str) -> Flag:
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "Model": (
-        _same("num-layers", "model.n_layers"),
+        _same("num-layers encoder-num-layers", "model.n_layers", why="of t5 layers of the encoder"),
+        _same("decoder-num-layers", "model.n_decoder_layers", why="0 here is their default, as many as the encoder"),
         _same("hidden-size", "model.hidden_size"),
         _same("ffn-hidden-size", "model.ffn_hidden_size", why="0 here is their default, 4 D"),
         _same("num-attention-heads", "model.n_heads"),
-        _gone("kv-channels", 1, "always hidden_size / n_heads, which is their default"),
+        _same(
+            "kv-channels", "model.kv_channels", why="0 here is their default, D / H, which other families have always"
+        ),
         _other("max-position-embeddings", 1, "model.max_position_embeddings", "ALiBi has no positions to count"),
         _other(
             "position-embedding-type",
             1,
             "model.name",
-            "alibi is bloom, absolute is gpt and bert; a GPT with rotary positions is not built",
+            "alibi is bloom, absolute is gpt, bert and t5; a GPT with rotary positions is not built",
             "absolute",
         ),
         _other("embed-layernorm", 0, "model.name", "bloom always has it, no other family has"),
-        _same("layernorm-epsilon", "model.layer_norm_eps", "1e-5"),
+        _same("layernorm-epsilon", "model.layer_norm_eps", "1e-5", "of t5 norm_eps"),
         _switch("apply-residual-connection-post-layernorm", "model.apply_residual_connection_post_layernorm"),
         _same("init-method-std", "model.init_std", "0.02"),
         _gone("init-method-xavier-uniform", 0, "no published run of the family starts so"),
@@ -84,7 +87,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             0,
             "model.gelu",
             "fused, theirs is the approximation by tanh; with this flag erf, which bloom and gpt have not; "
-            "of BERT's head it is erf in both cases",
+            "of BERT's head it is erf in both cases; of t5 the key is activation",
         ),
         _same("glu-activation", "model.glu"),
         _switch("fp32-residual-connection", "model.fp32_residual"),
@@ -92,7 +95,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "no-query-key-layer-scaling",
             0,
             "model.query_key_layer_scaling",
-            "on in theirs without this flag; it changes products in float16 only, so it is carried over with --fp16",
+            "on in theirs without this flag; it changes products in float16 only, so it is carried over with --fp16; "
+            "t5 has none",
         ),
         _gone("attention-softmax-in-fp32", 0, "always so"),
         _gone("bert-no-binary-head", 0, "a BERT has its sentence-order head"),
@@ -102,7 +106,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _gone("task", 1, "a classifier: export the model, then transformers' BertForSequenceClassification"),
     ),
     "Batch and length": (
-        _same("seq-length", "data.seq_len"),
+        _same("seq-length encoder-seq-length", "data.seq_len"),
+        _same("decoder-seq-length", "data.decoder_seq_len"),
         _same("micro-batch-size", "batch.micro_batch_size"),
         _same("global-batch-size", "batch.global_batch_size", why="without it they take one micro-batch a data rank"),
         _other("rampup-batch-size", 3, "batch.rampup", "the same three numbers"),
@@ -165,6 +170,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Layout": (
         _same("tensor-model-parallel-size", "mesh.tp", "1"),
         _same("pipeline-model-parallel-size", "mesh.pp", "1"),
+        _same(
+            "pipeline-model-parallel-split-rank",
+            "pipeline.split",
+            why="0 here balances both stacks over all stages by their cost",
+        ),
         _other(
             "num-layers-per-virtual-pipeline-stage",
             1,
@@ -208,7 +218,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _other("vocab-file", 1, "data.tokenizer", "a WordPiece vocab.txt is bert:FILE or bert-cased:FILE"),
         _other("merge-file", 1, "data.tokenizer", "with GPT2BPETokenizer: tiktoken's gpt2"),
         _other("tokenizer-name-or-path", 1, "data.tokenizer", "the tokenizer.json of a local directory"),
-        _gone("vocab-extra-ids", 1, "ids of T5"),
+        _same("vocab-extra-ids", "data.sentinels", why="of t5; [model] vocab_size counts them"),
         _same("short-seq-prob", "data.short_seq_prob", "0.1"),
         _same("mask-prob", "data.mask_prob", "0.15"),
         _switch("eod-mask-loss", "data.eod_mask_loss"),

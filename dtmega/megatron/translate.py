@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -17,8 +18,21 @@ from dtmega.declared import Kinds
 from dtmega.megatron import shell
 from dtmega.megatron.flags import MANY, by_name
 
-PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_prefix_lm": "gpt", "pretrain_bert": "bert"}
-TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_prefix_lm": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
+TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
+# Scripts that train a family for another objective than its own.
+OBJECTIVES = {"pretrain_prefix_lm": "prefix-lm", "pretrain_t5": "separate-spans"}
+# What Megatron's T5 is, beside its flags, of the forms that there are here.
+THEIR_T5: Mapping[str, Any] = MappingProxyType(
+    {
+        "positions": "learned",
+        "norm": "layer",
+        "bias": True,
+        "scale_head": False,
+        "scale_scores": True,
+        "init": "normal",
+    }
+)
 WORDPIECE = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
 # Without one of these theirs does not start, or takes what it finds on the machine.
 REQUIRED = (
@@ -135,8 +149,9 @@ class _Draft:
     def copy_plain(self) -> None:
         """The flags whose value is that of one key; where one is left out, Megatron's default if ours is another."""
         for name in REQUIRED:
-            if name not in self.given.values:
-                self.lacking[self.flags[name].keys[0]] = name
+            flag = self.flags[name]
+            if not self.given.values.keys() & {*flag.names}:
+                self.lacking[flag.keys[0]] = name
         for name, flag in self.flags.items():
             if not flag.same:
                 continue
@@ -216,8 +231,14 @@ def _model(draft: _Draft) -> None:
         draft.refused["--embed-layernorm"] = f"a {draft.family} has none"
     if draft.value("position-embedding-type") == "rotary":
         draft.refused["--position-embedding-type"] = draft.flags["--position-embedding-type"].why
+    gelu = "erf" if draft.has("no-bias-gelu-fusion") else "tanh"
     if draft.family == "bert":
-        draft.keys["model.gelu"] = "erf" if draft.has("no-bias-gelu-fusion") else "tanh"
+        draft.keys["model.gelu"] = gelu
+    elif draft.family == "t5":
+        draft.keys |= {f"model.{key}": value for key, value in THEIR_T5.items()}
+        draft.keys["model.activation"] = f"gelu_{gelu}"
+        draft.keys["model.norm_eps"] = draft.number("layernorm-epsilon")
+        draft.refused.pop("--layernorm-epsilon", None)
     elif draft.has("no-bias-gelu-fusion"):
         draft.refused["--no-bias-gelu-fusion"] = f"a {draft.family} has the form of tanh"
 
@@ -278,8 +299,9 @@ def _precision(draft: _Draft) -> None:
     for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if draft.has(flag):
             draft.keys["precision.params"] = dtype
-    if draft.has("fp16") and not draft.has("no-query-key-layer-scaling"):
-        draft.keys["model.query_key_layer_scaling"] = True
+    scaling = "query_key_layer_scaling"
+    if draft.has("fp16") and not draft.has("no-query-key-layer-scaling") and scaling in draft.keys_of("model"):
+        draft.keys[f"model.{scaling}"] = True
 
 
 def _layout(draft: _Draft) -> None:
@@ -304,8 +326,8 @@ def _layout(draft: _Draft) -> None:
 
 
 def _data(draft: _Draft) -> None:
-    if draft.given.script == "pretrain_prefix_lm":
-        draft.keys["data.objective"] = "prefix-lm"
+    if draft.given.script in OBJECTIVES:
+        draft.keys["data.objective"] = OBJECTIVES[draft.given.script]
     paths = draft.given.values.get("--data-path", [])
     groups = {split: _groups(draft, split) for split in ("train", "valid", "test")}
     if groups["train"]:

@@ -111,7 +111,7 @@ class Bert(Stage):
     """
 
     cfg: config.Bert
-    one_stack = True
+    runs_layers = True
     ties = (("embed.weight", "head.output.weight"),)
     head_ids: Tensor  # [H] int32
 

@@ -59,7 +59,7 @@ class Bloom(Stage):
     """
 
     cfg: config.Bloom
-    one_stack = True
+    runs_layers = True
     ties = (("embed.weight", "head.weight"),)
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32

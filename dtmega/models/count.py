@@ -38,7 +38,8 @@ def pieces(whole: Stage) -> list[Piece]:
             "decoder_attention_flops": of_decoder,
             "cross_attention_flops": across,
         }
-        found.append(Piece(name, elements, shared=shared, **flops))
+        begins_decoder = name == whole.decoder_begins
+        found.append(Piece(name, elements, shared=shared, **flops, begins_decoder=begins_decoder))
     return found
 
 

@@ -58,7 +58,7 @@ class GPT(Stage):
     """
 
     cfg: config.GPT
-    one_stack = True
+    runs_layers = True
     head_ids: Tensor  # [H] int32
 
     def __init__(self, cfg: config.GPT) -> None:

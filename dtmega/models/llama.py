@@ -88,7 +88,7 @@ class Llama(Stage):
     """
 
     cfg: config.Llama
-    one_stack = True
+    runs_layers = True
     frequencies: Tensor  # [K / 2] fp32
 
     def __init__(self, cfg: config.Llama) -> None:

@@ -1,4 +1,4 @@
-"""A look at what a model has learnt: how it goes on from a prompt, or how it fills the masks of one.
+"""A look at what a model has learnt: how it goes on from a prompt, or how it fills the masks or hidden spans of one.
 
 A family names one of them; the end of a run and `dtmega generate` show it.
 """
@@ -6,16 +6,17 @@ A family names one of them; the end of a run and `dtmega generate` show it.
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from dtmega.data.sentinels import Marks, marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.wordpiece import MASK
-from dtmega.models.generate import PADDING, generate
+from dtmega.models.generate import PADDING, Settle, answer, generate, settled
 from dtmega.models.stage import Stage
 from dtmega.output import counted
 
@@ -26,11 +27,14 @@ class Show(NamedTuple):
     Attributes:
         options: those of `dtmega generate` that it reads; it has a default for each, and is called with no others.
         text: (model, tokenizer, prompt, **options) -> what to print; also takes `multiple` and `settle`, as `generate`
-            has them. It raises a ValueError for a prompt that it can do nothing with.
+            has them, and the keys of [data] that `reads` names. It raises a ValueError for a prompt that it can do
+            nothing with.
+        reads: keys of [data], as the run had them.
     """
 
     options: tuple[str, ...]
     text: Callable[..., str]
+    reads: tuple[str, ...] = ()
 
 
 def continued(
@@ -57,7 +61,7 @@ def filled(
     *,
     top_k: int = 5,
     multiple: int = 1,
-    settle: Callable[[Tensor], bool] = lambda ids: True,
+    settle: Settle = settled,
 ) -> str:
     """The prompt, and a line for each [MASK] in it with the most probable tokens in its place.
 
@@ -111,5 +115,85 @@ def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
     return [*tokens, tokenizer.sep_id], masks
 
 
+SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+def answered(
+    model: Stage,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int = 128,
+    seed: int = 0,
+    objective: str = "auto",
+    sentinels: int = 100,
+    **options: Any,
+) -> str:
+    """The prompt, and a line for each <extra_id_0>, <extra_id_1>, ... in it with what a decoder says in its place.
+
+    A prompt without one gets <extra_id_0> at its end.
+
+    Args:
+        tokens: of the answer, at most.
+        objective, sentinels: of [data].
+
+    Raises:
+        ValueError: a mark whose number is none of those, and as of `answer`, which has the other options.
+    """
+    if not SENTINEL.search(prompt):
+        prompt += "<extra_id_0>"
+    known = marks(tokenizer, sentinels)
+    read = with_sentinels(tokenizer, prompt, known)
+    said = answer(
+        model,
+        read if objective == "separate-spans" else [*read, known.end],  # as the rows of each have it
+        tokens,
+        vocab_size=tokenizer.vocab_size + known.n_added,
+        start_id=known.start,
+        end_id=known.end,
+        pad_id=known.pad,
+        seed=seed,
+        **options,
+    )
+    spans = by_sentinel(said, known)
+    lines = [prompt]
+    for found in SENTINEL.finditer(prompt):
+        text = [i for i in spans.get(int(found[1]), []) if i < tokenizer.vocab_size]
+        lines.append(f"{found[0]}: {tokenizer.decode(text)}")
+    return "\n".join(lines)
+
+
+def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]:
+    """The ids of a prompt, in which <extra_id_0> and so on are the sentinels.
+
+    Raises:
+        ValueError: there are not so many of them.
+    """
+    text, *others = SENTINEL.split(prompt)  # text, number, text, number, ..., text
+    ids = tokenizer.encode(text)
+    for number, after in zip(others[::2], others[1::2], strict=True):
+        if int(number) >= len(known.sentinels):
+            raise ValueError(
+                f"<extra_id_{number}> is not there: sentinels={len(known.sentinels)} have the numbers from 0 to "
+                f"{len(known.sentinels) - 1} (--prompt, [eval] prompt, [data] sentinels)"
+            )
+        ids += [known.sentinels[int(number)], *tokenizer.encode(after)]
+    return ids
+
+
+def by_sentinel(said: list[int], known: Marks) -> Mapping[int, list[int]]:
+    """What a decoder has said behind each sentinel, by its number; what it says before the first one is for none."""
+    numbers = {i: number for number, i in enumerate(known.sentinels)}
+    spans: dict[int, list[int]] = {}
+    span: list[int] = []
+    for i in said:
+        if i in numbers:
+            span = spans.setdefault(numbers[i], [])
+        else:
+            span.append(i)
+    return spans
+
+
 CONTINUATION = Show(("tokens", "temperature", "top_k", "seed"), continued)
 FILLS = Show(("top_k",), filled)
+ANSWERS = Show(CONTINUATION.options, answered, reads=("objective", "sentinels"))

@@ -32,11 +32,12 @@ class Stage(nn.Module):
         layers: its blocks by number, of a model with one stack.
         ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
         longest: sequence it has positions for; None: any.
-        one_stack: its layers are one stack, which it runs by `run_layers`.
+        runs_layers: it runs its layers by `run_layers`, those of each stack together.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
         works_per: names of modules that do not work on every token, and with all inside of them once for each token
             that has a label, for each of a decoder's, or once for a sequence; of several names the last one counts.
         lengths: keys of [data] with the lengths of its sequences.
+        decoder_begins: the piece with which a decoder behind an encoder begins; '' where there is none.
         one_backward: why its backward cannot run in two parts; '' where it can.
     """
 
@@ -44,10 +45,11 @@ class Stage(nn.Module):
     layers: nn.ModuleDict
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
-    one_stack: bool = False
+    runs_layers: bool = False
     experts_per_token: int | None = None
     works_per: Mapping[str, Per] = MappingProxyType({})
     lengths: tuple[str, ...] = ("seq_len",)
+    decoder_begins: str = ""
     one_backward: str = ""
 
     def __call__(self, tokens: Tensor, *args: Any, places: Tensor | None = None, **kwargs: Any) -> Any:
@@ -62,7 +64,7 @@ class Stage(nn.Module):
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
         """hidden through these layers, one after the other; all are given the same beside it.
 
-        Models of one stack call it for `blocks()`, so that several of them can be recomputed as a unit.
+        A model calls it for all layers of a stack, so that several of them can be recomputed as a unit.
         """
         for layer in layers:
             hidden = layer(hidden, *shared)

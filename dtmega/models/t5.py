@@ -130,7 +130,9 @@ class T5(Stage):
     """
 
     cfg: config.T5
+    runs_layers = True
     lengths = ("seq_len", "decoder_seq_len")
+    decoder_begins = "decoder_embed"
     head_ids: Tensor  # [H] int32
     channel_ids: Tensor  # [F] int32
 
@@ -202,15 +204,15 @@ class T5(Stage):
         encoded = {"encoded": "seq_len"}
         return encoded if after == "encoder_norm" else {"hidden": "decoder_seq_len", **encoded}
 
-    def __call__(self, tokens: Tensor, decoder_tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("decoder_places") is None:
+    def __call__(self, tokens: Tensor, decoder_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if decoder_tokens is not None and kwargs.get("decoder_places") is None:
             kwargs["decoder_places"] = consecutive(decoder_tokens)
         return super().__call__(tokens, decoder_tokens, *args, **kwargs)
 
     def forward(
         self,
         tokens: Tensor,
-        decoder_tokens: Tensor,
+        decoder_tokens: Tensor | None,
         labels: Tensor | None = None,
         sample_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -219,25 +221,26 @@ class T5(Stage):
         encoded: Tensor | None = None,
         *,
         places: Tensor,
-        decoder_places: Tensor,
+        decoder_places: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """One microbatch through the layers this stage holds.
 
         Args:
             tokens: [B, S] int64, what the encoder reads.
-            decoder_tokens: [B, T] int64, what the decoder has said so far.
+            decoder_tokens: [B, T] int64, what the decoder has said so far; None: only the encoder runs.
             labels: [B, T] int64, what it is to say next; -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
             document_ids, decoder_document_ids: [B, S] and [B, T] int64, both or none; attention, also from one to the
                 other, stays inside a document, of which padding is one.
             hidden: on stages that begin inside a stack its hidden state, [B, S, D] or [B, T, D], or the part of it
                 under a plan that cuts the sequence.
-            encoded: on stages behind the encoder its output [B, S, D], or its part.
+            encoded: on stages behind the encoder its output [B, S, D], or its part. A whole model that is given it runs
+                the decoder only: to go on after the token that it has just said.
             places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
 
         Returns:
-            lm, the fp32 sum of token losses; on earlier stages hidden and, from the one that makes it, encoded. Without
-            labels the logits [B, T, V].
+            lm, the fp32 sum of token losses; on earlier stages hidden and, from the one that makes it, encoded, which
+            the encoder alone gives too. Without labels the logits [B, T, V].
 
         Raises:
             ValueError: dropout in training without sample_ids.
@@ -246,18 +249,22 @@ class T5(Stage):
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and cfg.attention_dropout > 0)
         found: dict[str, Tensor] = {}
-        if self.embed is not None and self.embed_dropout is not None:
+        encodes = encoded is None
+        if encodes and self.embed is not None and self.embed_dropout is not None:
             hidden = self.embed_dropout(_embedded(self.embed, self.positions, tokens, places), sample_ids, places)
-        if self.encoder:
+        if encodes and self.encoder:
             table = self._table(self.encoder_bias, bidirectional=True)
             rule = attention_rule(places, document_ids=document_ids, table=table, fused=fused)
             assert hidden is not None
             layers = list(self.encoder.values())
             hidden = self.run_layers(layers, hidden, rule, self.head_ids, sample_ids, places, self.channel_ids)
-        if self.encoder_norm is not None and self.encoder_dropout is not None:
+        if encodes and self.encoder_norm is not None and self.encoder_dropout is not None:
             found["encoded"] = self.encoder_dropout(self.encoder_norm(hidden), sample_ids, places)
             encoded = found["encoded"]
             hidden = None
+        if decoder_tokens is None:
+            return found
+        assert decoder_places is not None
         if self.decoder_embed is not None and self.decoder_embed_dropout is not None:
             hidden = _embedded(self.decoder_embed, self.decoder_positions, decoder_tokens, decoder_places)
             hidden = self.decoder_embed_dropout(hidden, sample_ids, decoder_places)

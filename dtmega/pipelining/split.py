@@ -109,6 +109,9 @@ def pieces_of_stages(
 ) -> list[list[str]]:
     """The names of the pieces of each stage: by `[pipeline] stages`, or balanced by cost.
 
+    With `[pipeline] split` encoder and decoder have stages of their own, and each is balanced by itself: Megatron's
+    --pipeline-model-parallel-split-rank, which has a rank for each stage.
+
     A piece costs its matrix products and attention, and the memory of all weights that it needs: the embedding no time
     (a look-up) but V D parameters, as many as the head, tied or not.
 
@@ -122,29 +125,83 @@ def pieces_of_stages(
         labelled, decoder_seq_len: as `Piece.flops_per_token` takes them.
 
     Raises:
-        ValueError: more stages than layers, or `stages` that are not a cut of layers 0 to L - 1 into n_stages.
+        ValueError: more stages than layers; `stages` that are not a cut of layers 0 to L - 1 into n_stages; a `split`
+            beside them, of a model without a decoder behind an encoder, or that leaves one of both no stage.
     """
-    names = [piece.name for piece in pieces]
-    places = [i for i, piece in enumerate(pieces) if piece.is_layer]
-    n_layers = len(places)
+    if pipeline.split:
+        border = _border(pieces, pipeline, n_stages)
+        halves = [(pieces[:border], pipeline.split), (pieces[border:], n_stages - pipeline.split)]
+    else:
+        halves = [(pieces, n_stages)]
     if pipeline.stages:
-        _check_stages(pipeline.stages, n_layers, n_stages)
-        # What is no layer stays with the layer before it, and at the beginning with the first stage.
-        cuts = [*places, places[-1] + 1]
-        counts = list(accumulate(len(stage) for stage in pipeline.stages[:-1]))
-        bounds = [0, *(cuts[count] for count in counts), len(pieces)]
-        return [names[i:j] for i, j in pairwise(bounds)]
-    if n_stages > n_layers:
+        return _given(pieces, pipeline.stages, n_stages)
+
+    def cost(piece: Piece) -> Cost:
+        return Cost(piece.flops_per_token(seq_len, labelled, decoder_seq_len), piece.elements + piece.shared)
+
+    found = []
+    for half, n in halves:
+        n_layers = sum(piece.is_layer for piece in half)
+        if n > n_layers:
+            keys = "[mesh] pp x [pipeline] virtual_stages" + (", [pipeline] split" if pipeline.split else "")
+            raise ValueError(
+                f"{n} stages cannot be cut from {_counted(half)} layers: {n} > {n_layers} ({keys}, [model] n_layers)"
+            )
+        found += [[half[i].name for i in stage] for stage in balanced([cost(piece) for piece in half], n)]
+    return found
+
+
+def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -> int:
+    """The number of the piece with which the decoder begins, which shall be the first one of stage `split`."""
+    border = _decoder(pieces)
+    if border == len(pieces):
         raise ValueError(
-            f"{n_stages} stages cannot be cut from n_layers={n_layers} layers: {n_stages} > {n_layers} "
-            f"([mesh] pp x [pipeline] virtual_stages, [model] n_layers)"
+            f"split={pipeline.split} is for a model that has a decoder behind an encoder: expected 0, or name='t5' "
+            f"([pipeline] split, [model] name)"
         )
-    lengths = (seq_len, labelled, decoder_seq_len)
-    costs = [Cost(piece.flops_per_token(*lengths), piece.elements + piece.shared) for piece in pieces]
-    return [[names[i] for i in stage] for stage in balanced(costs, n_stages)]
+    if pipeline.stages:
+        raise ValueError(
+            f"the stages are listed, so where the decoder begins is said already: expected split=0, got "
+            f"{pipeline.split} ([pipeline] split, [pipeline] stages)"
+        )
+    if pipeline.split >= n_stages:
+        raise ValueError(
+            f"split={pipeline.split} leaves the decoder no stage: expected 1 to {n_stages - 1}, as there are "
+            f"{n_stages} stages ([pipeline] split, [mesh] pp x [pipeline] virtual_stages)"
+        )
+    return border
 
 
-def _check_stages(stages: list[list[int]], n_layers: int, n_stages: int) -> None:
+def _given(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> list[list[str]]:
+    """The names of the pieces of each stage, whose layers are listed.
+
+    What is no layer stays with the layer before it, and at the beginning with the first stage. What a decoder begins
+    with stays with its first layer.
+    """
+    _check_stages(pieces, stages, n_stages)
+    places = [i for i, piece in enumerate(pieces) if piece.is_layer]
+    cuts = [i - 1 if i and pieces[i - 1].begins_decoder else i for i in places]
+    cuts.append(places[-1] + 1)
+    counts = accumulate(len(stage) for stage in stages[:-1])
+    bounds = [0, *(cuts[count] for count in counts), len(pieces)]
+    return [[piece.name for piece in pieces[i:j]] for i, j in pairwise(bounds)]
+
+
+def _counted(pieces: Sequence[Piece]) -> str:
+    """The number of layers by its key, of each stack that is there: 'n_layers + n_decoder_layers=3 + 2'."""
+    border = _decoder(pieces)
+    layers = {"n_layers": pieces[:border], "n_decoder_layers": pieces[border:]}
+    counts = {key: n for key, those in layers.items() if (n := sum(piece.is_layer for piece in those))}
+    return f"{' + '.join(counts)}={' + '.join(map(str, counts.values()))}"
+
+
+def _decoder(pieces: Sequence[Piece]) -> int:
+    """The number of the first piece of a decoder behind an encoder; that of all pieces where there is none."""
+    return next((i for i, piece in enumerate(pieces) if piece.begins_decoder), len(pieces))
+
+
+def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> None:
+    n_layers = sum(piece.is_layer for piece in pieces)
     if len(stages) != n_stages:
         raise ValueError(
             f"[pipeline] stages has {len(stages)} lists of layers, expected {n_stages} = [mesh] pp x stages per rank "
@@ -152,8 +209,8 @@ def _check_stages(stages: list[list[int]], n_layers: int, n_stages: int) -> None
         )
     if [layer for stage in stages for layer in stage] != list(range(n_layers)):
         raise ValueError(
-            f"[pipeline] stages must hold each of the layers 0 to {n_layers - 1} once, in order ([model] n_layers="
-            f"{n_layers}), got {stages}"
+            f"[pipeline] stages must hold each of the layers 0 to {n_layers - 1} once, in order ([model] "
+            f"{_counted(pieces)}), got {stages}"
         )
     for number, stage in enumerate(stages[1:-1], start=1):
         if not stage:
