@@ -1,7 +1,9 @@
 """Claims about mesh.py; the lists are those in the comments of Megatron's `mpu/initialize.py`."""
 
 import itertools
+import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from dtmega import config, mesh
 from dtmega.checkpoint.run import Checkpoints
 from tests import ranks
 
+REPO = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 MEGATRON = mesh.resolve(config.Mesh(pp=4, tp=2), 16)  # its example: 16 GPUs, tp 2, pp 4
@@ -67,6 +70,19 @@ def test_a_group_is_the_ranks_that_differ_in_its_axes_only():
         for rank, place in enumerate(PLACES):
             together.setdefault(tuple(place[axis] for axis in FIVE if axis not in varying), []).append(rank)
         assert sorted(lists[name]) == sorted(together.values()), name
+
+
+def test_each_axis_is_in_every_place_that_the_guide_names_and_so_are_its_tests():
+    text = (REPO / "docs" / "adding-an-axis.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    places = [place.strip("`") for place, _, _ in rows]
+    assert len(places) == 12
+    for place in places[:5]:  # the first table
+        content = (REPO / place).read_text()
+        assert [axis for axis in mesh.AXES if not re.search(rf"\b{axis}\b", content)] == [], place
+    for _, _, test in rows[:-1]:
+        file, _, function = test.strip("` ").partition("::")
+        assert f"def {function}(" in (REPO / file).read_text(), test
 
 
 def test_the_number_of_a_data_rank_counts_shards_within_replicas():
