@@ -103,13 +103,16 @@ def _tokenize(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     # Imported here so that `tokenize` starts without torch.
     from dtmega import families, mesh
+    from dtmega.checkpoint import manifest
     from dtmega.checkpoint.resume import open_checkpoint, state_of
     from dtmega.checkpoint.weights import Weights, load
     from dtmega.data.tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(args.run)
     of_run = Path(args.run, "config.toml")
-    cfg = config.read(of_run) if of_run.is_file() else recorded_config(checkpoint)
+    # One beside a checkpoint's tensors is a draft by `convert`, which may not know the tokenizer.
+    is_run = of_run.is_file() and not Path(args.run, manifest.NAME).exists()
+    cfg = config.read(of_run) if is_run else recorded_config(checkpoint)
     family = families.of(cfg.model)
     given = {name: value for name in arguments.SHOWN_BY if (value := getattr(args, name)) is not None}
     for name in given.keys() - {*family.show.options}:
@@ -134,12 +137,11 @@ def _inspect(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from dtmega import families
     from dtmega.checkpoint import convert
-    from dtmega.data.tokenizer import load_tokenizer
     from dtmega.startup import Refused, Startup
 
     startup = Startup(program="dtmega convert", explain=lambda error, what: _explained(error))
     try:
-        convert.main(args, families, load_tokenizer, startup)
+        convert.main(args, families, startup)
     except Refused as refused:
         return refused.exit_code
     return job.DONE

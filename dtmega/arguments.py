@@ -153,9 +153,19 @@ def _generate(parser: argparse.ArgumentParser) -> None:
 
 def _convert(parser: argparse.ArgumentParser) -> None:
     pair: dict[str, Any] = {"nargs": 2, "required": True, "metavar": ("FORMAT", "PATH")}
-    parser.add_argument("--from", dest="source", help="hf, dtmega (a checkpoint or a run) or dcp, and where", **pair)
+    parser.add_argument(
+        "--from", dest="source", help="hf, dtmega (a checkpoint or a run), dcp or megatron, and where", **pair
+    )
     parser.add_argument("--to", dest="target", help="dtmega or hf, and where", **pair)
     parser.add_argument("--config", default="", help="a TOML whose [model] the weights are of (needed for dcp)")
+    parser.add_argument(
+        "--vocab-size", type=integer(1), default=0, help="from megatron: ids of the tokenizer, without rows of padding"
+    )
+    parser.add_argument(
+        "--average-copies",
+        action="store_true",
+        help="from megatron: where the tensor-parallel ranks' copies of a tensor have drifted apart, take their mean",
+    )
     parser.add_argument("--prefix", default="", help="dcp: what stands before the parameters' names, such as 'model.'")
     parser.add_argument(
         "--tokenizer", default="", help="to hf: tokenizer.json or what to make one of (default: the source's)"

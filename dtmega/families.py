@@ -486,7 +486,13 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
     return of(model).folder(path, model), model
 
 
-def described(program: str, names: Collection[str], theirs: Mapping[str, Any], where: str) -> config.Model:
+def described(
+    program: str,
+    names: Collection[str],
+    theirs: Mapping[str, Any],
+    where: str,
+    asked: config.Model | None = None,
+) -> config.Model:
     """The [model] section of a model that another program has stored.
 
     Args:
@@ -494,10 +500,17 @@ def described(program: str, names: Collection[str], theirs: Mapping[str, Any], w
         names: of its tensors there, of which the family is told.
         theirs: the configuration beside them.
         where: they are; for messages.
+        asked: the section that it has to agree with.
 
     Raises:
-        ValueError: no model here is like that.
+        ValueError: no model here is like that, or it does not agree.
     """
+    if asked is not None:
+        family = of(asked)
+        if not isinstance(family, Own):
+            raise ValueError(f"{where}: {program} has no model of name = '{asked.name}' (--config)")
+        family.form(asked, program).check(theirs, where, asked)
+        return asked
     forms = {name: forms[0] for name, family in FAMILIES.items() if (forms := family.formats.get(program))}
     name = closest(names, forms)
     return config.model_section({"name": name, **forms[name].section(theirs, where)}, where)

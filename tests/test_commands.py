@@ -137,14 +137,21 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "convert --from hf a --to dtmega b",
         {
             **{"source": ["hf", "a"], "target": ["dtmega", "b"], "config": "", "prefix": "", "tokenizer": ""},
-            **{"original": "", "dtype": ""},
+            **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False},
         },
     ),
     (
         "convert --from dcp a --to hf b --config c --prefix model. --tokenizer t --original d --dtype bfloat16",
         {
             **{"source": ["dcp", "a"], "target": ["hf", "b"], "config": "c", "prefix": "model.", "tokenizer": "t"},
-            **{"original": "d", "dtype": "bfloat16"},
+            **{"original": "d", "dtype": "bfloat16", "vocab_size": 0, "average_copies": False},
+        },
+    ),
+    (
+        "convert --from megatron a --to hf b --vocab-size 9 --average-copies",
+        {
+            **{"source": ["megatron", "a"], "target": ["hf", "b"], "config": "", "prefix": "", "tokenizer": ""},
+            **{"original": "", "dtype": "", "vocab_size": 9, "average_copies": True},
         },
     ),
     ("inspect a", {"checkpoint": "a", "other": None, "quick": False}),

@@ -3,7 +3,9 @@
     --from hf DIR         a Hugging Face folder with safetensors
     --from dtmega PATH    a checkpoint, or a run directory (its newest)
     --from dcp DIR        a folder of plain torch.distributed.checkpoint, read without running its pickles
-    --to dtmega DIR       a checkpoint of weights only, for [model] init_from
+    --from megatron DIR   a checkpoint of Megatron-LM or Megatron-DeepSpeed, likewise
+    --to dtmega DIR       a checkpoint of weights only, for [model] init_from; of Megatron's one to go on from where
+                          Adam's moments are whole, and a config.toml beside it
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
 
 A run of a model of transformers becomes a directory like the one it is of, which --original names where it has moved
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,12 +29,16 @@ from dtmega.checkpoint.dcp import DataFile
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.foreign import DCPFolder
 from dtmega.checkpoint.manifest import Entry, Manifest
-from dtmega.checkpoint.resume import State, open_checkpoint, split, state_of
+from dtmega.checkpoint.resume import ELSEWHERE, Progress, State, open_checkpoint, split, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.exported import Vocabulary
-from dtmega.data.tokenizer import Tokenizer
+from dtmega.data.tokenizer import Tokenizer, load_tokenizer
 from dtmega.formats.sources import Renamed, Source
+from dtmega.loss_scale import ScaleState
+from dtmega.megatron import folder, recipe, vocabulary
 from dtmega.startup import Startup
+
+CONFIG = "config.toml"
 
 
 class Family(Protocol):
@@ -46,6 +52,7 @@ class Family(Protocol):
     def described(self, model: config.Model, trained: str) -> config.Model: ...
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary: ...
+    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source: ...
 
     def export(
         self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any
@@ -61,6 +68,30 @@ class Families(Protocol):
 
     def open_folder(self, path: Path, model: config.Model | None) -> tuple[Source, config.Model]: ...
 
+    def described(
+        self,
+        program: str,
+        names: Collection[str],
+        theirs: Mapping[str, Any],
+        where: str,
+        asked: config.Model | None = None,
+    ) -> config.Model: ...
+
+
+class Training(NamedTuple):
+    """How far the run was that wrote a checkpoint.
+
+    Attributes:
+        moments: Adam's, by their keys; sources by our names.
+        sections: of the configuration, as far as they are known.
+    """
+
+    moments: Mapping[str, Source]
+    progress: Progress
+    updates: int
+    loss_scale: ScaleState | None
+    sections: dict[str, dict[str, Any]]
+
 
 class Opened(NamedTuple):
     """What `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer.
@@ -71,6 +102,9 @@ class Opened(NamedTuple):
         path: where exactly it was found, for the other ranks.
         digest: of the directory that the model was read from; '' where that is not known.
         data: the [data] section that it was trained with; where that is not known, all defaults.
+        training: None where there are weights only.
+        toml: a configuration to write beside them.
+        notes: lines for the user.
     """
 
     path: str
@@ -79,17 +113,14 @@ class Opened(NamedTuple):
     tokenizer: str
     digest: str = ""
     data: config.Data = config.Data()
+    training: Training | None = None
+    toml: str = ""
+    notes: tuple[str, ...] = ()
 
 
-def main(
-    args: argparse.Namespace,
-    families: Families,
-    load_tokenizer: Callable[[str], Tokenizer],
-    startup: Startup,
-) -> None:
+def main(args: argparse.Namespace, families: Families, startup: Startup) -> None:
     """Args:
         args: of `python -m dtmega convert`.
-        load_tokenizer: the tokenizer of a spec.
         startup: of the ranks that take part.
 
     Raises:
@@ -102,8 +133,11 @@ def main(
         model = _described(args, opened, family)
         expected = families.shapes(model)
         left_out = _left_out(args, opened, model, expected)
-    if left_out and startup.rank == 0:
-        print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
+    if startup.rank == 0:
+        if left_out:
+            print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
+        for note in opened.notes:
+            print(note)
     with startup.step("output"):
         # Ranks that have nothing to write wait for those that do.
         source = Renamed(opened.source, {name: name for name in expected}, startup.work)
@@ -117,7 +151,7 @@ def main(
                 json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), opened.data)
             family.export(source, folder, model, json, **options)
         elif startup.rank == 0:
-            write(args.target[1], source, model, family.digest(model))
+            write(args.target[1], source, model, family.digest(model), opened.training, opened.toml)
     startup.leave()
     if startup.rank == 0:
         print(f"written: {args.target[1]}")
@@ -125,7 +159,7 @@ def main(
 
 def _open(args: argparse.Namespace, families: Families, startup: Startup) -> Opened:
     """The source that `--from` names, the same on all ranks."""
-    readers = {"hf": _from_hf, "dtmega": _from_dtmega, "dcp": _from_dcp}
+    readers = {"hf": _from_hf, "dtmega": _from_dtmega, "dcp": _from_dcp, "megatron": _from_megatron}
     kind, path = args.source
     opened = None
     with startup.step("search of the source") as first:
@@ -186,19 +220,44 @@ def _left_out(
     return left_out
 
 
-def write(path: str, source: Source, model: config.Model, digest: str = "") -> None:
-    """Write a checkpoint of weights only, complete or not there.
+def write(
+    path: str,
+    source: Source,
+    model: config.Model,
+    digest: str = "",
+    training: Training | None = None,
+    toml: str = "",
+) -> None:
+    """Write a checkpoint, complete or not there; of weights only unless it says how far a run was.
 
     Args:
         digest: of the directory that the model is read from; '' where there is none.
+        toml: a configuration to write beside it.
     """
+    tensors = {f"model/{name}": (source, name) for name in source.tensors}
+    sections = {"model": model.model_dump()}
+    state = State.of(sections, digest=digest)
+    if training is not None:
+        for kind, moments in training.moments.items():
+            tensors |= {f"optimizer/{kind}/{name}": (moments, name) for name in source.tensors}
+        state = State.of(
+            {**training.sections, **sections},
+            progress=training.progress,
+            updates=training.updates,
+            loss_scale=training.loss_scale,
+            identity=ELSEWHERE,
+            digest=digest,
+        )
     files, folder = split(path)
     if folder in files.folders():
         raise ValueError(f"{path} is there already (--to)")
     aside = f".tmp-{folder}" if isinstance(files, Disk) else folder
     try:
         files.make(aside)
-        _fill(files, aside, source, State.of({"model": model.model_dump()}, digest=digest))
+        _fill(files, aside, tensors, state)
+        if toml:
+            with files.create(aside, CONFIG) as file:
+                file.write(toml.encode())
         if isinstance(files, Disk):
             files.sync(aside)
             files.rename(aside, folder)
@@ -209,17 +268,21 @@ def write(path: str, source: Source, model: config.Model, digest: str = "") -> N
         raise
 
 
-def _fill(files: Disk | Remote, folder: str, source: Source, state: State) -> None:
-    """Every tensor of a source, one by one, and then the manifest."""
-    name, tensors = "data-00000.bin", {}
+def _fill(files: Disk | Remote, folder: str, tensors: Mapping[str, tuple[Source, str]], state: State) -> None:
+    """Every tensor, one by one, and then the manifest.
+
+    Args:
+        tensors: name -> where it is, and its name there.
+    """
+    name, entries = "data-00000.bin", {}
     with files.create(folder, name) as file:
         data = DataFile(name, file)
-        for parameter in source.tensors:
+        for saved_as, (source, parameter) in tensors.items():
             tensor = source.read(parameter)
             chunk = data.add(tensor, [0] * tensor.ndim)
-            tensors[f"model/{parameter}"] = Entry(tensor.dtype, tuple(tensor.shape), (chunk,))
+            entries[saved_as] = Entry(tensor.dtype, tuple(tensor.shape), (chunk,))
     with files.create(folder, manifest.NAME) as file:
-        file.write(manifest.dump(Manifest(0, state.model_dump(), {name: data.n_bytes}, tensors)))
+        file.write(manifest.dump(Manifest(state.progress.step, state.model_dump(), {name: data.n_bytes}, entries)))
 
 
 def _from_hf(name: str, args: argparse.Namespace, families: Families) -> Opened:
@@ -246,6 +309,41 @@ def _from_dcp(name: str, args: argparse.Namespace, families: Families) -> Opened
     folder = DCPFolder(Path(name))
     names = {name.removeprefix(args.prefix): name for name in folder.tensors if name.startswith(args.prefix)}
     return Opened(name, Renamed(folder, names), _model(args.config), "")
+
+
+def _from_megatron(name: str, args: argparse.Namespace, families: Families) -> Opened:
+    asked = _model(args.config) if args.config else None
+    contents = folder.opened(Path(name), getattr(asked, "n_heads", 0), average=args.average_copies)
+    where = str(contents.path)
+    padded = vocabulary.padded(contents, asked)
+    theirs = {**contents.args, "padded_vocab_size": contents.rows}
+    if contents.args:
+        padded = families.described("megatron", contents.weights.tensors, theirs, where, padded)
+    elif padded is None:
+        raise ValueError(f"{where} holds no arguments of its run: --config NAME.toml says what model it is of")
+    if padded.n_layers > len(contents.weights.tensors):  # before so many are built
+        raise ValueError(
+            f"{where} has n_layers={padded.n_layers}, but {len(contents.weights.tensors)} tensors (--config)"
+        )
+    n_ids = asked.vocab_size if asked else args.vocab_size
+    if args.tokenizer and not n_ids:
+        n_ids = load_tokenizer(args.tokenizer).vocab_size
+    model, notes = vocabulary.unpadded(padded, contents, n_ids)
+
+    def ours(source: Source) -> Source:
+        return families.of(padded).read("megatron", source, padded, where)
+
+    text, sections = recipe.written(contents.args, model)
+    training = None
+    notes += contents.notes
+    if contents.moments:
+        moments = {kind: ours(source) for kind, source in contents.moments.items()}
+        training = Training(moments, contents.progress, contents.updates, contents.loss_scale, sections)
+        if args.target[0] == "dtmega":
+            notes += (recipe.goes_on(contents.progress, args.target[1]),)
+    if args.target[0] == "hf" and not args.tokenizer:
+        notes += ("no tokenizer is written: --tokenizer names one",)
+    return Opened(where, ours(contents.weights), model, "", training=training, toml=text, notes=notes)
 
 
 def _model(name: str) -> config.Model:

@@ -43,6 +43,8 @@ class Progress(NamedTuple):
 
 
 START = Progress()
+# The identity of a run of another program, of whose data nothing is known here.
+ELSEWHERE = {"origin": "another program"}
 
 
 class State(BaseModel):
@@ -239,6 +241,13 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
             f"{identity['order']}: the order of samples has changed, so finish that run with the version that wrote it "
             f"({anew})"
         )
+    if state.identity == ELSEWHERE:
+        if not cfg.checkpoint.allow_changed_data:
+            raise ValueError(
+                f"{checkpoint.path} is of a run of another program, on data that cannot be compared with these: to go "
+                f"on, [checkpoint] allow_changed_data = true ({anew})"
+            )
+        return
     differing = {change.name: (change.was, change.now) for change in of_data}
     for key in {**state.identity, **identity}:
         there, here = state.identity.get(key), identity.get(key)

@@ -40,6 +40,7 @@ REQUIRED = (
     *("--micro-batch-size", "--global-batch-size", "--lr"),
 )
 UNITS = ("iters", "samples", "tokens")
+LAYOUT = ("mesh", "pipeline", "recompute", "fsdp")  # sections on which no number depends
 
 
 class Translation(NamedTuple):
@@ -82,11 +83,35 @@ def translate(source: str) -> Translation:
     if given.script not in PRE_TRAINED:
         known = ", ".join(f"{name}.py" for name in PRE_TRAINED)
         raise ValueError(f"{given.script}.py trains a model that is not here; expected one of {known}")
+    draft = _drafted(given)
+    return Translation(draft.text(f"From {given.script}.py's flags by dtmega from-megatron."), draft.left())
+
+
+def recipe(given: Given, model: Mapping[str, Any], title: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The configuration of a run whose model is known, without its layout: text, and values by section.
+
+    Args:
+        model: the [model] section.
+        title: the text's first line.
+    """
+    draft = _drafted(given)
+    for keys in (draft.keys, draft.lacking):
+        for key in [key for key in keys if key.partition(".")[0] in ("model", *LAYOUT)]:
+            del keys[key]
+    draft.keys |= {f"model.{key}": value for key, value in model.items()}
+    values: dict[str, dict[str, Any]] = {}
+    for key, value in draft.keys.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    return draft.text(title), values
+
+
+def _drafted(given: Given) -> _Draft:
     draft = _Draft(given)
     draft.copy_plain()
     for step in (_model, _vocabulary, _batch, _schedule, _precision, _layout, _data, _checkpoints):
         step(draft)
-    return Translation(draft.text(), draft.left())
+    return draft
 
 
 def _read(source: str) -> Given:
@@ -190,8 +215,8 @@ class _Draft:
                 lines.append(f"{written}: {flag.why}" if flag.why else written)
         return [*lines, *(f"{word}: belongs to no flag" for word in self.given.stray)]
 
-    def text(self) -> str:
-        lines = [f"# From {self.given.script}.py's flags by dtmega from-megatron."]
+    def text(self, title: str) -> str:
+        lines = [f"# {title}"]
         found = {key: value for key, value in self.keys.items() if key not in self.lacking}
         lines += self._refusal(found)
         for section in config.Config.model_fields:

@@ -1,0 +1,70 @@
+"""The configuration of the run that wrote a checkpoint, of the arguments that are in its files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from dtmega import config
+from dtmega.checkpoint.resume import Progress
+from dtmega.megatron.flags import FLAGS, by_name
+from dtmega.megatron.translate import PRE_TRAINED, Given, recipe
+
+SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # are written whatever the defaults
+# Sections that a run goes on with, or says what it changes of them.
+RECORDED = ("batch", "optim", "train", "precision")
+# Places on the machine of then, and what says how that run began.
+OF_THE_MACHINE = {
+    *("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--finetune", "--no-load-optim"),
+    *(name for flag in FLAGS["Layout"] for name in flag.names),
+}
+
+
+def written(args: Mapping[str, Any], model: config.Model) -> tuple[str, dict[str, dict[str, Any]]]:
+    """A TOML for a run that goes on, and the sections that the checkpoint should record, as far as they are known.
+
+    What stands in the TOML as a comment is not known; a layout is not in it.
+
+    Args:
+        args: as plain values; none: the model is all that is known.
+    """
+    keys = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
+    script = next((script for script, family in PRE_TRAINED.items() if family == model.name), "pretrain_gpt")
+    given = Given(script, _flags(args), [])
+    text, values = recipe(given, keys, "Of the arguments in a checkpoint of Megatron's, by dtmega convert.")
+    with contextlib.suppress(config.ConfigError):
+        known = config.validate({**values, "model": keys}, "the arguments in the files").model_dump()
+        return text, {section: known[section] for section in RECORDED}
+    return text, {}
+
+
+def _set_keys(model: config.Model) -> list[str]:
+    """Keys that have another value than the default."""
+    return [key for key, field in type(model).model_fields.items() if getattr(model, key) != field.default]
+
+
+def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The arguments as they would stand on a command line."""
+    found: dict[str, list[str]] = {}
+    for name, flag in by_name().items():
+        value = args.get(name.removeprefix("--").replace("-", "_"))
+        if name in OF_THE_MACHINE or not flag.keys or value is None or value is False or value == []:
+            continue
+        if flag.n_values == 0:
+            found[name] = []
+        else:
+            found[name] = [str(item) for item in (value if isinstance(value, list) else [value])]
+    # A run that is counted in samples has its steps worked out, and kept beside them.
+    if "--train-samples" in found:
+        found.pop("--train-iters", None)
+        found.pop("--lr-decay-iters", None)
+    return found
+
+
+def goes_on(progress: Progress, out: str) -> str:
+    """The line that says how a run goes on from there."""
+    return (
+        f"with Adam's moments, after {progress.step} steps and {progress.samples} samples: --checkpoint.resume {out} "
+        f"--checkpoint.allow_changed_data true goes on from there, [model] init_from starts anew"
+    )
