@@ -28,7 +28,7 @@ from tests.test_job import TORCHRUN, alive, started, wait_for
 
 LAYOUT = "dp 2"
 PATIENCE_S = 300.0
-# Both ranks say when they are about to read the batch of sample 24, the seventh, and wait there.
+# Before the batch of some sample, each rank says that it is there and what it does, and does it, once.
 WORKER = """
 import os, runpy, sys, time
 from pathlib import Path
@@ -38,15 +38,25 @@ from dtmega.data.loader import TrainBatches
 RANK, here, watches = os.environ["RANK"], Path.cwd(), []
 watch, batch = Watch.__init__, TrainBatches.__next__
 
+def wait_for_a_signal(watch):
+    while not watch.signals:
+        time.sleep(0.02)
+
+def hang_on_rank_1(watch):
+    watch.timeout_s /= 20
+    while RANK == "1":
+        time.sleep(0.02)
+
 def remembered(self, *arguments):
     watch(self, *arguments)
     watches.append(self)
 
 def stopping(self):
-    if self._consumed == 24 and not (here / f"pid-{RANK}").exists():
+    what = FAULTS.get(self._consumed)
+    if what is not None and not (here / f"{what.__name__}-{RANK}").exists():
         (here / f"tmp-{RANK}").write_text(str(os.getpid()))
-        (here / f"tmp-{RANK}").rename(here / f"pid-{RANK}")
-        fault(watches[0])
+        (here / f"tmp-{RANK}").rename(here / f"{what.__name__}-{RANK}")
+        what(watches[0])
     return batch(self)
 
 Watch.__init__, TrainBatches.__next__ = remembered, stopping
@@ -54,17 +64,8 @@ Watch.__init__, TrainBatches.__next__ = remembered, stopping
 AND_TRAIN = f"""
 runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
-WAIT_FOR_A_SIGNAL = """
-def fault(watch):
-    while not watch.signals:
-        time.sleep(0.02)
-"""
-RANK_1_HANGS = """
-def fault(watch):
-    watch.timeout_s /= 20
-    while RANK == "1":
-        time.sleep(0.02)
-"""
+WAITING = "FAULTS = {24: wait_for_a_signal}"  # in the seventh step
+HANGING_AND_WAITING = "FAULTS = {24: hang_on_rank_1, 36: wait_for_a_signal}"  # and in the tenth
 
 
 class Base(NamedTuple):
@@ -86,17 +87,17 @@ def base(tmp_path_factory) -> Base:
     return Base(keys, Record(folder / "truth"))
 
 
-def torchrun(folder: Path, fault: str, keys: dict[str, Any], *options: object) -> AbstractContextManager[Popen[str]]:
-    """Two workers that train in folder/run and stop before the seventh step, once."""
-    (folder / "worker.py").write_text(WORKER + fault + AND_TRAIN)
+def torchrun(folder: Path, faults: str, keys: dict[str, Any], *options: object) -> AbstractContextManager[Popen[str]]:
+    """Two workers that train in folder/run and stop where the fault says."""
+    (folder / "worker.py").write_text(WORKER + faults + AND_TRAIN)
     argv = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, *options, folder / "worker.py"]
     return started(*argv, *flags(keys, folder / "run"), cwd=folder)
 
 
 def workers(folder: Path, agent: Popen[str]) -> list[int]:
-    """Their pids, as soon as both have stopped."""
-    wait_for(lambda: len([*folder.glob("pid-?")]) == 2, agent)
-    return [int(path.read_text()) for path in folder.glob("pid-?")]
+    """Their pids, as soon as both wait for a signal."""
+    wait_for(lambda: len([*folder.glob("wait_for_a_signal-?")]) == 2, agent)
+    return [int(path.read_text()) for path in folder.glob("wait_for_a_signal-?")]
 
 
 def go_on(folder: Path, base: Base) -> Record:
@@ -110,16 +111,46 @@ def same_bits(run: Record, truth: Record) -> bool:
     return weights and all(run.series(key) == truth.series(key) for key in ("loss", "grad_norm"))
 
 
-def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_goes_on_to_the_bit(tmp_path, base):
-    with torchrun(tmp_path, WAIT_FOR_A_SIGNAL, base.keys) as agent:
-        pids = workers(tmp_path, agent)
+class Ended(NamedTuple):
+    """A job that hung, was started again by torchrun, and was then asked to end.
+
+    Attributes:
+        folder: where it trained, in `run`.
+        output: of torchrun and both workers.
+        left: workers that were still there when torchrun had ended.
+    """
+
+    folder: Path
+    output: str
+    left: list[int]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, base) -> Ended:
+    folder = tmp_path_factory.mktemp("ended")
+    with torchrun(folder, HANGING_AND_WAITING, base.keys, "--max-restarts", 3) as agent:
+        pids = workers(folder, agent)
         agent.terminate()
         output, _ = agent.communicate(timeout=PATIENCE_S)
-    assert not any(map(alive, pids))
-    assert "stopped after step 7 of 12: a signal asked for it" in output, output
-    assert "Unable to shutdown" not in output  # what torchrun says before it sends SIGKILL
-    assert (tmp_path / "run" / "checkpoints" / "step-00000007").exists()
-    assert same_bits(go_on(tmp_path, base), base.truth)
+        left = [pid for pid in pids if alive(pid)]
+    return Ended(folder, output, left)
+
+
+def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again(ended):
+    output = ended.output
+    assert re.search(
+        r"^rank 1 behind: step 7 in data, for \d+ s, in hang_on_rank_1 \(worker\.py:\d+\)$", output, re.MULTILINE
+    )
+    assert re.search(r"^rank 0 in front: step 7 in forward, for \d+ s, in all_reduce \(", output, re.MULTILINE)
+    assert "resumed at step 4" in output
+
+
+def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_goes_on_to_the_bit(ended, base):
+    assert ended.left == []
+    assert "stopped after step 10 of 12: a signal asked for it" in ended.output, ended.output
+    assert "Unable to shutdown" not in ended.output  # what torchrun says before it sends SIGKILL
+    assert (ended.folder / "run" / "checkpoints" / "step-00000010").exists()
+    assert same_bits(go_on(ended.folder, base), base.truth)
 
 
 def stop_for_ever(argv: list[str], folder: str, leaves: bool) -> None:
@@ -169,16 +200,6 @@ def test_after_a_signal_a_collective_that_fails_because_another_rank_left_is_no_
     assert re.search(r"rank 0: a signal came, and no step boundary before this: .+ at step 7 in forward", said)
 
 
-def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again_and_finishes(tmp_path, base):
-    with torchrun(tmp_path, RANK_1_HANGS, base.keys, "--max-restarts", 3) as agent:
-        output, _ = agent.communicate(timeout=PATIENCE_S)
-    assert agent.returncode == 0, output
-    assert re.search(r"^rank 1 behind: step 7 in data, for \d+ s, in fault \(worker\.py:\d+\)$", output, re.MULTILINE)
-    assert re.search(r"^rank 0 in front: step 7 in forward, for \d+ s, in all_reduce \(", output, re.MULTILINE)
-    assert "resumed at step 4" in output
-    assert same_bits(Record(tmp_path / "run"), base.truth)
-
-
 def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):
     monkeypatch.setattr(found, "Claim", partial(job.Claim, patience_s=0))
     first = job.Claim(tmp_path / "run")
@@ -192,7 +213,7 @@ def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):
 def test_a_second_writer_is_refused_and_a_killed_agent_leaves_no_orphan_and_a_run_that_goes_on(
     tmp_path, base, capsys, monkeypatch
 ):
-    with torchrun(tmp_path, WAIT_FOR_A_SIGNAL, base.keys) as agent:
+    with torchrun(tmp_path, WAITING, base.keys) as agent:
         pids = workers(tmp_path, agent)
         monkeypatch.setattr(found, "Claim", partial(job.Claim, patience_s=0))
         alone = base.keys | {"mesh.dp_shard": 1}
