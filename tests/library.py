@@ -34,7 +34,7 @@ def library() -> list[list[list[int]]]:
         [],
         [[5] * 20, [], [7] * 20],
         [[7] * 512, [8] * 512],
-        [[9] * 600],
+        [[min(TOKENIZER.continuing_ids), *[9] * 600]],
     ]
 
 
