@@ -23,7 +23,7 @@ from dtmega.data.cut import Targets, cut_table
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import TrainBatches
 from dtmega.data.merged_spans import longest
-from dtmega.data.objectives import IGNORED, SEPARATE_SPANS, SPANS, Objective
+from dtmega.data.objectives import IGNORED, MASKED, SEPARATE_SPANS, SPANS, Objective, check_keys
 from dtmega.data.rows import Rows
 from dtmega.data.sentinels import Marks, marks
 from dtmega.data.spans import SpanSample
@@ -459,6 +459,25 @@ def test_what_just_holds_a_sample_is_accepted(dataset, objective, keys):
     assert list(batch["tokens"].shape) == [4, data.seq_len]
     assert list(batch["labels"].shape) == [4, data.decoder_length]
     assert all(unpadded(batch, b)[2][-1] == MARKS.end or data.sentinels != 100 for b in range(4))
+
+
+@pytest.mark.parametrize(
+    ("objective", "key", "value"),
+    [
+        (SPANS, "max_span", 3),
+        (SPANS, "short_seq_prob", 0.0),
+        (SEPARATE_SPANS, "mean_span", 2.0),
+        (SEPARATE_SPANS, "max_ngram", 2),
+        (MASKED, "decoder_seq_len", 9),
+        (MASKED, "sentinels", 9),
+    ],
+)
+def test_a_key_of_another_objective_is_refused(objective, key, value):
+    check_keys(Data(), objective)
+    with pytest.raises(
+        ValueError, match=rf"^{key}={value} means nothing to a model that is trained on {objective.aim}"
+    ):
+        check_keys(Data(**{key: value}), objective)
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_key_of_data_that_the_objective_does_not_read_is_refused(tmp_path, obj
     for key in others:
         value = {"short_seq_prob": "0.2", "mask_prob": "0.2", "max_ngram": "2"}.get(key, "true")
         cfg = config.load([*flags, f"--data.{key}", value])
-        with pytest.raises(ValueError, match=rf"^{key}=\w.* means nothing .*\(\[data\] {key}, \[model\] name\)"):
+        with pytest.raises(ValueError, match=rf"^{key}=\w.* means nothing .*\(\[data\] {key}, \[data\] objective, "):
             open_text(cfg, objective)
 
 

@@ -261,7 +261,7 @@ def check_keys(data: Data, objective: Objective) -> None:
         if key in foreign and getattr(data, key) != field.default:
             raise ValueError(
                 f"{key}={getattr(data, key)} means nothing to a model that is trained on {objective.aim}: expected "
-                f"{field.default}, or another model ([data] {key}, [model] name)"
+                f"{field.default}, or another objective or model ([data] {key}, [data] objective, [model] name)"
             )
 
 

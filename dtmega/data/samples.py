@@ -74,7 +74,7 @@ class Samples:
         if self.n_tokens <= seq_len:
             there = counted(len(dataset.document_index) - 1, "document")
             raise ValueError(
-                f"{dataset.prefix}: expected at least seq_len + 1 = {seq_len + 1} tokens for '{split}', got "
+                f"{dataset.prefix}: expected at least {seq_len} + 1 = {seq_len + 1} tokens for '{split}', got "
                 f"{counted(max(self.n_tokens, 0), 'token')} in {max(documents[1] - documents[0], 0)} of {there}. "
                 f"[data] split deals out whole documents: cut the text into more of them (python -m dtmega tokenize "
                 f"--split-documents), or leave a part out ([data] split = '1,0,0': all to train); or take a shorter "
