@@ -24,6 +24,7 @@ from dtmega.checkpoint.resume import State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed import IndexedWriter
+from dtmega.megatron.translate import THEIR_T5
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +76,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"model.name": "t5", "model.n_layers": 3, "model.n_decoder_layers": 2, "model.inner_dropout": 0.1}
     | {"model.relative_buckets": 8, "model.relative_max_distance": 20, "model.kv_channels": 8, "optim.lr": 3e-3}
     | {"data.decoder_seq_len": 12, "data.mask_prob": 0.25, "data.mean_span": 2.0, "data.sentinels": 8},
+}
+# Another form of a family, with other data, by the objective that it is trained for: Megatron's T5.
+FORMS: dict[str, dict[str, Any]] = {
+    "separate-spans": {k: v for k, v in FAMILIES["t5"].items() if "relative" not in k and k != "data.mean_span"}
+    | {f"model.{k}": v for k, v in THEIR_T5.items()}
+    | {"model.max_position_embeddings": 24, "model.activation": "gelu_tanh", "model.inner_dropout": 0.0},
 }
 
 
@@ -160,6 +167,31 @@ LAYOUTS["bert, dp_shard 3"] = (
     BERT | {"mesh.dp_shard": 3, "batch.global_batch_size": 9, "batch.micro_batch_size": 1},
 )
 LAYOUTS["bert, V 131, pp 2 x tp 2"] = (4, BERT | V131 | {"mesh.pp": 2, "mesh.tp": 2} | PAIRS)
+# T5 has two stacks, of which a pipeline hands on two tensors, and what all layers of a stack share. Its two forms have
+# other positions, norms and heads, and other samples: of Megatron's the encoder's have padding, too.
+T5, SPLIT = {"model.name": "t5"}, {"pipeline.split": 2}
+MEGATRON = T5 | {"data.objective": "separate-spans"}
+OF_T5: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: LAYOUTS[name] for name in ("tp 2, no sequence parallel", "tp 3", "dp_replicate 2", "HSDP 2 x 2")},
+    **{name: LAYOUTS[name] for name in ("pp 2, Interleaved1F1B", "pp 4", "V 131, dp_shard 4")},
+    **{name: LAYOUTS[name] for name in ("V 128 padded to 144, tp 4", "microbatches of 8", "recompute selective")},
+    **{name: LAYOUTS[name] for name in ("compile", "compile, tp 2", "bf16, tp 2", "bf16, dp_shard 2")},
+    "pp 3, split": (3, {"mesh.pp": 3} | SPLIT | PAIRS),
+    "pp 4, split": (4, {"mesh.pp": 4} | SPLIT),
+    "V 131, pp 2 x tp 2": (4, V131 | {"mesh.pp": 2, "mesh.tp": 2} | PAIRS | TENSORBOARD),
+    "dp_shard 3": (3, {"mesh.dp_shard": 3, "batch.global_batch_size": 9, "batch.micro_batch_size": 1} | AS_USED),
+    "recompute 2 at a time, dp_shard 2": (2, {"recompute.mode": "full", "recompute.layers": 2, "mesh.dp_shard": 2}),
+    "fp16, tp 2": (2, {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14} | TP2),
+    "fp16, pp 2": (2, {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14, "mesh.pp": 2}),
+}
+OF_MEGATRON: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: LAYOUTS[name] for name in ("tp 2", "dp_shard 2", "pp 2, 1F1B", "pp 2, ZBVZeroBubble", "compile")},
+    "V 131, pp 3": (3, V131 | {"mesh.pp": 3, "pipeline.stages": [[0, 1], [2, 3], [4]]} | PAIRS),
+    "V 131, tp 3": (3, V131 | LAYOUTS["tp 3"][1]),
+    "fp16, tp 2": OF_T5["fp16, tp 2"],
+}
+LAYOUTS |= {f"t5, {name}": (n, T5 | keys) for name, (n, keys) in OF_T5.items()}
+LAYOUTS |= {f"t5 of megatron, {name}": (n, MEGATRON | keys) for name, (n, keys) in OF_MEGATRON.items()}
 # Relative to one process, the largest over 20 steps: loss and gradient norm; at the end: each parameter, all of them.
 FP32 = {"loss": 1e-5, "grad_norm": 1e-4, "parameter": 1e-4, "model": 1e-4}
 # bf16 rounds each product to 2^-9 = 2e-3. No bound on single parameters: the gradient of the keys' biases is zero but
@@ -170,13 +202,14 @@ BOUNDS = {"float32": FP32, "bfloat16": BF16_BOUND, "float16": FP16_BOUND}
 
 
 def family(keys: Mapping[str, Any]) -> str:
-    """The one that `keys` are about."""
-    return keys.get("model.name", "bloom")
+    """The one that `keys` are about, or the form of one."""
+    objective = keys.get("data.objective")
+    return objective if objective in FORMS else keys.get("model.name", "bloom")
 
 
 def debug_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of the debug model that `keys` are about."""
-    return {**FAMILIES[family(keys)], **keys}
+    return {**(FAMILIES | FORMS)[family(keys)], **keys}
 
 
 def truth_keys(keys: dict[str, Any]) -> dict[str, Any]:
@@ -269,13 +302,14 @@ def write_text(folder: Path, n_sentinels: int = 0) -> dict[str, str]:
     return {"data.path": str(folder / "text"), "data.tokenizer": str(folder / "tokenizer.json")}
 
 
-def write_sentences(folder: Path) -> dict[str, str]:
+def write_sentences(folder: Path, n_words: int = 123) -> dict[str, str]:
     """The same for models that read sentences: documents of 1 to 12 that count on, and their vocabulary.
 
     Every third word goes on the word before.
     """
-    words = [f"##w{i}" if i % 3 == 0 else f"w{i}" for i in range(123)]
+    words = [f"##w{i}" if i % 3 == 0 else f"w{i}" for i in range(n_words)]
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    folder.mkdir(exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(special + words) + "\n")
     rng = np.random.default_rng(0)
     with IndexedWriter(folder / "sentences", np.dtype(np.uint16)) as writer:
@@ -287,10 +321,13 @@ def write_sentences(folder: Path) -> dict[str, str]:
 
 
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
-    """What each family reads."""
+    """What each family reads, and each form of one."""
     text, sentences = write_text(folder), write_sentences(folder)
     found = {name: sentences if families.FAMILIES[name].objectives["auto"].sentences else text for name in FAMILIES}
-    return found | {"t5": write_text(folder / "t5", n_sentinels=FAMILIES["t5"]["data.sentinels"])}
+    n_sentinels = FAMILIES["t5"]["data.sentinels"]
+    found["t5"] = write_text(folder / "t5", n_sentinels)
+    found["separate-spans"] = write_sentences(folder / "separate-spans", 123 - len(["[BOS]", "[EOS]"]) - n_sentinels)
+    return found
 
 
 def train_debug_model(n: int, keys: dict[str, Any], folder: Path, plant: Callable[[], None] | None = None) -> Run:

@@ -1,4 +1,4 @@
-"""models/show.py: what is shown of a BERT; what is shown of a decoder is in test_generate.py and test_loop.py."""
+"""models/show.py: what is shown of a BERT and of a T5; of a decoder it is in test_generate.py and test_loop.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.data.tokenizer import load_tokenizer
-from dtmega.models.show import filled, masked
+from dtmega.models.show import answered, filled, masked
 from dtmega.models.stage import Stage
-from tests.layouts import FAMILIES, PAIRS, write_sentences
+from tests.layouts import FAMILIES, PAIRS, write_data
 from tests.resumed import Training, train_all
 
 TOKENIZER = load_tokenizer("stdlib-wordpiece")
@@ -99,9 +99,68 @@ def test_the_padding_of_a_prompt_does_not_change_what_a_bert_fills_in():
     assert len(shown) == 1
 
 
+# ------------------------------------------------------------------------------------------------------------- answers
+
+FIRST, START, END = 8194, 8192, 8193  # behind the 8,192 of this vocabulary: [BOS], [EOS], then sentinels
+
+
+class Saying(Stage):
+    """Says what it is made with, and notes what it reads; ids that the run does not have are more probable."""
+
+    def __init__(self, said: list[int]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.said = said
+        self.read: list[int] = []
+
+    def forward(
+        self, tokens: Tensor, said: Tensor | None = None, *, document_ids: Tensor, places: Tensor, **_: Any
+    ) -> Any:
+        if said is None:
+            self.read = tokens[document_ids == 0].tolist()
+            return {"encoded": tokens}
+        assert said[0, 0] == START
+        logits = torch.full((*said.shape, FIRST + 100 + 8), -30.0)
+        for place, i in enumerate(self.said):
+            logits[0, place, i] = 9.0
+        logits[..., FIRST + 100 :] = 50.0
+        return logits
+
+
+def show(prompt: str, said: list[int], **keys: Any) -> tuple[str, list[int]]:
+    model = Saying(said)
+    return answered(model, TOKENIZER, prompt, tokens=len(said), temperature=0, **keys), model.read
+
+
+def test_each_span_that_is_hidden_is_shown_with_what_the_decoder_says_behind_its_sentinel():
+    prompt = "def <extra_id_0>(self): return <extra_id_2>, <extra_id_1>"
+    said = [*ids("nothing"), FIRST, *ids("name it"), FIRST + 2, *ids("result"), START, FIRST + 3, *ids("more"), END, 7]
+    shown, read = show(prompt, said)
+    assert shown == f"{prompt}\n<extra_id_0>: nothing name it\n<extra_id_2>: result\n<extra_id_1>: "
+    return_, comma = ids("(self): return"), ids(",")
+    assert read == [*ids("def"), FIRST, *return_, FIRST + 2, *comma, FIRST + 1, END]
+
+
+def test_what_is_read_ends_as_in_the_samples_of_its_objective():
+    assert show("a <extra_id_0>", [FIRST], objective="separate-spans")[1] == [*ids("a"), FIRST]
+    assert show("a <extra_id_0>", [FIRST])[1] == [*ids("a"), FIRST, END]
+
+
+def test_a_prompt_without_a_hidden_span_gets_one_at_its_end():
+    shown, read = show("x = ", [FIRST, *ids("y"), END])
+    assert shown == "x = <extra_id_0>\n<extra_id_0>: y"
+    assert read == [*ids("x ="), FIRST, END]
+
+
+def test_a_sentinel_that_the_run_did_not_have_is_refused():
+    with pytest.raises(ValueError, match=r"<extra_id_3> is not there: .* from 0 to 2 \(--prompt, .*\[data\] sentinels"):
+        show("<extra_id_3>", [], sentinels=3)
+
+
 # -------------------------------------------------------------------------------------------------------------- runs
 
 PROMPT = "w1 [MASK] w4[MASK] w6"
+HIDDEN = "w1 w2 <extra_id_0> w5 w6 <extra_id_1>"
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "tp 2": (2, {"mesh.tp": 2} | PAIRS),
@@ -111,12 +170,18 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Two steps of BERT's debug model on each mesh; the folder has what was printed in stdout-0."""
+    """Two steps of two debug models on each mesh; the folder has what was printed in stdout-0."""
     folder = tmp_path_factory.mktemp("runs")
-    keys = FAMILIES["bert"] | write_sentences(folder)
-    keys |= {"train.steps": 2, "train.drift_interval": 0, "eval.interval": 0, "eval.prompt": PROMPT}
-    train_all([Training(n, keys | mesh, folder / name) for name, (n, mesh) in MESHES.items()])
-    return {name: folder / name for name in MESHES}
+    data = write_data(folder)
+    short = {"train.steps": 2, "train.drift_interval": 0, "eval.interval": 0, "eval.sample_tokens": 9}
+    trainings = []
+    # A new T5 whose head is its embedding says what it has said before: nothing but an end.
+    shows = {"bert": {"eval.prompt": PROMPT}, "t5": {"eval.prompt": HIDDEN, "model.tied": False}}
+    for family, of_family in shows.items():
+        keys = FAMILIES[family] | data[family] | short | of_family
+        trainings += [Training(n, keys | mesh, folder / family / name) for name, (n, mesh) in MESHES.items()]
+    train_all(trainings)
+    return {f"{training.folder.parent.name}, {training.folder.name}": training.folder for training in trainings}
 
 
 def shown(run: Path) -> str:
@@ -124,18 +189,34 @@ def shown(run: Path) -> str:
 
 
 def test_a_run_ends_with_its_prompt_filled_alike_on_one_process_and_over_tp(runs):
-    prompt, *fills = shown(runs["1"]).split("\n")
+    prompt, *fills = shown(runs["bert, 1"]).split("\n")
     assert prompt == PROMPT
     assert [len(re.findall(r"\S+ \d+\.\d%", line)) for line in fills] == [5, 5]
-    assert shown(runs["tp 2"]) == shown(runs["1"])
+    assert shown(runs["bert, tp 2"]) == shown(runs["bert, 1"])
 
 
 def test_a_pipeline_names_the_command_that_fills_and_that_fills_as_one_process_does(runs, capsys):
-    assert f"for a sample: python -m dtmega generate --run {runs['pp 2']}" in (runs["pp 2"] / "stdout-0").read_text()
-    assert command(["generate", "--run", str(runs["pp 2"]), "--prompt", PROMPT]) == 0
-    assert capsys.readouterr().out == f"{shown(runs['1'])}\n"
-    assert command(["generate", "--run", str(runs["1"]), "--prompt", "[MASK]", "--top-k", "2"]) == 0
+    assert (
+        f"for a sample: python -m dtmega generate --run {runs['bert, pp 2']}"
+        in (runs["bert, pp 2"] / "stdout-0").read_text()
+    )
+    assert command(["generate", "--run", str(runs["bert, pp 2"]), "--prompt", PROMPT]) == 0
+    assert capsys.readouterr().out == f"{shown(runs['bert, 1'])}\n"
+    assert command(["generate", "--run", str(runs["bert, 1"]), "--prompt", "[MASK]", "--top-k", "2"]) == 0
     assert len(re.findall(r"\d%", capsys.readouterr().out)) == 2
+
+
+def test_a_run_of_a_t5_ends_with_its_hidden_spans_and_on_any_mesh_they_are_those_of_one_process(runs, capsys):
+    prompt, *spans = shown(runs["t5, 1"]).split("\n")
+    assert prompt == HIDDEN
+    assert [line.partition(": ")[0] for line in spans] == ["<extra_id_0>", "<extra_id_1>"]
+    assert re.search(r"w\d+ w\d+", shown(runs["t5, 1"]).removeprefix(HIDDEN))
+    assert shown(runs["t5, tp 2"]) == shown(runs["t5, 1"])
+    assert f"dtmega generate --run {runs['t5, pp 2']}" in (runs["t5, pp 2"] / "stdout-0").read_text()
+    options = ["--tokens", "9", "--seed", "1234"]  # as the run's own
+    for name in ("t5, 1", "t5, pp 2"):
+        assert command(["generate", "--run", str(runs[name]), "--prompt", HIDDEN, *options]) == 0
+        assert capsys.readouterr().out == f"{shown(runs['t5, 1'])}\n"
 
 
 @pytest.mark.parametrize(
@@ -146,5 +227,5 @@ def test_a_pipeline_names_the_command_that_fills_and_that_fills_as_one_process_d
     ],
 )
 def test_what_cannot_be_filled_is_refused_in_one_line(runs, options, message, capsys):
-    assert command(["generate", "--run", str(runs["1"]), *options]) == 2
+    assert command(["generate", "--run", str(runs["bert, 1"]), *options]) == 2
     assert capsys.readouterr() == ("", message)

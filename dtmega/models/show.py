@@ -155,11 +155,12 @@ def answered(
         seed=seed,
         **options,
     )
-    spans = by_sentinel(said, known)
+    numbers = [int(number) for number in SENTINEL.findall(prompt)]
+    spans = by_sentinel(said, known, first=numbers[0])
     lines = [prompt]
-    for found in SENTINEL.finditer(prompt):
-        text = [i for i in spans.get(int(found[1]), []) if i < tokenizer.vocab_size]
-        lines.append(f"{found[0]}: {tokenizer.decode(text)}")
+    for number in numbers:
+        text = [i for i in spans.get(number, []) if i < tokenizer.vocab_size]
+        lines.append(f"<extra_id_{number}>: {tokenizer.decode(text)}")
     return "\n".join(lines)
 
 
@@ -181,11 +182,14 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
     return ids
 
 
-def by_sentinel(said: list[int], known: Marks) -> Mapping[int, list[int]]:
-    """What a decoder has said behind each sentinel, by its number; what it says before the first one is for none."""
+def by_sentinel(said: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
+    """What a decoder has said behind each sentinel, by its number.
+
+    One that has learnt little says something before any sentinel: that counts for the `first` number.
+    """
     numbers = {i: number for number, i in enumerate(known.sentinels)}
     spans: dict[int, list[int]] = {}
-    span: list[int] = []
+    span = spans.setdefault(first, [])
     for i in said:
         if i in numbers:
             span = spans.setdefault(numbers[i], [])
