@@ -23,10 +23,11 @@ from dtmega.data.exported import Vocabulary
 from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Objective
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.formats.format import Format
-from dtmega.formats.sources import Renamed, Source
+from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs, closest
 from dtmega.hf import config_json, ours
 from dtmega.hf import export as hf_export
+from dtmega.hf import theirs as hf_theirs
 from dtmega.hf.files import has_weights
 from dtmega.megatron import names as megatron
 from dtmega.mesh import World
@@ -391,9 +392,10 @@ class Transformers:
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         with torch.device("meta"):
             built = HF(model)
-        theirs = {stored: name for name, stored in hf_resolve.stored_names(built).items()}
+        parameters = {built.full_name(name): parameter.detach() for name, parameter in built.named_parameters()}
+        saved = hf_theirs.saved(source, built.hf, parameters)
         described = {"architectures": [type(built.hf).__name__]}
-        hf_export.export(Renamed(source, theirs), folder, described, Path(model.directory), tokenizer, **options)
+        hf_export.export(saved, folder, described, Path(model.directory), tokenizer, **options)
 
 
 FAMILIES: dict[str, Family] = {

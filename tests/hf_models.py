@@ -91,6 +91,18 @@ TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_GQA, "head_dim": 16}),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", _GQA),
 }
+_EXPERTS = {**_GQA, "intermediate_size": 48, "num_experts_per_tok": 2, "pad_token_id": None}
+# Mixtures: the hub has their experts one by one, the model has them stacked.
+MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_EXPERTS, "num_local_experts": 4, "sliding_window": 6}),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {**_EXPERTS, "num_experts": 6, "num_experts_per_tok": 3}),
+    # Whose first layer has none.
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "mlp_only_layers": [0]},
+    ),
+}
 # A model with another model in it, which initialises its values in its own way.
 NESTED: dict[str, Any] = {
     "text_config": {**_GQA, "vocab_size": 131, "head_dim": 16},
@@ -98,7 +110,7 @@ NESTED: dict[str, Any] = {
     "mm_tokens_per_image": 4,
 }
 # transformers imports a model when it is asked for; once here, and not on every rank.
-for _model_class, _, _ in (MODELS | VARIANTS | TRAINED).values():
+for _model_class, _, _ in (MODELS | VARIANTS | TRAINED | MIXTURES).values():
     getattr(transformers, _model_class)
 
 
@@ -121,7 +133,7 @@ class Case:
 def plain(case: Case) -> Any:
     """The model as transformers makes it, without dropout; the same values whatever was drawn before."""
     torch.manual_seed(0)
-    model_class, config_class, keys = (MODELS | VARIANTS | TRAINED)[case.name]
+    model_class, config_class, keys = (MODELS | VARIANTS | TRAINED | MIXTURES)[case.name]
     keys = dict(keys)
     attention = keys.pop("attn_implementation", None)
     if case.kv_heads:

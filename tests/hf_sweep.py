@@ -34,7 +34,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # Families with a plan of transformers' own: the part of its class names before `Config` and `ForCausalLM`.
 NATIVE = ("Olmo", "Olmo2", "Olmo3", "Phi3", "Phi", "Starcoder2", "Gemma", "Gemma2", "Gemma3", "Cohere", "Cohere2")
-NATIVE += ("Glm", "Glm4", "SmolLM3", "Granite", "Exaone4", "Ernie4_5", "Arcee")
+NATIVE += ("Glm", "Glm4", "SmolLM3", "Granite", "Exaone4", "Ernie4_5", "Arcee", "Mixtral", "Olmoe", "Qwen3Moe")
 
 
 def cases(name: str) -> list[Case]:

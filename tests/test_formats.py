@@ -97,9 +97,15 @@ def two_in_one(theirs_fused: bool) -> tuple[Tensors, Tensors]:
     return (apart, joined) if theirs_fused else (joined, apart)
 
 
-def experts() -> tuple[Tensors, Tensors]:
-    theirs = {f"layers.2.experts.{i}.w1.weight": drawn(F, D) + i for i in range(E)}
-    return {"layers.2.mlp.experts.up": torch.stack([*theirs.values()])}, theirs
+def experts(*names: str) -> tuple[Tensors, Tensors]:
+    """Matrices of these names for each expert, and one tensor that stacks the experts, the names side by side."""
+    theirs: Tensors = {}
+    entries: list[Tensor] = []
+    for i in range(E):
+        parts = {f"layers.2.experts.{i}.{name}.weight": drawn(F, D) + i + j / 8 for j, name in enumerate(names)}
+        theirs |= parts
+        entries.append(torch.cat([*parts.values()]))
+    return {"layers.2.mlp.experts": torch.stack(entries)}, theirs
 
 
 APART = tuple(f"layers.{{}}.{n}." for n in "qkv")
@@ -116,7 +122,18 @@ FORMS: dict[str, tuple[Rule, Heads, Callable[[], tuple[Tensors, Tensors]]]] = {
         Heads(1, 1),
         lambda: two_in_one(True),
     ),
-    "stack": (Rule("layers.{}.mlp.experts.up", "layers.{}.experts.{}.w1.weight", "stack"), Heads(1, 1), experts),
+    "stack": (
+        Rule("layers.{}.mlp.experts", "layers.{}.experts.{}.w2.weight", "stack"),
+        Heads(1, 1),
+        lambda: experts("w2"),
+    ),
+    "stack concat": (
+        Rule(
+            "layers.{}.mlp.experts", tuple(f"layers.{{}}.experts.{{}}.{n}.weight" for n in ("w1", "w3")), "stack concat"
+        ),
+        Heads(1, 1),
+        lambda: experts("w1", "w3"),
+    ),
 }
 
 

@@ -456,16 +456,98 @@ def test_convert_from_a_checkpoint_builds_no_more_than_is_stored(tmp_path: Path,
 # --------------------------------------------------------------------------------------------------------- mixtures
 
 
-def test_a_mixture_as_the_hub_has_it_is_refused_as_such_and_the_directory_that_the_message_tells_of_is_read(
+@pytest.mark.parametrize("joined", [False, True], ids=["as the hub has it", "joined"])
+@pytest.mark.parametrize("name", hf_models.MIXTURES)
+def test_a_mixture_is_read_whether_its_experts_are_stored_one_by_one_or_stacked(
+    tmp_path: Path, name: str, joined: bool
+):
+    tensors = saved(tmp_path, Case(name, tied=False), save_original_format=not joined)
+    assert any(".experts.0." in name for name in tensors) is not joined
+    assert_same_as_transformers(tmp_path)
+
+
+def test_of_experts_that_are_stored_one_by_one_those_that_are_asked_for_are_read(tmp_path: Path):
+    saved(tmp_path, Case("olmoe", tied=False))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    model = hf_models.plain(Case("olmoe", tied=False))
+    folder = open_folder(tmp_path, model)
+    box = (slice(1, 5), slice(30, 70), slice(8, 40))  # of four of six, the ends of gates and the starts of ups
+    assert torch.equal(folder.read(name, box), theirs(tmp_path)[name][box])
+    assert folder.bytes_read == 4 * 40 * 32 * 4
+
+
+def without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+
+
+def with_another_expert(tensors: dict[str, torch.Tensor]) -> None:
+    expert = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+    tensors[expert.format(4)] = tensors[expert.format(3)].clone()
+
+
+def with_a_wider_expert(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.block_sparse_moe.experts.1.w2.weight"] = torch.zeros(64, 50)
+
+
+def with_the_stack_too(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(4, 64, 48)
+
+
+def with_a_second_name(tensors: dict[str, torch.Tensor]) -> None:
+    expert = "model.layers.0.{}.experts.1.w2.weight"
+    tensors[expert.format("mlp")] = tensors[expert.format("block_sparse_moe")].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_an_expert, "has no 'model.layers.1.block_sparse_moe.experts.2.w3.weight' in its safetensors files"),
+        (with_another_expert, "has no place for model.layers.0.block_sparse_moe.experts.4.w1.weight"),
+        (with_a_wider_expert, "experts.1.w2.weight' of .* is [64, 50], but by config.json [64, 48]"),
+        (with_the_stack_too, "'model.layers.0.mlp.experts.down_proj' and .*experts.0.w2.weight' are there"),
+        (with_a_second_name, "expected one tensor for model.layers.0.mlp.experts.1.w2.weight"),
+    ],
+)
+def test_a_mixture_is_refused_unless_each_expert_is_there_once(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+):
+    tensors = saved(tmp_path, Case("mixtral", tied=False))
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+        ours(tmp_path)
+
+
+def test_a_form_of_the_hub_that_is_not_read_is_refused_as_such_and_the_directory_that_the_message_tells_of_is_read(
     tmp_path: Path,
 ):
-    mixture("Mixtral").save_pretrained(tmp_path / "hub")
-    message = r"is whole, but in the form of the hub, which is not read yet: '.*experts\.0\..*' is stored by itself"
+    """Three convolutions of a linear attention, of which the model makes one."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    kinds = ["linear_attention", "full_attention"]
+    cfg = transformers.OlmoHybridConfig(
+        **MIXTURE, **sizes, linear_value_head_dim=8, layer_types=kinds, eos_token_id=1, bos_token_id=0
+    )
+    transformers.OlmoHybridForCausalLM(cfg).save_pretrained(tmp_path / "hub")
+    message = r"is whole, but in a form of the hub that is not read: '.*k_conv1d.weight' is stored by itself"
     with pytest.raises(ValueError, match=message):
         ours(tmp_path / "hub")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
     whole.save_pretrained(tmp_path / "joined", save_original_format=False)
     assert_same_as_transformers(tmp_path / "joined")
+
+
+def test_the_noise_of_a_router_is_off_like_dropout_and_said(tmp_path: Path):
+    noisy = mixture("Mixtral").config
+    noisy.router_jitter_noise = 0.1
+    noisy.save_pretrained(tmp_path)
+    model = config_of(tmp_path).model
+    assert f"{tmp_path}: without its dropout (router_jitter_noise=0.1)" in families.of(model).notes(model)
+    with torch.device("meta"):
+        (block, _) = families.of(model).build(model).blocks()
+        theirs = transformers.MixtralForCausalLM(noisy)
+    assert block.mlp.jitter_noise == 0.0
+    # In a loop of one's own it stays, and the plan says so.
+    assert "jitter_noise=0.1): its masks are not those of one process" in str(plan_for(theirs))
 
 
 def test_the_coefficient_of_a_routers_loss_alone_is_no_reason_to_refuse(tmp_path: Path):
@@ -493,12 +575,23 @@ def on_one_rank() -> dict[str, list[str]]:
     return found
 
 
+def three_experts() -> Any:
+    cfg = transformers.MixtralConfig(**MIXTURE, num_local_experts=3)
+    return transformers.MixtralForCausalLM._from_config(cfg, attn_implementation="eager")
+
+
 def on_two_ranks() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    verified = str(verify_plan(mixture("Qwen3Moe"), mesh, generic=True)).splitlines()[-1]
-    model = parallelize_hf(mixture("Mixtral"), mesh, generic=True)  # which is proven first
-    experts = {n: p.placements for n, p in model.named_parameters() if ".experts." in n}
-    return {"verified": verified, "experts": experts}
+    eager = mixture("Mixtral")
+    eager.set_experts_implementation("eager")
+    models = {"Qwen3Moe": mixture("Qwen3Moe"), "eager": eager}
+    found: dict[str, Any] = {name: str(verify_plan(model, mesh)).splitlines()[-1] for name, model in models.items()}
+    # Both are proven first.
+    cut = parallelize_hf(mixture("Mixtral"), mesh).model.layers[0].mlp.experts
+    whole = parallelize_hf(three_experts(), mesh, generic=True).model.layers[0].mlp.experts
+    found["here"] = [cut.num_experts, *(list(p.to_local().shape) for p in cut.parameters())]
+    found["whole"] = [whole.num_experts, *(p.placements for p in whole.parameters())]
+    return found
 
 
 def test_on_one_rank_a_mixture_needs_no_words_and_computes_what_it_did():
@@ -506,13 +599,30 @@ def test_on_one_rank_a_mixture_needs_no_words_and_computes_what_it_did():
     assert found == {name: ["one rank: nothing is cut"] for name in MIXTURES}
 
 
-def test_generic_leaves_whole_what_transformers_plan_cuts_and_we_do_not_with_the_numbers_of_one_process():
-    with pytest.raises(ValueError, match=r"gate_up_proj, a parameter, .*generic=True\) leaves it whole"):
-        plan_for(mixture("Mixtral"))
-    assert "whole on every rank, though it says how to cut them" in str(plan_for(mixture("Mixtral"), generic=True))
+def test_a_rank_has_whole_experts_with_the_numbers_of_one_process():
     for found in ranks.run(2, on_two_ranks):
-        assert re.fullmatch(r"(\d+) of \1 comparisons within 2e-05", found["verified"])
-        assert {*found["experts"].values()} == {(Replicate(),)}
+        assert found.pop("here") == [2, [2, 64, 64], [2, 64, 32]]
+        assert found.pop("whole") == [3, (Replicate(),), (Replicate(),)]
+        for line in found.values():
+            assert re.fullmatch(r"(\d+) of \1 comparisons within 2e-05", line)
+
+
+def test_what_tp_cannot_share_of_a_mixture_is_refused_and_generic_leaves_it_whole():
+    model = three_experts()
+    with pytest.raises(
+        ValueError, match=r"tp=2 does not divide num_experts=3: 3 % 2 = 1, and a rank has whole experts"
+    ):
+        plan_for(model)
+    assert "whole on every rank, though it says how to cut them: model.layers.*.mlp.experts" in str(
+        plan_for(model, generic=True)
+    )
+    model = mixture("Mixtral")
+    rows = {**model.config.base_model_tp_plan}
+    del rows["layers.*.mlp.experts"]
+    model.config.base_model_tp_plan = rows
+    with pytest.raises(ValueError, match=r"gate_up_proj, a parameter, .*generic=True\) leaves it whole"):
+        plan_for(model)
+    assert "experts.gate_up_proj, model.layers" in str(plan_for(model, generic=True))
 
 
 def test_a_folder_of_a_cut_model_under_fsdp_knows_the_names_of_its_class(tmp_path: Path):

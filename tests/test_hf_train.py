@@ -24,9 +24,11 @@ LOSS, GRADIENT, STEPPED = 1e-6, 1e-5, 1e-4
 TIED = ("bloom", "gpt2", "qwen3", "opt")
 FAMILIES = ["bloom", "gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt"]
 CASES = [*(Case(name, tied=name in TIED) for name in FAMILIES), Case("qwen2 sliding")]
-# With a plan of transformers' own; the second has two matrices in one, which FSDP2 cuts along the other dim.
+# With a plan of transformers' own; the last has two matrices in one, which FSDP2 cuts along the other dim.
 CAPPED, DIVIDED = Case("gemma2"), Case("granite", tied=False)
 NATIVE, PACKED = Case("olmo2", tied=False), Case("phi3", tied=False)
+MIXTURES = [Case(name, tied=name == "qwen3_moe") for name in hf_models.MIXTURES]
+_, OLMOE, QWEN3_MOE = MIXTURES
 GPT2, UNKNOWN = Case("gpt2"), Case("gptj", tied=False)
 # The fused head is one for all families, and test_hf_plans.py has each of them on tp.
 ALONE = [case for case in CASES if case.name in ("bloom", "gpt2", "llama", "opt")]
@@ -34,17 +36,19 @@ ALONE = [case for case in CASES if case.name in ("bloom", "gpt2", "llama", "opt"
 STAGED = [Case("gemma3_text"), DIVIDED]
 OTHERS = ["arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2", "gemma", "gemma2", "olmo", "olmo2", "olmo3"]
 OTHERS += ["phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
-EVERY = [*CASES, *STAGED, *(Case(name, tied=i % 2 == 0) for i, name in enumerate(OTHERS))]
+EVERY = [*CASES, *STAGED, *MIXTURES, *(Case(name, tied=i % 2 == 0) for i, name in enumerate(OTHERS))]
 # Layout -> what is trained there.
 EVERYWHERE = {
     "1": [*ALONE, UNKNOWN, CAPPED, DIVIDED],
-    "tp 2": [*ALONE, NATIVE, CAPPED],
-    "pp 2": [*ALONE, Case("gpt_neox", tied=False), Case("qwen2 sliding"), *STAGED],
-    "dp 2": [GPT2, UNKNOWN],
+    "tp 2": [*ALONE, OLMOE, CAPPED],
+    "pp 2": [*ALONE, Case("gpt_neox", tied=False), *STAGED, QWEN3_MOE],
+    "dp 2": [GPT2, UNKNOWN, QWEN3_MOE],
     "tp 2 x dp 2": [GPT2, PACKED],
 }
 REPEATING = {"tp 2 x dp 2, recompute": CASES, "pp 2": EVERY, "pp 2 x tp 2": EVERY}
-REPEATING |= {layout: [case for case in CASES if case not in ALONE] for layout in ("1", "tp 2")}
+REPEATING |= {layout: [*(case for case in CASES if case not in ALONE), *MIXTURES] for layout in ("1", "tp 2")}
+REPEATING["tp 2"].append(NATIVE)
+REPEATING |= {"dp 2": MIXTURES, "tp 2 x dp 2": MIXTURES}
 # What is saved where, and where it is read.
 WRITERS = {
     "4": ("tp 2 x dp 2", GPT2),
@@ -52,6 +56,7 @@ WRITERS = {
     "1": ("1", GPT2),
     "pp": ("pp 2", GPT2),
     "packed": ("tp 2 x dp 2", PACKED),
+    "experts": ("tp 2 x dp 2", QWEN3_MOE),
 }
 READERS = {
     "4": ["1", "pp 2"],
@@ -59,6 +64,7 @@ READERS = {
     "1": ["tp 2 x dp 2"],
     "pp": ["tp 2 x dp 2", "1"],
     "packed": ["tp 2"],
+    "experts": ["1", "pp 2"],
 }
 DRAWN = ["1", "tp 2", "pp 2", "dp 2"]
 

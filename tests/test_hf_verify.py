@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -372,6 +373,17 @@ def test_a_clone_is_small_and_keeps_what_decides_how_tp_cuts(what: str):
     small = tiny.tiny_config(config, tp)
     assert {key: getattr(small, key) for key in expected} == expected
     assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("dense", [{"mlp_only_layers": [0, 1, 3]}, {"decoder_sparse_step": 4}], ids=str)
+def test_the_small_clone_of_a_mixture_has_experts_more_than_a_token_visits(dense: dict[str, Any]):
+    sizes = {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    config = transformers.Qwen3MoeConfig(**sizes, **dense, pad_token_id=None)
+    clone = tiny.build(transformers.Qwen3MoeForCausalLM, tiny.tiny_config(config, 2), "eager")
+    experts = clone.model.layers[1].mlp.experts
+    assert experts.num_experts == 10  # of each rank more than one
+    assert clone.config.num_experts_per_tok == 8
+    assert sum(p.numel() for p in clone.parameters()) < 2_000_000
 
 
 def test_a_clone_is_alike_at_each_call_without_dropout_and_with_biases_that_are_not_zero():

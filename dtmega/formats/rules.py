@@ -2,7 +2,7 @@
 
     Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose")
     Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")
-    Rule("layers.{}.mlp.experts.up", "model.layers.{}.mlp.experts.{}.up_proj.weight", "stack")
+    Rule("layers.{}.mlp.experts.down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "stack")
 
 A name that ends in a dot is a module, and stands for its weight and its bias; any other is a tensor. `{}` is the number
 of a layer. A form is one word or several:
@@ -13,19 +13,21 @@ of a layer. A form is one word or several:
     heads       on one side the rows of q, then those of k, then of v, in three tensors or in one; on the other, in one
                 tensor, by head: [groups, (the group's q's, k, v), K]. That is ours, unless ours are several. Where
                 two tensors are named, they are k and v.
-    stack       theirs are numbered by one more `{}`, and are the entries of ours, [number of them, ...]
+    stack       theirs are numbered by one more `{}`, and are the entries of ours, [number of them, rows of each, ...];
+                with concat, the rows of several of theirs are those of one entry
 
-All of them move whole rows. So a form comes down to runs of rows, and whoever needs a box of a tensor reads the rows of
-that box, and no others.
+All of them move whole rows: of a stack those of all entries, one after the other. So a form comes down to runs of rows,
+and whoever needs a box of a tensor reads the rows of that box, and no others.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-VIEWS = ("transpose", "stack")  # change how the rows of theirs are seen; the other words, which rows are which
+VIEWS = ("transpose", "stack")  # change how rows are seen, of theirs or of ours; the other words, which rows are which
 WORDS = ("same", "concat", "heads", *VIEWS)
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -77,7 +79,7 @@ class Made(NamedTuple):
     Attributes:
         shape: of the tensor.
         runs: its rows in order, each once.
-        here: how its rows are seen, for rules speak of rows as ours have them: "", "transpose" or "stack".
+        here: how its rows are seen: "", "transpose" (they are columns), or "stack" (all rows of its entries are rows).
         there: likewise of the tensors on the other side.
     """
 
@@ -120,11 +122,14 @@ def translate(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) 
 
 def _add(found: Translation, ours: Mapping[str, Shape], rule: Rule, place: _Place, heads: Heads) -> None:
     """The tensors of one rule at one place."""
-    our_rows = {name: shape[0] for name, shape in ours.items()}
+    stacked = "stack" in rule.words
+    here, there = ("stack", "") if stacked else ("", "transpose" if "transpose" in rule.words else "")
+    n_dims = 2 if stacked else 1  # of ours, that are its rows
+    our_rows = {name: math.prod(shape[:n_dims]) for name, shape in ours.items()}
     total = sum(our_rows.values())
-    _, *width = next(iter(ours.values()))
-    their_rows = _their_rows(rule, place, total, heads)
-    view = next((word for word in VIEWS if word in rule.words), "")
+    first = next(iter(ours.values()))
+    width = first[n_dims:]
+    their_rows = _their_rows(rule, place, total, heads, n_entries=first[0])
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
@@ -132,23 +137,33 @@ def _add(found: Translation, ours: Mapping[str, Shape], rule: Rule, place: _Plac
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():
-        its = (Run(here, there, start, n) for mine, here, there, start, n in pieces if mine == name)
-        found.ours[name] = Made(shape, _merged(its), here="", there=view)
+        its = (Run(row, other, start, n) for mine, row, other, start, n in pieces if mine == name)
+        found.ours[name] = Made(shape, _merged(its), here, there)
+    their_runs: dict[str, list[Run]] = {name: [] for name in their_rows}
+    for mine, row, other, start, n in pieces:
+        their_runs[other].append(Run(start, mine, row, n))
     for name, rows in their_rows.items():
-        its = (Run(start, mine, here, n) for mine, here, there, start, n in pieces if there == name)
-        found.theirs[name] = Made(stored(view, (rows, *width)), _merged(its), here=view, there="")
+        found.theirs[name] = Made(stored(there, (rows, *width)), _merged(their_runs[name]), there, here)
 
 
-def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads) -> dict[str, int]:
-    """Name -> rows, as ours count them."""
+def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
+    """Name -> rows, as ours count them.
+
+    Args:
+        n_entries: of a stack.
+    """
     patterns = _several(rule.theirs)
     if "stack" in rule.words:
-        return {place.name(patterns[0], i): 1 for i in range(total)}
-    parts = (heads.n, heads.n_kv, heads.n_kv) if len(patterns) == 3 and "heads" in rule.words else (1,) * len(patterns)
+        names = [place.name(pattern, i) for i in range(n_entries) for pattern in patterns]
+        parts: tuple[int, ...] = (1,) * len(names)
+    else:
+        names = [place.name(pattern) for pattern in patterns]
+        by_head = len(patterns) == 3 and "heads" in rule.words
+        parts = (heads.n, heads.n_kv, heads.n_kv) if by_head else (1,) * len(patterns)
     if total % sum(parts):
         raise ValueError(f"{total} rows of '{rule.ours}' cannot be cut into {sum(parts)} equal parts")
     share = total // sum(parts)
-    return {place.name(pattern): share * part for pattern, part in zip(patterns, parts, strict=True)}
+    return {name: share * part for name, part in zip(names, parts, strict=True)}
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
@@ -214,7 +229,7 @@ def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 def stored(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
     """A value for each dim of a tensor as it is stored, from one for each dim as rules see it."""
-    return {"transpose": dims[::-1], "stack": dims[1:]}.get(view, dims)
+    return dims[::-1] if view == "transpose" else dims
 
 
 # ------------------------------------------------------------------------------------------------------------ names

@@ -53,6 +53,17 @@ class Renamed:
         return self._source.read(self._names[name], index)
 
 
+class Together:
+    """The tensors of several sources, no two of which have a name in common."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._source_of = {name: source for source in sources for name in source.tensors}
+        self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
+
+    def read(self, name: str, index: Index | None = None) -> Tensor:
+        return self._source_of[name].read(name, index)
+
+
 class Translated:
     """Tensors of one side of a `Translation`, made of those of the other side.
 
@@ -65,8 +76,8 @@ class Translated:
         """
         self._source = source
         self._made = made
-        there = source.tensors
-        dtypes = {name: [there[run.of][0] for run in its.runs] for name, its in made.items()}
+        self._there = source.tensors
+        dtypes = {name: [self._there[run.of][0] for run in its.runs] for name, its in made.items()}
         self.tensors = {
             name: (functools.reduce(torch.promote_types, dtypes[name]), its.shape) for name, its in made.items()
         }
@@ -74,11 +85,27 @@ class Translated:
     def read(self, name: str, index: Index | None = None) -> Tensor:
         """That part (None: all) of a tensor; of a transposed one a view that is not contiguous."""
         made = self._made[name]
-        rows, *others = _box(made, index)
+        box = _box(made, index)
+        if made.here == "transpose":
+            rows, *others = box[::-1]
+            return self._part(name, rows, others).t()
+        if made.here != "stack":
+            rows, *others = box
+            return self._part(name, rows, others)
+        entries, rows, *others = box
+        result = torch.empty([side.stop - side.start for side in box], dtype=self.tensors[name][0])
+        for at, entry in enumerate(range(entries.start, entries.stop)):
+            first = entry * made.shape[1]
+            result[at] = self._part(name, slice(first + rows.start, first + rows.stop), others)
+        return result
+
+    def _part(self, name: str, rows: slice, others: Sequence[slice]) -> Tensor:
+        """These rows, as rules see them, and of each the part that `others` says."""
+        made = self._made[name]
         needed = [_clipped(run, rows) for run in made.runs if run.at < rows.stop and rows.start < run.at + run.rows]
         if len(needed) == 1:
-            return _turned(made.here, self._rows(needed[0], others, made.there))
-        shape = [box.stop - box.start for box in (rows, *others)]
+            return self._rows(needed[0], others, made.there)
+        shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
         for stretch in _stretches(needed):
             first, last = stretch[0], stretch[-1]
@@ -88,32 +115,24 @@ class Translated:
                 at = run.at - rows.start
                 start = run.start - first.start
                 result[at : at + run.rows] = read[start : start + run.rows]
-        return _turned(made.here, result)
+        return result
 
     def _rows(self, run: Run, others: Sequence[slice], view: str) -> Tensor:
-        """Rows of a tensor of the source, as rules see them."""
+        """Rows of a tensor of the source, as rules see them; of a stack, of one of its entries."""
+        if view == "stack":
+            _, (_, rows_of_each, *_) = self._there[run.of]
+            entry, start = divmod(run.start, rows_of_each)
+            return self._source.read(run.of, (slice(entry, entry + 1), slice(start, start + run.rows), *others))[0]
         box = (slice(run.start, run.start + run.rows), *others)
         tensor = self._source.read(run.of, stored(view, box))
-        if view == "transpose":
-            return tensor.t()
-        return tensor[None] if view == "stack" else tensor
+        return tensor.t() if view == "transpose" else tensor
 
 
 def _box(made: Made, index: Index | None) -> Index:
-    """The box that an index into a tensor asks for, as rules see it."""
+    """The box that an index into a tensor asks for: bounds for each dim."""
     whole = index or (slice(None),) * len(made.shape)
     bounds = [s.indices(n) for s, n in zip(whole, made.shape, strict=True)]
-    box = tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
-    if made.here == "transpose":
-        return box[::-1]
-    return (slice(0, 1), *box) if made.here == "stack" else box
-
-
-def _turned(view: str, tensor: Tensor) -> Tensor:
-    """A tensor as it is stored, of one as rules see it."""
-    if view == "transpose":
-        return tensor.t()
-    return tensor[0] if view == "stack" else tensor
+    return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
 
 
 def _clipped(run: Run, rows: slice) -> Run:

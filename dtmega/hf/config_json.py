@@ -20,6 +20,8 @@ IMPLEMENTATION = re.compile(
 )
 # Keys that count what a model has a list of. Each of these has at least one tensor.
 COUNT = re.compile(r"(.*_)?(layers?|blocks?|experts?|depths?)")
+# Keys, and attributes of modules, that say how much is dropped or disturbed at random in training.
+NOISE = re.compile("drop|jitter")
 PLAUSIBLE = 1000  # is not held against the files; the deepest models that are published have a tenth of it
 
 

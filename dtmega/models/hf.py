@@ -58,6 +58,7 @@ _LIKE_LLAMA = Ends("layers", {"embed_tokens": None}, {"norm": nn.Identity})
 _ALIKE = (
     *("llama", "mistral", "qwen2", "qwen3", "arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2"),
     *("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3", "cohere", "cohere2", "glm", "glm4"),
+    *("mixtral", "olmoe", "qwen3_moe"),
 )
 ENDS = {
     **dict.fromkeys(_ALIKE, _LIKE_LLAMA),

@@ -50,7 +50,7 @@ def read_config(path: str) -> Any:
 
 
 def build(theirs: Any) -> Any:
-    """The model, with values not yet initialised, in fp32, without dropout."""
+    """The model, with values not yet initialised, in fp32, without dropout and other noise."""
     from transformers import AutoModelForCausalLM
 
     theirs = copy.deepcopy(theirs)
@@ -60,8 +60,8 @@ def build(theirs: Any) -> Any:
 
 
 def dropouts(theirs: Any) -> dict[str, float]:
-    """Keys that say how much is dropped."""
-    return {key: p for key, p in theirs.to_dict().items() if "drop" in key and isinstance(p, float)}
+    """Keys that say how much is dropped, or disturbed (the hidden state that a router sees)."""
+    return {key: p for key, p in theirs.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 
 def initial_values(path: str) -> dict[str, tuple[float, float]]:

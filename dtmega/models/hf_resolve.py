@@ -11,7 +11,7 @@ import torch
 from dtmega import config
 from dtmega.hf import config_json
 from dtmega.hf.files import has_weights
-from dtmega.models.hf import HF, blocks_of
+from dtmega.models.hf import blocks_of
 from dtmega.models.hf_directory import build, dropouts, read_config
 
 FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner")
@@ -124,20 +124,3 @@ def described(model: config.Model, trained: str) -> config.Model:
             f"([model] path)"
         )
     return model.model_copy(update=values)
-
-
-def stored_names(built: HF) -> dict[str, str]:
-    """Name of a parameter -> its name in a directory's files, tied ones once.
-
-    As `save_pretrained` calls them, which older versions of transformers and other programs read too.
-
-    Models for which it also computes other tensors (fused experts) keep the names of parameters: from_pretrained of
-    transformers 5 reads those of every family.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    parameters = {built.full_name(name): parameter.detach() for name, parameter in built.named_parameters()}
-    names = {id(tensor): name for name, tensor in revert_weight_conversion(built.hf, parameters).items()}
-    if any(id(tensor) not in names for tensor in parameters.values()):
-        return {name: name for name in parameters}
-    return {name: names[id(tensor)] for name, tensor in parameters.items()}

@@ -8,18 +8,19 @@ print(load_hf(model, directory, "cuda"))     # Read(bytes=..., of=...)
 
 from __future__ import annotations
 
-import copy
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from dtmega.formats.sources import Renamed
+from dtmega.formats.rules import Made, Translation
+from dtmega.formats.sources import Renamed, Source, Together, Translated
 from dtmega.formats.whole import aliases
+from dtmega.hf import theirs
 from dtmega.hf.files import TensorFiles
 from dtmega.hf.folder import Folder, keys_of
 from dtmega.shards import boxes
@@ -49,20 +50,50 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
             a tensor that the model has no place for.
     """
     files = TensorFiles(directory)
-    keys = places(files, model)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    pieces = theirs.in_pieces(theirs.conversions(model), shapes)
+    keys = places(files, model, pieces)
+    weights = _joined(files, keys, pieces, model)
     copies: dict[str, list[str]] = {}
-    for parameter, known_as in aliases(model):
-        copies[known_as[0]] = [name for name in known_as if name in keys]
+    for _, known_as in aliases(model):
+        copies[known_as[0]] = [name for name in known_as if name in weights.tensors]
         if not copies[known_as[0]]:
             raise ValueError(f"{directory} has no '{known_as[0]}' in its safetensors files")
         for name in copies[known_as[0]]:
-            files.check_weight(keys[name], tuple(parameter.shape))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+            if name in keys:
+                files.check_weight(keys[name], shapes[name])
     for name, buffer in model.state_dict().items():
-        if name in keys and name not in parameters:
+        if name in keys and name not in shapes:
             files.check_shape(keys[name], tuple(buffer.shape))
             copies[name] = [name]
-    return Folder(files, Renamed(files, keys), copies, TIED)
+    return Folder(files, weights, copies, TIED)
+
+
+def _joined(files: TensorFiles, keys: Mapping[str, str], pieces: Translation, model: Any) -> Source:
+    """The files' tensors by the model's names, each of which is stored by itself or in pieces.
+
+    Args:
+        keys: name of a tensor or of a piece -> key in the files.
+
+    Raises:
+        ValueError: pieces that are not all there, not of the right shape, or beside what they make.
+    """
+    stored = {name: key for name, key in keys.items() if name not in pieces.theirs}
+    made: dict[str, Made] = {}
+    for name, how in pieces.ours.items():
+        its = list(dict.fromkeys(run.of for run in how.runs))
+        there = [piece for piece in its if piece in keys]
+        if not there:
+            continue
+        if name in keys:
+            raise ValueError(f"{files.path}: '{keys[name]}' and '{keys[there[0]]}' are there, which is a piece of it")
+        if lost := [piece for piece in its if piece not in keys]:
+            called = theirs.saved_names(model, lost)[lost[0]]
+            raise ValueError(f"{files.path} has no '{called}' in its safetensors files")
+        for piece in its:
+            files.check_weight(keys[piece], pieces.theirs[piece].shape)
+        made[name] = how
+    return Together(Renamed(files, stored), Translated(Renamed(files, keys), made))
 
 
 @torch.no_grad()
@@ -104,19 +135,20 @@ def materialize(model: Any, device: str | torch.device) -> None:
     model.initialize_weights()
 
 
-def places(files: TensorFiles, model: Any) -> dict[str, str]:
-    """Name in the model -> key in the files, found as `from_pretrained` does: renamed, with or without the prefix of
-    the base model. Keys that transformers leaves out for the model's class are left out.
+def places(files: TensorFiles, model: Any, pieces: Translation) -> dict[str, str]:
+    """Name in the model, or of a piece -> key in the files, found as `from_pretrained` does: renamed, with or without
+    the prefix of the base model. Keys that transformers leaves out for the model's class are left out.
 
     Raises:
         ValueError: keys that have no place in the model, two that have the same, one whose tensor transformers would
-            convert.
+            convert in a way that is not understood here.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    rules = conversions(model)
+    rules = theirs.conversions(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    stacking = {pattern for rule in converters if theirs.understood(rule) for pattern in rule.source_patterns}
     names, prefix = model.state_dict(), model.base_model_prefix
     ignored = ignored_keys(model)
 
@@ -126,28 +158,18 @@ def places(files: TensorFiles, model: Any) -> dict[str, str]:
             name, converted = rename_source_key(key, [], [], prefix, names)
         if name not in names:
             return "" if ignored.search(name) else None
+        if converted in stacking:
+            piece, _ = rename_source_key(key, renamings, [], prefix, pieces.theirs)
+            return piece if piece in pieces.theirs else None
         if converted is not None:
             raise ValueError(
-                f"{files.path} is whole, but in the form of the hub, which is not read yet: '{key}' is stored by "
-                f"itself, and the model has '{name}', which transformers makes of such tensors (the experts of a "
-                f"mixture, say, stored one by one). A directory that is read: AutoModelForCausalLM.from_pretrained(DIR)"
-                f".save_pretrained(NEW, save_original_format=False)"
+                f"{files.path} is whole, but in a form of the hub that is not read: '{key}' is stored by itself, and "
+                f"the model has '{name}', which transformers makes of it. A directory that is read: "
+                f"AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW, save_original_format=False)"
             )
         return name
 
     return keys_of(files, name_of, type(model).__name__)
-
-
-def conversions(model: Any) -> list[Any]:
-    """The names that transformers changes, and the tensors it converts, when it loads a model of this class."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
-    if plain is not type(model):
-        # FSDP2 has given the model another class, and rules go by its name.
-        with torch.device("meta"):
-            model = plain(copy.deepcopy(model.config))
-    return get_model_conversion_mapping(model)
 
 
 def ignored_keys(model: Any) -> re.Pattern[str]:

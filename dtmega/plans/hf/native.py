@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtmega.plans.hf.experts import Experts
 from dtmega.plans.hf.packed import PackedColumn
 from dtmega.plans.hf.plan import (
     HFPlan,
@@ -38,12 +39,13 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: Whole(Stack(), of_heads=True),
     "embedding_rowwise": lambda: VocabEmbedding(Stack()),
     "replicate": lambda: Whole(Stack()),
+    "moe_tp_experts": Experts,
 }
 
 
 def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = False) -> HFPlan:
     """Args:
-        rest_whole: what the plan says and we have no word for (the experts of a mixture) is whole on every rank.
+        rest_whole: what the plan says and we have no word for, or what cannot be cut so, is whole on every rank.
 
     Raises:
         ValueError: heads that tp does not divide; a string we have no word for or a bare parameter, not `rest_whole`.
@@ -61,7 +63,10 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
             Stack()
         )
     whole: list[str] = []
+    mixtures = [pattern for pattern, string in strings.items() if string == "moe_tp_experts"]
     for pattern, string in strings.items():
+        if pattern.rpartition(".")[0] in mixtures:
+            continue  # how transformers cuts each expert; here they stay whole, each on one rank
         found = [module for _, module in matching(model, pattern)]
         is_parameter = any(_fits(name, pattern) for name, _ in model.named_parameters())
         if is_parameter or (found and string not in WORDS):
@@ -69,7 +74,11 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
                 raise ValueError(_no_word(config.model_type, string, pattern, is_parameter))
             whole.append(pattern)
         elif found and not any(module in (embedding, head) for module in found):
-            plan.table[pattern] = WORDS[string]()
+            style = WORDS[string]()
+            if pattern in mixtures and not _shares(style, found, tp, rest_whole):
+                whole.append(pattern)
+                continue
+            plan.table[pattern] = style
     copy_heads(plan, model)
     add_head(plan, model, loss_parallel)
     add_rest(plan, model, in_blocks=True)
@@ -80,6 +89,20 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
     if whole:
         plan.notes.append(f"whole on every rank, though it says how to cut them: {', '.join(whole)}")
     return plan
+
+
+def _shares(style: Any, experts: list[nn.Module], tp: int, rest_whole: bool) -> bool:
+    """Raises:
+    ValueError: tp ranks cannot share these experts, and they may not be whole on every rank.
+    """
+    try:
+        for module in experts:
+            style.check(module, tp)
+    except ValueError:
+        if not rest_whole:
+            raise
+        return False
+    return True
 
 
 def _no_word(family: str, string: str, pattern: str, is_parameter: bool) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from dtmega.hf.config_json import NOISE
 from dtmega.plans.base import Style
 from dtmega.plans.hf import families
 from dtmega.plans.hf.families import Attention, Family
@@ -209,12 +210,12 @@ def check_sizes(config: Any, family: Family, tp: int) -> None:
 
 
 def dropouts(model: Any) -> list[str]:
-    """Attributes of the model's modules that drop something in training, as `name=p`."""
+    """Attributes of the model's modules that drop or disturb something in training, as `name=p`."""
     found: dict[str, None] = {}
     for module in model.modules():
         values = {"dropout": module.p} if isinstance(module, nn.Dropout) else vars(module)
         for name, value in values.items():
-            if "drop" in name and isinstance(value, float) and value > 0:
+            if NOISE.search(name) and isinstance(value, float) and value > 0:
                 found[f"{name}={value}"] = None
     return list(found)
 

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtmega.hf.config_json import NOISE
+
 VOCAB, HEAD_DIM, POSITIONS, WINDOW = 131, 16, 64, 6
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
 HEADS = ("num_attention_heads", "num_heads", "n_head")
 HIDDEN = ("hidden_size", "d_model", "n_embd")
-FEED_FORWARD = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+FEED_FORWARD = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "moe_intermediate_size")
+EXPERTS, VISITED = ("num_local_experts", "num_experts", "n_routed_experts"), ("num_experts_per_tok",)
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "n_positions": POSITIONS, "sliding_window": WINDOW}
 TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
@@ -22,7 +25,8 @@ def tiny_config(config: Any, tp: int) -> Any:
     """The configuration with two layers (or one of each kind), few and small heads, and no dropout.
 
     What decides how tp cuts stays: whether keys have fewer heads than queries and than there are ranks, whether heads
-    make up the hidden size, ties, biases, norms, the kind of attention. Two heads a rank show a wrong order of them.
+    make up the hidden size, ties, biases, norms, the kind of attention. Two heads a rank show a wrong order of them, as
+    do two experts.
 
     Raises:
         ValueError: a model without heads (Mamba).
@@ -57,6 +61,14 @@ def tiny_config(config: Any, tp: int) -> Any:
     put(("head_dim", "d_kv"), HEAD_DIM)
     put(HIDDEN, small)
     put(FEED_FORWARD, 2 * small)
+    experts, visited = first(EXPERTS), first(VISITED)
+    if experts and visited and not getattr(config, "n_group", None):
+        # Two a rank or more, and more than a token visits.
+        put(EXPERTS, min(experts, tp * max(2, visited // tp + 1)))
+    # So that the second layer has experts, where any has.
+    put(("first_k_dense_replace",), 1)
+    put(("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
+    put(("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
     if getattr(config, "word_embed_proj_dim", None):
         new.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small // 2
     for key, value in SIZES.items():
@@ -67,7 +79,7 @@ def tiny_config(config: Any, tp: int) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         new.decoder_start_token_id = TOKENS["decoder_start_token_id"]
     for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float):
+        if NOISE.search(key) and isinstance(value, float):
             setattr(new, key, 0.0)
     new.dtype = torch.float32
     return new
@@ -90,7 +102,7 @@ def without_dropout(model: nn.Module) -> Any:
         if "drop" in type(module).__name__.lower():
             module.eval()
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if NOISE.search(name) and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
 
