@@ -1,4 +1,4 @@
-"""How long BERT's samples of a corpus of many sentences take to be there, and how fast batches are made.
+"""How long BERT's samples of a corpus of many sentences take to be there, and how fast its batches and T5's are made.
 
     python benchmarks/bert_data.py [--sentences 100000000] [--per-document 30]
 
@@ -22,7 +22,7 @@ from dtmega.config import Data
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.idx_file import HEADER, MAGIC
 from dtmega.data.indexed import IndexedDataset
-from dtmega.data.objectives import MASKED
+from dtmega.data.objectives import MASKED, SEPARATE_SPANS, SPANS, Objective
 from dtmega.data.pairs import PairSamples
 from dtmega.data.tokenizer import load_tokenizer
 
@@ -60,17 +60,18 @@ def start(prefix: Path, what: str) -> None:
     )
 
 
-def make_rows(seq_len: int, size: int) -> None:
+def make_rows(objective: Objective, seq_len: int, size: int) -> None:
     tokenizer = load_tokenizer("stdlib-wordpiece")
-    dataset = IndexedDataset(prepare_stdlib(tokenizer, in_sentences=True))
+    dataset = IndexedDataset(prepare_stdlib(tokenizer, in_sentences=objective.sentences))
     data = Data(seq_len=seq_len)
-    samples = MASKED.samples(dataset, (0, len(dataset.document_index) - 1), data, 1234, "train", 0)
-    rows = MASKED.rows(samples, data, tokenizer)
+    samples = objective.samples(dataset, (0, len(dataset.document_index) - 1), data, 1234, "train", 0)
+    rows = objective.rows(samples, data, tokenizer)
     begin_s, n = time.process_time(), 0
     while time.process_time() - begin_s < 3:
         rows[range(n, n + size)]
         n += size
-    print(f"S {seq_len}, {size} at a time: {n / (time.process_time() - begin_s):,.0f} samples/s", flush=True)
+    per_s = n / (time.process_time() - begin_s)
+    print(f"{objective.aim}: S {seq_len}, {size} at a time: {per_s:,.0f} samples/s", flush=True)
 
 
 def main() -> None:
@@ -78,9 +79,10 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=100_000_000)
     parser.add_argument("--per-document", type=int, default=30)
     args = parser.parse_args()
-    for seq_len in (128, 512):
-        for size in (8, 32, 128):
-            make_rows(seq_len, size)
+    for objective in (MASKED, SPANS, SEPARATE_SPANS):
+        for seq_len in (128, 512):
+            for size in (8, 32, 128):
+                make_rows(objective, seq_len, size)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         write_corpus(Path(folder, "corpus"), args.sentences, args.per_document)

@@ -92,7 +92,7 @@ class CutSamples(ABC):
         entry = keyed.permuted(i, self.n_samples, f"{self.stream}/{epoch}/samples")
         return self._table[entry].tolist()
 
-    def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+    def n_kept(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens of samples that some epoch reads, of all that stand in their sentences."""
         return lengths
 
@@ -105,5 +105,5 @@ class CutSamples(ABC):
         for start in range(0, self.n_samples, CHUNK):
             entries = self._table[start : start + CHUNK].astype(np.int64)
             bounds = self.dataset.tokens_before(entries[:, :2])
-            total += int(self.n_read(bounds[:, 1] - bounds[:, 0], entries[:, 2]).sum())
+            total += int(self.n_kept(bounds[:, 1] - bounds[:, 0], entries[:, 2]).sum())
         return total

@@ -7,6 +7,8 @@ Sentinels are the tokenizer's own, `<extra_id_0>` and so on, if it has them, els
 has no marks for the beginning and the end of a text: [BOS] and [EOS] are added if they are missing, before the
 sentinels, as Megatron's `_BertWordPieceTokenizer` does. So `[model] vocab_size` may have to be larger than the
 tokenizer's.
+
+T5's own tokenizer.json has its sentinels among the pieces of words, so a text that spells "<extra_id_0>" becomes one.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class SentenceSamples(CutSamples):
         begin, stop = self.dataset.tokens_before(np.array([first, end])).tolist()
         return SpanSample(self.dataset.tokens[begin : min(stop, begin + target)], keyed.key64(f"{self.stream}/{g}"))
 
-    def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+    def n_kept(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.minimum(lengths, targets)
 
 
