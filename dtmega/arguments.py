@@ -156,7 +156,7 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="source", help="hf, dtmega (a checkpoint or a run), dcp or megatron, and where", **pair
     )
-    parser.add_argument("--to", dest="target", help="dtmega or hf, and where", **pair)
+    parser.add_argument("--to", dest="target", help="dtmega, hf or megatron, and where", **pair)
     parser.add_argument("--config", default="", help="a TOML whose [model] the weights are of (needed for dcp)")
     parser.add_argument(
         "--vocab-size", type=integer(1), default=0, help="from megatron: ids of the tokenizer, without rows of padding"
@@ -173,7 +173,9 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--original", default="", help="where the directory of the run's [model] path is, if it has moved"
     )
-    parser.add_argument("--dtype", default="", help="to hf: torch's name of another dtype to write")
+    parser.add_argument("--dtype", default="", help="to hf, megatron: torch's name of another dtype to write")
+    parser.add_argument("--tp", type=integer(1), default=1, help="to megatron: tensor-parallel ranks (%(default)s)")
+    parser.add_argument("--pp", type=integer(1), default=1, help="to megatron: pipeline stages (%(default)s)")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:

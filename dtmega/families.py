@@ -178,6 +178,21 @@ class Family(Protocol):
         """
         ...
 
+    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
+        """The configuration of another program that describes a model, and its tensors by the names there.
+
+        Args:
+            program: a key of `formats`.
+            source: tensors of the whole model by our names.
+
+        Returns:
+            The tensors are without padding of the vocabulary, tied ones once.
+
+        Raises:
+            ValueError: the program has no such model, or the source is of another one.
+        """
+        ...
+
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         """Write weights as a directory of transformers; all ranks call it.
 
@@ -290,6 +305,10 @@ class Own:
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         return as_ours(source, self.form(model, program), model, self.model, where)
 
+    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
+        form = self.form(model, program)
+        return form.described(model), as_theirs(source, form, model, self.model)
+
     def form(self, model: config.Model, program: str) -> Format:
         """The form in which another program stores a model.
 
@@ -388,6 +407,9 @@ class Transformers:
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary:
         return exported.of_documents(tokenizer, data)
+
+    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
+        raise ValueError(f"{program} has no model of name = '{model.name}' (--to)")
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         with torch.device("meta"):

@@ -137,21 +137,28 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "convert --from hf a --to dtmega b",
         {
             **{"source": ["hf", "a"], "target": ["dtmega", "b"], "config": "", "prefix": "", "tokenizer": ""},
-            **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False},
+            **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 1, "pp": 1},
         },
     ),
     (
         "convert --from dcp a --to hf b --config c --prefix model. --tokenizer t --original d --dtype bfloat16",
         {
             **{"source": ["dcp", "a"], "target": ["hf", "b"], "config": "c", "prefix": "model.", "tokenizer": "t"},
-            **{"original": "d", "dtype": "bfloat16", "vocab_size": 0, "average_copies": False},
+            **{"original": "d", "dtype": "bfloat16", "vocab_size": 0, "average_copies": False, "tp": 1, "pp": 1},
         },
     ),
     (
         "convert --from megatron a --to hf b --vocab-size 9 --average-copies",
         {
             **{"source": ["megatron", "a"], "target": ["hf", "b"], "config": "", "prefix": "", "tokenizer": ""},
-            **{"original": "", "dtype": "", "vocab_size": 9, "average_copies": True},
+            **{"original": "", "dtype": "", "vocab_size": 9, "average_copies": True, "tp": 1, "pp": 1},
+        },
+    ),
+    (
+        "convert --from hf a --to megatron b --tp 4 --pp 2",
+        {
+            **{"source": ["hf", "a"], "target": ["megatron", "b"], "config": "", "prefix": "", "tokenizer": ""},
+            **{"original": "", "dtype": "", "vocab_size": 0, "average_copies": False, "tp": 4, "pp": 2},
         },
     ),
     ("inspect a", {"checkpoint": "a", "other": None, "quick": False}),

@@ -10,23 +10,25 @@ import torch
 from dtmega import config, families
 from dtmega.formats.format import Format
 from dtmega.formats.rules import translate
-from dtmega.formats.whole import aliases
+from dtmega.formats.whole import aliases, as_ours
 from dtmega.megatron import names
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.t5 import T5
+from tests.plain_megatron import Plain
+from tests.test_formats import Memory
 
 D, H, F, V, S, N = 8, 2, 24, 20, 10, 2
 SIZES: dict[str, Any] = {"hidden_size": D, "n_heads": H, "ffn_hidden_size": F, "vocab_size": V, "n_layers": N}
 T5_OF_MEGATRON: dict[str, Any] = {
     **{"positions": "learned", "norm": "layer", "bias": True, "scale_scores": True, "scale_head": False},
-    **{"init": "normal", "activation": "gelu_tanh", "max_position_embeddings": S},
+    **{"init": "normal", "activation": "gelu_tanh", "max_position_embeddings": S, "norm_eps": 1e-5},
 }
 MODELS: dict[str, tuple[Format, config.Model, Any]] = {
     "gpt": (names.GPT, config.GPT(**SIZES, max_position_embeddings=S), GPT),
     "gpt untied": (names.GPT, config.GPT(**SIZES, max_position_embeddings=S, tied=False), GPT),
-    "bert": (names.BERT, config.Bert(**SIZES, max_position_embeddings=S), Bert),
+    "bert": (names.BERT, config.Bert(**SIZES, max_position_embeddings=S, gelu="tanh"), Bert),
     "t5": (names.T5, config.T5(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
     "bloom": (names.BLOOM, config.Bloom(**SIZES), Bloom),
 }
@@ -105,6 +107,41 @@ def test_the_tensors_of_a_model_are_megatrons_by_name_shape_and_cut(kind: str):
         shapes = {name: tuple(p.shape) for p, known_as in aliases(build(model)) for name in known_as}
     theirs = translate((*form.rules, *form.rules_of(model)), shapes, form.heads(model)).theirs
     assert {name: (made.shape, names.cut_dim(name)) for name, made in theirs.items()} == TENSORS[kind]
+
+
+def drawn(kind: str) -> dict[str, torch.Tensor]:
+    """Weights of a whole model by Megatron's names, without copies; fp64."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) / 2
+        for name, (shape, _) in TENSORS[kind].items()
+        if not name.startswith(("word_embeddings_for_head", "decoder_embedding"))
+    }
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "t5", "bloom"])
+def test_a_model_computes_of_megatrons_weights_what_megatron_computes(kind: str):
+    form, model, build = MODELS[kind]
+    weights = {name: tensor.float() for name, tensor in drawn(kind).items()}
+    truth = Plain(weights, H, slopes=(1 / 16, 1 / 256) if kind == "bloom" else ())
+    source = as_ours(Memory(weights), form, model, build, "file")
+    ours = build(model).eval()
+    ours.init_buffers(0)
+    ours.load_state_dict({name: source.read(name) for name in source.tensors}, strict=False)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    types = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+    if kind == "bert":
+        found = ours(tokens, token_types=types)
+        expected = truth.bert(tokens, types)
+    elif kind == "t5":
+        found = {"lm": ours(tokens, tokens[:, 2:])}
+        expected = truth.t5(tokens, tokens[:, 2:])
+    else:
+        found = {"lm": ours(tokens)}
+        expected = truth.decoder(tokens)
+    assert found.keys() == expected.keys()
+    for name, logits in expected.items():
+        torch.testing.assert_close(found[name], logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_names_whose_rows_older_versions_have_in_another_order():

@@ -21,6 +21,22 @@ still lacks stands in it as a comment:
     python -m dtmega from-megatron examples/pretrain_bert_distributed.sh > bert.toml
     python -m dtmega from-megatron 'pretrain_gpt.py --num-layers 24 --hidden-size 1024 ...' > gpt.toml
 
+## Checkpoints
+
+    python -m dtmega convert --from hf gpt2-medium --to megatron checkpoints/gpt2 --tp 2 --pp 2
+    python -m dtmega convert --from dtmega runs/bert --to megatron checkpoints/bert --tp 2 --dtype float16
+
+write weights for `--load checkpoints/gpt2` of a run on `--tensor-model-parallel-size 2` and
+`--pipeline-model-parallel-size 2`: a folder `release`, from which Megatron's loader starts at iteration 0 with a new
+optimizer. GPT, BERT (LayerNorms first) and T5 in Megatron's own form are for Megatron-LM from v2.1 (2021) on, BLOOM is
+for BigScience's Megatron-DeepSpeed without `--deepspeed`. The vocabulary gets rows of zeros up to a multiple of 128 for
+each tensor-parallel rank, Megatron's default of `--make-vocab-size-divisible-by`; there they are in the softmax. Its
+loader compares `--tokenizer-type`: `GPT2BPETokenizer` for GPT, `PretrainedFromHF` for BLOOM, `BertWordPieceLowerCase`
+for BERT and T5, or `BertWordPieceCase` with `--tokenizer bert-cased:VOCAB`. Of T5 on several stages the decoder begins
+where the encoder's share of them ends (`--pipeline-model-parallel-split-rank`), half for stacks of one depth.
+
+## Groups and flags
+
 `python -m dtmega groups --world 16 --mesh.tp 2 --mesh.pp 4` lists the ranks of every group as Megatron's
 `initialize_model_parallel` does.
 

@@ -7,6 +7,7 @@
     --to dtmega DIR       a checkpoint of weights only, for [model] init_from; of Megatron's one to go on from where
                           Adam's moments are whole, and a config.toml beside it
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
+    --to megatron DIR     weights for the ranks of Megatron-LM, --tp times --pp of them
 
 A run of a model of transformers becomes a directory like the one it is of, which --original names where it has moved
 since. Tensors pass one by one, so no model has to fit in memory. Of several ranks, rank 0 looks for the newest
@@ -36,9 +37,11 @@ from dtmega.data.tokenizer import Tokenizer, load_tokenizer
 from dtmega.formats.sources import Renamed, Source
 from dtmega.loss_scale import ScaleState
 from dtmega.megatron import folder, recipe, vocabulary
+from dtmega.megatron import write as for_megatron
 from dtmega.startup import Startup
 
 CONFIG = "config.toml"
+TARGETS = ("dtmega", "hf", "megatron")
 
 
 class Family(Protocol):
@@ -53,6 +56,8 @@ class Family(Protocol):
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary: ...
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source: ...
+
+    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]: ...
 
     def export(
         self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any
@@ -150,6 +155,10 @@ def main(args: argparse.Namespace, families: Families, startup: Startup) -> None
             if tokenizer:
                 json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), opened.data)
             family.export(source, folder, model, json, **options)
+        elif startup.rank == 0 and args.target[0] == "megatron":
+            described, theirs = family.as_stored("megatron", source, model)
+            options = {"tokenizer": args.tokenizer or opened.tokenizer, "dtype": _dtype(args.dtype)}
+            for_megatron.write(Path(args.target[1]), theirs, described, args.tp, args.pp, **options)
         elif startup.rank == 0:
             write(args.target[1], source, model, family.digest(model), opened.training, opened.toml)
     startup.leave()
@@ -163,10 +172,13 @@ def _open(args: argparse.Namespace, families: Families, startup: Startup) -> Ope
     kind, path = args.source
     opened = None
     with startup.step("search of the source") as first:
-        if kind not in readers or args.target[0] not in ("dtmega", "hf"):
+        if kind not in readers or args.target[0] not in TARGETS:
             raise ValueError(
-                f"--from is one of {', '.join(readers)} and --to one of dtmega, hf; got {kind} and {args.target[0]}"
+                f"--from is one of {', '.join(readers)} and --to one of {', '.join(TARGETS)}; got {kind} and "
+                f"{args.target[0]}"
             )
+        if args.target[0] != "megatron" and (args.tp, args.pp) != (1, 1):
+            raise ValueError(f"--tp={args.tp} and --pp={args.pp} are of --to megatron; {args.target[0]} has no ranks")
         if startup.rank == 0:
             opened = readers[kind](path, args, families)
             first.tell = opened.path

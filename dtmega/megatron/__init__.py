@@ -1,5 +1,6 @@
-"""Coming from Megatron: its flags, and the launch scripts that hold them.
+"""Coming from Megatron: its flags, the launch scripts that hold them, and its checkpoints.
 
 Read `flags.py` first, the table of flags with the keys that they became; then `shell.py`, which finds the flags in a
-script without running it, and `translate.py`, which makes a configuration of them.
+script without running it, and `translate.py`, which makes a configuration of them. Of checkpoints `names.py` is the
+first: tables of names, by which `write.py` cuts a model for Megatron's ranks.
 """

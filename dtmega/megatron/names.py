@@ -248,6 +248,7 @@ FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=
 # BigScience's fork has an enum, whose values these are; Megatron-LM of 2023 and later a word.
 ABSOLUTE = (None, 2, "absolute", "learned_absolute")
 ALIBI = (3, "alibi")
+WORDPIECE = "BertWordPieceLowerCase"
 
 
 def feed_forward_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
@@ -329,22 +330,33 @@ def _t5(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _args_of_bloom(model: config.Model) -> dict[str, Any]:
-    return {**_args(model), **_gelu_args("tanh"), "position_embedding_type": "alibi"}
+    said = {"position_embedding_type": "alibi", "tokenizer_type": "PretrainedFromHF"}
+    return {**_args(model), **_gelu_args("tanh"), **said}
 
 
 def _args_of_gpt(model: config.Model) -> dict[str, Any]:
     assert isinstance(model, config.GPT)
-    return {**_args(model), **_gelu_args("tanh"), "untie_embeddings_and_output_weights": not model.tied}
+    return {
+        **_args(model),
+        **_gelu_args("tanh"),
+        "untie_embeddings_and_output_weights": not model.tied,
+        "tokenizer_type": "GPT2BPETokenizer",
+    }
 
 
 def _args_of_bert(model: config.Model) -> dict[str, Any]:
     assert isinstance(model, config.Bert)
-    return {**_args(model), **_gelu_args(model.gelu, model.head_gelu), "bert_binary_head": True}
+    return {
+        **_args(model),
+        **_gelu_args(model.gelu, model.head_gelu),
+        "bert_binary_head": True,
+        "tokenizer_type": WORDPIECE,
+    }
 
 
 def _args_of_t5(model: config.Model) -> dict[str, Any]:
     assert isinstance(model, config.T5)
-    return {**_args(model), **_gelu_args(model.activation.removeprefix("gelu_"))}
+    return {**_args(model), **_gelu_args(model.activation.removeprefix("gelu_")), "tokenizer_type": WORDPIECE}
 
 
 def _args(model: config.Model) -> dict[str, Any]:
