@@ -325,14 +325,12 @@ def _from_dcp(name: str, args: argparse.Namespace, families: Families) -> Opened
 
 def _from_megatron(name: str, args: argparse.Namespace, families: Families) -> Opened:
     asked = _model(args.config) if args.config else None
-    contents = folder.opened(Path(name), getattr(asked, "n_heads", 0), average=args.average_copies)
+    contents = folder.opened(Path(name), asked, average=args.average_copies)
     where = str(contents.path)
     padded = vocabulary.padded(contents, asked)
     theirs = {**contents.args, "padded_vocab_size": contents.rows}
-    if contents.args:
+    if contents.args or padded is None:
         padded = families.described("megatron", contents.weights.tensors, theirs, where, padded)
-    elif padded is None:
-        raise ValueError(f"{where} holds no arguments of its run: --config NAME.toml says what model it is of")
     if padded.n_layers > len(contents.weights.tensors):  # before so many are built
         raise ValueError(
             f"{where} has n_layers={padded.n_layers}, but {len(contents.weights.tensors)} tensors (--config)"

@@ -10,12 +10,20 @@ can in C's unpickler (Python 3.11: 9 bytes take 4 GB, 200 kB overflow the stack)
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from io import BytesIO
 from typing import Any
 
 MAX_DIMS = 64  # torch's own limit for most operations
 ORDERED = "collections OrderedDict"
+OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BINPERSID"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS"),
+}
+BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes}
 
 
 class Made:
@@ -55,7 +63,7 @@ def _decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
     marks: list[int] = []
     memo: dict[int, Any] = {}
     arg: Any
-    for opcode, arg, _ in pickletools.genops(pickle):
+    for opcode, arg in _opcodes(pickle):
         match opcode.name:  # the frequent ones first
             case "MEMOIZE":
                 memo[len(memo)] = stack[-1]
@@ -114,6 +122,22 @@ def _decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
     if len(stack) != 1 or marks:
         raise ValueError(f"damaged pickle: {len(stack)} values and {len(marks)} marks are left, expected 1 and 0")
     return stack[0]
+
+
+def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
+    """Opcodes and their arguments, as `pickletools.genops`; of those that are refused not even the argument is read."""
+    stream = BytesIO(pickle) if isinstance(pickle, bytes) else pickle
+    name = ""
+    while name != "STOP":
+        at = stream.tell()
+        code = stream.read(1)
+        opcode = BY_CODE.get(code.decode("latin-1"))
+        if opcode is None:
+            raise ValueError(f"damaged pickle: exhausted before its end, or no opcode at byte {at}: {code!r}")
+        name = opcode.name
+        if name not in OPCODES:
+            raise ValueError(f"refused: pickle opcode {name}, which such a file has no need of")
+        yield opcode, opcode.arg.reader(stream) if opcode.arg else None
 
 
 def _pop(stack: list[Any], n: int) -> list[Any]:

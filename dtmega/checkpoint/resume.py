@@ -234,13 +234,6 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
         others.append(f"the digest of config.json in [model] path was '{state.digest}', is '{digest}'")
     if others:
         raise ValueError(f"{checkpoint.path} is of another run: {'; '.join(others)} ({anew})")
-    order = state.identity.get("order", 1)  # runs that do not name it are from before it was ever changed
-    if order != identity.get("order", order):
-        raise ValueError(
-            f"{checkpoint.path} is of a run that reads its samples in order number {order}, this dtmega in number "
-            f"{identity['order']}: the order of samples has changed, so finish that run with the version that wrote it "
-            f"({anew})"
-        )
     if state.identity == ELSEWHERE:
         if not cfg.checkpoint.allow_changed_data:
             raise ValueError(
@@ -248,6 +241,13 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
                 f"on, [checkpoint] allow_changed_data = true ({anew})"
             )
         return
+    order = state.identity.get("order", 1)  # runs that do not name it are from before it was ever changed
+    if order != identity.get("order", order):
+        raise ValueError(
+            f"{checkpoint.path} is of a run that reads its samples in order number {order}, this dtmega in number "
+            f"{identity['order']}: the order of samples has changed, so finish that run with the version that wrote it "
+            f"({anew})"
+        )
     differing = {change.name: (change.was, change.now) for change in of_data}
     for key in {**state.identity, **identity}:
         there, here = state.identity.get(key), identity.get(key)

@@ -10,14 +10,15 @@ a file runs, and tensors are read when they are asked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtmega import config
 from dtmega.checkpoint.resume import START, Progress
 from dtmega.formats.sources import Source
 from dtmega.loss_scale import ScaleState
-from dtmega.megatron import adam, names, ranks
+from dtmega.megatron import adam, deepspeed, names, ranks, zero
 from dtmega.megatron.parts import Master, Part, Shard, Whole, copies, said_of
 from dtmega.megatron.saved import entries
 
@@ -61,16 +62,28 @@ class Contents(NamedTuple):
         return self.weights.tensors[names.WORDS.theirs + "weight"][1][0]
 
 
-def opened(path: Path, n_heads: int = 0, average: bool = False) -> Contents:
+def opened(path: Path, asked: config.Model | None = None, average: bool = False) -> Contents:
     """Args:
-        n_heads: of the model, where the files may not say; 0: not known.
+        asked: the model, where the files may not say what it is.
         average: of copies that have drifted apart take the mean.
 
     Raises:
         ValueError: no such checkpoint, or a damaged, a crafted or an incomplete one; names the file.
     """
     folder = found(path)
-    return _of_ranks(folder, n_heads, average)
+    if deepspeed.holds(folder):
+        layers = deepspeed.opened(folder)
+        _check_described(folder, layers.args, asked)
+        return _of_layers(folder, layers, average)
+    grid = ranks.opened(folder)
+    _check_described(folder, grid[0, 0].args, asked)
+    n_heads = grid[0, 0].args.get("num_attention_heads", getattr(asked, "n_heads", 0))
+    return _of_ranks(folder, grid, n_heads if type(n_heads) is int else 0, average)
+
+
+def _check_described(folder: Path, args: Mapping[str, Any], asked: config.Model | None) -> None:
+    if not args and asked is None:
+        raise ValueError(f"{folder} holds no arguments of its run: --config NAME.toml says what model it is of")
 
 
 def found(path: Path) -> Path:
@@ -99,11 +112,8 @@ def found(path: Path) -> Path:
     return path / there[0]
 
 
-def _of_ranks(folder: Path, n_heads: int, average: bool) -> Contents:
-    grid = ranks.opened(folder)
+def _of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bool) -> Contents:
     first = grid[0, 0]
-    heads = first.args.get("num_attention_heads", n_heads)
-    heads = heads if type(heads) is int else 0
     whole = ranks.whole_names(grid)
     optimizers = {place: adam.of(rank) for place, rank in grid.items()}
 
@@ -113,7 +123,7 @@ def _of_ranks(folder: Path, n_heads: int, average: bool) -> Contents:
             for place, rank in grid.items()
             for v, chunk in enumerate(rank.chunks)
         }
-        return Whole(ranks.joined(grid, whole, tensors, heads), average)
+        return Whole(ranks.joined(grid, whole, tensors, n_heads), average)
 
     def weight(place: tuple[int, int], where: adam.Place) -> Part:
         v, name = where
@@ -126,7 +136,9 @@ def _of_ranks(folder: Path, n_heads: int, average: bool) -> Contents:
     if drifts := copies(weights):
         notes.append(said_of(drifts, average))
     why = next((optimizer.why for optimizer in optimizers.values() if optimizer.why), "")
-    progress, updates, cause = _progress(first, {optimizer.step for optimizer in optimizers.values()})
+    scheduler = first.content.get("opt_param_scheduler", first.content.get("lr_scheduler"))
+    steps = {optimizer.step for optimizer in optimizers.values()}
+    progress, updates, cause = _progress(first.args, first.iteration, steps, scheduler)
     moments: dict[str, Source] = {}
     if why or cause:
         notes.append(f"weights alone: {why or cause}")
@@ -137,13 +149,47 @@ def _of_ranks(folder: Path, n_heads: int, average: bool) -> Contents:
     return Contents(folder, first.args, weights, moments, progress, updates, scale, notes=tuple(notes))
 
 
-def _progress(rank: ranks.Rank, steps: set[int]) -> tuple[Progress, int, str]:
-    """How far a run was, the updates that Adam counts, and the reason why that is not known."""
-    args = rank.args
+def _of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -> Contents:
+    parts: Mapping[str, Sequence[Part]] = layers.parts
+    moments: dict[str, Source] = {}
+    progress, updates = START, 0
+    why = ""
+    try:
+        n_stages = layers.args.get("pipeline_model_parallel_size")
+        n_layers = layers.args.get("num_layers")
+        if type(n_stages) is not int or type(n_layers) is not int:
+            raise adam.NotWhole("no mp_rank file says how many stages there were")
+        kinds, step = zero.opened(folder, layers.parts, n_layers, n_stages)
+        progress, updates, why = _progress(layers.args, ranks.iteration_of(layers.content), {step}, None)
+        masters = kinds.pop(zero.MASTER)
+        parts = {
+            name: [Master(master, weight, name) for master, weight in zip(masters[name], those, strict=True)]
+            for name, those in layers.parts.items()
+        }
+        if not why:
+            moments |= {kind: Whole(those, average) for kind, those in kinds.items()}
+    except adam.NotWhole as reason:
+        why = str(reason)
+    weights = Whole(parts, average)
+    notes = [said_of(drifts, average)] if (drifts := copies(weights)) else []
+    if why:
+        notes.append(f"weights alone: {why}")
+    size = layers.vocab_size
+    return Contents(*(folder, layers.args, weights, moments, progress, updates), vocab_size=size, notes=tuple(notes))
+
+
+def _progress(
+    args: Mapping[str, Any], iteration: int, steps: Collection[int], scheduler: Any
+) -> tuple[Progress, int, str]:
+    """How far a run was, the updates that Adam counts, and the reason why that is not known.
+
+    Args:
+        steps: that the ranks' optimizers say.
+        scheduler: of the learning rate, as the files have it; None: not known.
+    """
     if len(steps) != 1:
         return START, 0, f"the ranks made different numbers of updates, {', '.join(map(str, sorted(steps)[:4]))}"
     (updates,) = steps
-    iteration = rank.iteration
     per_step = args.get("global_batch_size")
     if per_step is None:  # before version 3
         sizes = [args.get(key) for key in ("batch_size", "world_size", "model_parallel_size")]
@@ -157,7 +203,6 @@ def _progress(rank: ranks.Rank, steps: set[int]) -> tuple[Progress, int, str]:
         return START, 0, f"Adam has made {updates} updates, but the run only {iteration} iterations"
     # float16 skips a step that overflows, and the scheduler does not count its samples.
     overflowed = skipped if args.get("fp16") else 0
-    scheduler = rank.content.get("opt_param_scheduler", rank.content.get("lr_scheduler"))
     moved = None if scheduler is None else entries(scheduler, "the scheduler").get("num_steps")
     lost = samples - moved if overflowed and type(moved) is int and 0 <= moved <= samples else 0
     return Progress(iteration, samples, skipped, overflowed, lost), updates, ""

@@ -58,8 +58,7 @@ class Rank(NamedTuple):
 
     @property
     def iteration(self) -> int:
-        found = self.content.get("iteration", 0)
-        return found if type(found) is int and found >= 0 else 0
+        return iteration_of(self.content)
 
 
 Grid = dict[tuple[int, int], Rank]  # (tp, pp)
@@ -81,7 +80,8 @@ def opened(folder: Path) -> Grid:
             ranks[tp, pp] = _rank(paths[tp, pp])
     first = ranks[0, 0]
     for rank in ranks.values():
-        _check_agreed(first, rank)
+        check_agreed(first.args, first.file.path, rank.args, rank.file.path)
+        _check_same(first, rank)
     said = {
         "tensor_model_parallel_size": n_tp,
         "model_parallel_size": n_tp,
@@ -128,6 +128,12 @@ def _rank(path: Path) -> Rank:
     return Rank(file, args, int(said), chunks, content)
 
 
+def iteration_of(content: Mapping[Any, Any]) -> int:
+    """The iterations that were done; 0 where a file does not say."""
+    found = content.get("iteration", 0)
+    return found if type(found) is int and found >= 0 else 0
+
+
 def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
     """The arguments in a file as plain values; empty where it has none."""
     if content.get("args") is None:
@@ -159,13 +165,16 @@ def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
     return walk(nested, "", 0)
 
 
-def _check_agreed(first: Rank, other: Rank) -> None:
+def check_agreed(args: Mapping[str, Any], path: Path, others: Mapping[str, Any], other: Path) -> None:
+    """Raises:
+    ValueError: two files are of other models.
+    """
     for key in AGREED:
-        values = first.args.get(key), other.args.get(key)
-        if values[0] != values[1]:
-            raise ValueError(
-                f"{first.file.path} has {key}={values[0]!r:.80}, but {other.file.path} has {key}={values[1]!r:.80}"
-            )
+        if args.get(key) != others.get(key):
+            raise ValueError(f"{path} has {key}={args.get(key)!r:.80}, but {other} has {key}={others.get(key)!r:.80}")
+
+
+def _check_same(first: Rank, other: Rank) -> None:
     for what, values in {
         "checkpoint_version": (first.version, other.version),
         "iteration": (first.iteration, other.iteration),

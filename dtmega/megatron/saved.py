@@ -122,8 +122,11 @@ class SavedFile:
         at = storage.at + found.offset * found.dtype.itemsize
         return Stored(found.dtype, found.sizes, storage, SavedTensor(at, found.dtype, found.strides))
 
-    def read(self, tensor: Stored) -> Tensor:
-        """All of a tensor, in host memory; the first of a storage only after the storage's checksum was compared.
+    def read(self, tensor: Stored, part: list[tuple[int, int]] | None = None) -> Tensor:
+        """A tensor, in host memory; the first of a storage only after the storage's checksum was compared.
+
+        Args:
+            part: from where to where in each dim, not empty; None: all.
 
         Raises:
             ValueError: damaged; with the path.
@@ -132,7 +135,7 @@ class SavedFile:
             if tensor.storage not in self._checked:
                 tensor.storage.check(fd)
                 self._checked.add(tensor.storage)
-            return tensor.elements.read(fd, [(0, n) for n in tensor.shape])
+            return tensor.elements.read(fd, part or [(0, n) for n in tensor.shape])
 
 
 def check_apart(path: Path, tensors: Iterable[Stored]) -> None:

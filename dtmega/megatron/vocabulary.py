@@ -12,8 +12,13 @@ def padded(contents: Contents, asked: config.Model | None) -> config.Model | Non
     """The model that the user names, with as many ids as the embedding has rows.
 
     Raises:
-        ValueError: it has more layers than there are tensors.
+        ValueError: the arguments say another number of rows.
     """
+    said = contents.args.get("padded_vocab_size")
+    if said not in (None, contents.rows):
+        raise ValueError(
+            f"{contents.path} has padded_vocab_size={said!r:.80}, but an embedding of {contents.rows} rows"
+        )
     if asked is None:
         return None
     return asked.model_copy(update={"vocab_size": contents.rows, "pad_vocab_to_multiple": 1})

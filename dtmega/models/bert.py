@@ -233,7 +233,8 @@ def _refuse(model: config.Model) -> None:
     if model.gelu != model.head_gelu:
         raise ValueError(
             f"Hugging Face's BERT has one form of GELU in the feed-forward and in the head, this model has "
-            f"gelu='{model.gelu}' and head_gelu='{model.head_gelu}' ([model] gelu, [model] head_gelu)"
+            f"gelu='{model.gelu}' and head_gelu='{model.head_gelu}', which differ by up to 5e-4 in each activation "
+            f"([model] gelu, [model] head_gelu)"
         )
     if model.apply_residual_connection_post_layernorm:
         raise ValueError(
