@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import errno
 import sys
+from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from dtmega import arguments, config, job, output
-from dtmega.data import tokenize
+from dtmega.data import merge, tokenize
 
 if TYPE_CHECKING:
     from dtmega.checkpoint.reader import Checkpoint
@@ -45,7 +47,8 @@ def main(argv: list[str]) -> int:
     """The exit code of a command other than `train`."""
     args = arguments.parse(argv)
     commands = {
-        "tokenize": _tokenize,
+        "tokenize": partial(_written, tokenize.write),
+        "merge": partial(_written, merge.write),
         "generate": _generate,
         "convert": _convert,
         "inspect": _inspect,
@@ -91,9 +94,9 @@ def _explained(error: BaseException) -> tuple[str, int]:
     return str(error), getattr(error, "exit_code", job.REFUSED)
 
 
-def _tokenize(args: argparse.Namespace) -> int:
+def _written(write: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
     try:
-        summary = tokenize.write(args)
+        summary = write(args)
     except (ValueError, OSError, KeyboardInterrupt) as error:
         raise NothingWritten(error) from None
     print(summary)

@@ -74,6 +74,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     table = {
         "train": ("a run: `train --help` lists its keys", _nothing),
         "tokenize": ("text files -> .bin/.idx", _tokenize),
+        "merge": ("several .bin/.idx -> one", _merge),
         "generate": ("sample from a run's last checkpoint, or from any one", _generate),
         "convert": ("weights to and from Hugging Face's format", _convert),
         "inspect": ("what a checkpoint holds, whether it is intact, how two differ", _inspect),
@@ -127,6 +128,15 @@ def _tokenize(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strict", action="store_true", help="stop at the first malformed record instead of skipping it"
+    )
+
+
+def _merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PREFIX", help="the parts in their order; globs, by name"
+    )
+    parser.add_argument(
+        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
 
 

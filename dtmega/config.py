@@ -73,6 +73,10 @@ class Data(Section):
     )
     train: str = key("", "instead of path, weights and split: 'NAME: WEIGHT START:END PREFIX, ...', 0.5:1 = later half")
     test: str = key("", "with train: the same for the test")
+    order: Literal["auto", "megatron-lm", "megatron-deepspeed", "megatron-core"] = key(
+        "auto", "samples in the order of a run of the original's that goes on here; auto: dtmega's own"
+    )
+    order_samples: int = key(0, "with order: samples the original was to train on; 0 = as [train] says", ge=0)
     eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
     reset_position_ids: bool = key(False, "positions start again after each end-of-document; ALiBi (bloom) has none")
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
@@ -103,6 +107,10 @@ class Data(Section):
         if len(fractions) != 3 or not finite or min(fractions) < 0 or fractions[0] <= 0:
             raise ValueError(f"[data] split is three weights 'train,valid,test' with train > 0, got '{self.split}'")
         self._check_mixtures()
+        if self.order == "auto" and self.order_samples:
+            raise ValueError(
+                f"[data] order_samples={self.order_samples} would not be read with order='auto' ([data] order)"
+            )
         return self
 
     def _check_mixtures(self) -> None:

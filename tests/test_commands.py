@@ -125,6 +125,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
             **{"split_documents": 1, "split_sentences": "blocks", "kind": "jsonl", "workers": 1, "strict": True},
         },
     ),
+    ("merge --input a b --output o/p", {"input": ["a", "b"], "output": "o/p"}),
     (
         "generate --run r --prompt p",
         {"run": "r", "prompt": "p", "tokens": None, "temperature": None, "top_k": None, "seed": None},

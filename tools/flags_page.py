@@ -35,6 +35,34 @@ loader compares `--tokenizer-type`: `GPT2BPETokenizer` for GPT, `PretrainedFromH
 for BERT and T5, or `BertWordPieceCase` with `--tokenizer bert-cased:VOCAB`. Of T5 on several stages the decoder begins
 where the encoder's share of them ends (`--pipeline-model-parallel-split-rank`), half for stacks of one depth.
 
+## The same samples in the same order
+
+A GPT's or BLOOM's run of theirs goes on here on the samples that it would have read next: sample g of training is entry
+g of their order, on every layout.
+
+    [data]
+    path = ["data/a", "data/b"]      # the .bin/.idx of theirs
+    weights = [0.3, 0.7]
+    split = "969,30,1"
+    order = "megatron-lm"            # or "megatron-deepspeed" (BigScience's), or "megatron-core"
+    order_samples = 220_000_000      # their --train-samples, or --train-iters x --global-batch-size
+    [run]
+    seed = 1234                      # theirs
+    [batch]
+    global_batch_size = 2048         # theirs, as [eval] interval and steps are, for the order of validation
+
+Documents are then the sequences of the `.idx`, as they are there. The three differ in the rounding of `split` (of 200
+documents "333,333,334" gives 66, 67 and 67 to train, valid and test, or with megatron-core 67, 66 and 67), in the share
+of the last epoch below which it is shuffled apart (0.80, with BigScience's 0.95), and in the samples that each corpus
+of a blend is asked for. The order of a longer run is another one from its first sample on. So `order_samples` is the
+number that their run was started for, which the name of their index caches has
+(`data/a_train_indexmap_220000000ns_2048sl_1234s_doc_idx.npy`; of a blend's corpora it is their share, and 0.5 % more).
+Such caches, and megatron-core's with a description, are used as they are where they fit; if only others lie there, one
+line says so, and the order is computed: 10^8 samples take about a minute, once per node.
+
+Each validation here reads the first samples of the order of validation; theirs goes on where the last one ended. BERT's
+and T5's order comes of a compiled generator, and is refused.
+
 ## Groups and flags
 
 `python -m dtmega groups --world 16 --mesh.tp 2 --mesh.pp 4` lists the ranks of every group as Megatron's

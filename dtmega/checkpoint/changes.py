@@ -57,7 +57,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     ),
 }
 # Refused by what is in the file, which may move: the data's identity and the digest of the model's directory tell.
-BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "tokenizer"), "model": ("path",)}
+BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_samples", "tokenizer"), "model": ("path",)}
 
 
 class Change(NamedTuple):

@@ -104,6 +104,21 @@ class Blend:
         return Blend, (self.parts, self.weights)
 
 
+class Rule(NamedTuple):
+    """How a corpus is cut into parts.
+
+    Attributes:
+        size: how many documents it has, whatever counts as one.
+        split: n documents, weights -> (start, stop) for each weight.
+    """
+
+    size: Callable[[IndexedDataset], int]
+    split: Callable[[int, Sequence[float]], list[tuple[int, int]]]
+
+
+BY_DOCUMENT = Rule(lambda dataset: len(dataset.document_index) - 1, split_documents)
+
+
 class Part(NamedTuple):
     """Some documents of one corpus, in a split.
 
@@ -131,11 +146,11 @@ class Splits(NamedTuple):
     notes: list[str]
 
 
-def parts_of(data: Data, datasets: Sequence[IndexedDataset]) -> dict[str, list[Part]]:
+def parts_of(data: Data, datasets: Sequence[IndexedDataset], rule: Rule = BY_DOCUMENT) -> dict[str, list[Part]]:
     """The corpora of [data] path, each split by document; a split with weight 0 has no parts."""
     parts: dict[str, list[Part]] = {split: [] for split in SPLITS}
     for corpus, dataset in enumerate(datasets):
-        ranges = split_documents(len(dataset.document_index) - 1, data.split_weights)
+        ranges = rule.split(rule.size(dataset), data.split_weights)
         weight = data.weights[corpus] if data.weights else None
         for split, split_weight, documents in zip(SPLITS, data.split_weights, ranges, strict=True):
             if split_weight > 0:
@@ -143,12 +158,13 @@ def parts_of(data: Data, datasets: Sequence[IndexedDataset]) -> dict[str, list[P
     return parts
 
 
-def parts_of_mixture(mixture: Mixture, opened: Callable[[str], IndexedDataset]) -> list[Part]:
+def parts_of_mixture(mixture: Mixture, opened: Callable[[str], IndexedDataset], rule: Rule = BY_DOCUMENT) -> list[Part]:
+    """The parts of a mixture; `opened`: prefix -> data set. A single one has no weight."""
     parts = []
     for corpus, share in enumerate(mixture.shares):
         dataset = opened(share.prefix)
-        documents = share.documents(len(dataset.document_index) - 1)
-        parts.append(Part(corpus, dataset, documents, share.weight))
+        weight = share.weight if len(mixture.shares) > 1 else None
+        parts.append(Part(corpus, dataset, share.documents(rule.size(dataset)), weight))
     return parts
 
 

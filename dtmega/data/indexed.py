@@ -9,6 +9,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class IndexedDataset:
     """A `.bin/.idx` pair, memory-mapped, checked at opening. Pickling carries the prefix: a worker maps the files anew.
 
+    Args:
+        by_sequence: whoever asks reads sequences, and no documents: the document index may be anything. Files that
+            Megatron has merged from several have lost it.
+
     Attributes:
         sizes: [n], tokens per sequence.
         pointers: int64 [n], where each sequence starts in .bin, as the file has it: in bytes, or in tokens (TNTIDX).
@@ -39,8 +44,8 @@ class IndexedDataset:
         ValueError: a file is missing, damaged, of another format, or the two do not belong together.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = str(prefix)
+    def __init__(self, prefix: str | Path, *, by_sequence: bool = False) -> None:
+        self.prefix, self.by_sequence = str(prefix), by_sequence
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         index, data = _map(idx_path), _map(bin_path)
         found = read_index(idx_path, index)
@@ -48,7 +53,8 @@ class IndexedDataset:
         self.document_index = found.document_index
         self._per_token = found.per_token
         self.n_tokens = self._check_sequences(idx_path)
-        self._check_documents(idx_path)
+        if not by_sequence:
+            self._check_documents(idx_path)
         n_bytes = self.n_tokens * self.dtype.itemsize
         if len(data) != n_bytes:
             raise ValueError(
@@ -81,7 +87,8 @@ class IndexedDataset:
         index, n = self.document_index, len(self)
         if len(index) == 0 or index[0] != 0 or index[-1] != n:
             raise ValueError(
-                f"{path}: expected a document index from 0 to {n}, got {index[[0, -1]] if len(index) else []}"
+                f"{path}: expected a document index from 0 to {n}, got {index[[0, -1]] if len(index) else []} (files "
+                f"that Megatron has merged have lost it: merge their parts with python -m dtmega merge)"
             )
         for start in range(0, len(index) - 1, CHUNK):
             piece = index[start : start + CHUNK + 1]
@@ -125,8 +132,8 @@ class IndexedDataset:
         """The sequence that has this token of the .bin file."""
         return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (self.prefix,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(IndexedDataset, self.prefix, by_sequence=self.by_sequence), ()
 
 
 def _map(path: str) -> NDArray[np.uint8]:
@@ -204,6 +211,15 @@ class IndexedWriter:
         self._sizes.extend(sizes)
         self._documents.append(len(self))
         self.n_tokens += len(ids)
+
+    def add_all(self, dataset: IndexedDataset) -> None:
+        """Append the documents of a data set of the same dtype, in any layout."""
+        assert dataset.dtype == self.dtype, (dataset.dtype, self.dtype)
+        for start in range(0, dataset.n_tokens, CHUNK):
+            self._bin.write(dataset.tokens[start : start + CHUNK].tobytes())
+        self._documents.frombytes((dataset.document_index[1:] + len(self)).tobytes())
+        self._sizes.frombytes(dataset.sizes.astype("<i4").tobytes())
+        self.n_tokens += dataset.n_tokens
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         try:

@@ -33,6 +33,7 @@ class Objective(Protocol):
         aim: for people, what its models are trained on.
         reads: keys of [data] that it reads and not every objective does; the samples depend on them.
         sentences: it reads texts that are split into sentences, each a sequence of the data set.
+        not_in_megatrons_order: why [data] order cannot be one of Megatron's; '' where it can.
         order: raise it when sample g of the same data, keys and seed becomes another: older runs are then refused.
     """
 
@@ -47,6 +48,9 @@ class Objective(Protocol):
 
     @property
     def sentences(self) -> bool: ...
+
+    @property
+    def not_in_megatrons_order(self) -> str: ...
 
     @property
     def order(self) -> int: ...
@@ -89,6 +93,7 @@ class NextToken:
     aim = "next tokens"
     reads = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     sentences = False
+    not_in_megatrons_order = ""
     order = 2
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -114,6 +119,7 @@ class Prefix(NextToken):
 
     aim = "next tokens behind a prefix"
     reads = (*NextToken.reads, "objective", "reweight_positions")
+    not_in_megatrons_order = "lengths of prefixes are drawn by a generator of torch's there"
     order = 1
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -142,6 +148,7 @@ class Masked:
     aim = "masked tokens and the order of sentences"
     reads = ("short_seq_prob", "mask_prob", "max_ngram")
     sentences = True
+    not_in_megatrons_order = "a compiled helper draws while it cuts the samples there"
     order = 1
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -171,6 +178,7 @@ class Spans:
     aim = "hidden spans"
     reads: tuple[str, ...] = ("decoder_seq_len", "mask_prob", "mean_span", "sentinels")
     sentences = False
+    not_in_megatrons_order = "Megatron's T5 hides spans otherwise"
     order = 1
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -199,6 +207,7 @@ class SeparateSpans(Spans):
     aim = "hidden n-grams"
     reads = ("objective", "decoder_seq_len", "short_seq_prob", "mask_prob", "max_span", "sentinels")
     sentences = True
+    not_in_megatrons_order = "a compiled helper draws while it cuts the samples there"
     order = 1
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:

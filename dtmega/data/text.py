@@ -9,11 +9,12 @@ import xxhash
 
 from dtmega.config import Config, Data
 from dtmega.data import record
-from dtmega.data.blend import build_samples, parts_of, parts_of_mixture
+from dtmega.data.blend import BY_DOCUMENT, Part, Rule, Splits, build_samples, parts_of, parts_of_mixture
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import bears_loss
-from dtmega.data.objectives import Objective, check_keys
+from dtmega.data.megatron_order import FORKS, digest, ordered, wanted_samples
+from dtmega.data.objectives import NEXT_TOKEN, Objective, check_keys
 from dtmega.data.rows import Rows
 from dtmega.data.samples import AnySamples
 from dtmega.data.token_ids import check_token_ids
@@ -64,26 +65,35 @@ def open_text(cfg: Config, objective: Objective) -> Text:
             of another one, less than one sample, or nothing to evaluate in a split that has a weight.
     """
     check_keys(cfg.data, objective)
+    check_order(cfg.data, objective)
     tokenizer = load_tokenizer(cfg.data.tokenizer)
     objective.check(tokenizer, cfg.data)
     check_vocabulary(cfg, objective, tokenizer)
     corpora = Corpora(cfg, objective, tokenizer)
-    mixture = cfg.data.train_mixture
-    if mixture is None:
-        parts = parts_of(cfg.data, [corpora.open(path) for path in cfg.data.paths])
-    else:
-        parts = {"train": parts_of_mixture(mixture, corpora.open)}
-        if cfg.data.test_mixture:
-            parts["test"] = parts_of_mixture(cfg.data.test_mixture, corpora.open)
-    for one in cfg.data.validation_sets:
-        parts[one.name] = parts_of_mixture(one, corpora.open)
-    splits = build_samples(objective, cfg.data, parts, cfg.run.seed)
+    follows = cfg.data.order != "auto"
+    parts = parts_read(cfg.data, corpora, FORKS[cfg.data.order].rule if follows else BY_DOCUMENT)
+    splits = ordered(cfg, parts) if follows else build_samples(objective, cfg.data, parts, cfg.run.seed)
     unknown = corpora.without_record
     notes = [*([record.unrecorded(unknown, tokenizer)] if unknown else []), *splits.notes]
     same = identity(cfg, objective, tokenizer, [part.dataset.prefix for part in parts["train"]])
+    if follows:
+        same |= order_identity(cfg, splits)
     text = Text(objective, cfg.data, tokenizer, splits.samples, same, notes)
     check_losses(text, cfg)
     return text
+
+
+def check_order(data: Data, objective: Objective) -> None:
+    """Refuse an order of Megatron's that cannot be followed.
+
+    Raises:
+        ValueError: says why.
+    """
+    if data.order != "auto" and objective.not_in_megatrons_order:
+        raise ValueError(
+            f"[data] order = '{data.order}' is one of models that are trained on {NEXT_TOKEN.aim}, not on "
+            f"{objective.aim}: {objective.not_in_megatrons_order}; expected 'auto'"
+        )
 
 
 def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
@@ -102,6 +112,18 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
         f"vocab_size={cfg.model.vocab_size} is smaller than the {n_own} ids of tokenizer "
         f"'{cfg.data.tokenizer}'{added} ([model] vocab_size, [data] tokenizer{key})"
     )
+
+
+def parts_read(data: Data, corpora: Corpora, rule: Rule) -> dict[str, list[Part]]:
+    """Which part of which corpus each split has."""
+    mixture = data.train_mixture
+    if mixture is None:
+        parts = parts_of(data, [corpora.open(path) for path in data.paths], rule)
+    else:
+        parts = {"train": parts_of_mixture(mixture, corpora.open, rule)}
+        if data.test_mixture:
+            parts["test"] = parts_of_mixture(data.test_mixture, corpora.open, rule)
+    return parts | {one.name: parts_of_mixture(one, corpora.open, rule) for one in data.validation_sets}
 
 
 class Corpora:
@@ -126,7 +148,7 @@ class Corpora:
             made_here = path == "stdlib"
             sentences = self._objective.sentences
             prefix = prepare_stdlib(self._tokenizer, in_sentences=sentences) if made_here else path
-            dataset = IndexedDataset(prefix)
+            dataset = IndexedDataset(prefix, by_sequence=self._cfg.data.order != "auto")
             if not self._has_record(dataset, made_here):
                 self.without_record.append(prefix)
             self._opened[path] = dataset
@@ -194,6 +216,17 @@ def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: 
         **shares,
         "[run] seed": cfg.run.seed,
         "order": objective.order,
+    }
+
+
+def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
+    """The order that is followed, and what it is a function of beside seed, data and length."""
+    train = splits.samples["train"]
+    assert train is not None
+    return {
+        "[data] order": cfg.data.order,
+        "[data] order_samples": wanted_samples(cfg)["train"],
+        "digest of the order": digest(train),
     }
 
 

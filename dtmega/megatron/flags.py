@@ -213,7 +213,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Data": (
         _other("data-path", MANY, "data.path data.weights", "a prefix, or weights and prefixes in turn"),
-        _same("split", "data.split", "969, 30, 1", "rounded by document, see MEGATRON's three ways"),
+        _same("split", "data.split", "969, 30, 1", "by document; with [data] order rounded as theirs, by sequence"),
         _other("tokenizer-type", 1, "data.tokenizer", "with the files that the next rows name"),
         _other("vocab-file", 1, "data.tokenizer", "a WordPiece vocab.txt is bert:FILE or bert-cased:FILE"),
         _other("merge-file", 1, "data.tokenizer", "with GPT2BPETokenizer: tiktoken's gpt2"),
@@ -230,7 +230,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _gone("valid-num-workers", 1, "evaluations read in the trainer"),
         _gone("data-impl", 1, "said by the files themselves: those of mmap, and the older ones of lazy and cached"),
         _gone("mmap-warmup", 0, "the kernel reads ahead"),
-        _gone("dataloader-type", 1, "single; an epoch's order is a function of the seed"),
+        _gone("dataloader-type", 1, "single; its order is here with [data] order, else one of dtmega's own"),
         _other(
             "train-weighted-split-paths", MANY, "data.train", "the same string: 'NAME: WEIGHT START:END PREFIX, ...'"
         ),

@@ -1,0 +1,72 @@
+"""Seconds that Megatron's order of many samples takes to make, and then a sample of it.
+
+    python benchmarks/megatron_order.py [--documents 20000000] [--samples 100000000] [--corpora 3 60]
+
+The corpus has documents of 1 to 999 tokens and no contents; S is such that one epoch has about so many samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from dtmega.data.idx_file import HEADER, MAGIC
+from dtmega.data.indexed import IndexedDataset
+from dtmega.data.megatron_blend import greedy
+from dtmega.data.megatron_cache import Place
+from dtmega.data.megatron_index import Asked
+from dtmega.data.megatron_order import MegatronSamples
+
+
+def write_corpus(prefix: Path, n: int) -> None:
+    sizes = np.random.default_rng(0).integers(1, 1000, n).astype("<i4")
+    ends = np.cumsum(sizes, dtype="<i8")
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, n, n + 1))
+        for values in (sizes, (ends - sizes) * 2, np.arange(n + 1, dtype="<i8")):
+            file.write(values.data)
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(2 * int(ends[-1]))  # zeros, without the disk they would take
+
+
+def timed(what: str, started_s: float) -> None:
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{what}: {time.perf_counter() - started_s:.1f} s, at most {peak_mb:.0f} MB until here", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20_000_000)
+    parser.add_argument("--samples", type=int, default=100_000_000)
+    parser.add_argument("--corpora", type=int, nargs="*", default=[3, 60])
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+        write_corpus(Path(folder, "corpus"), args.documents)
+        dataset = IndexedDataset(Path(folder, "corpus"))
+        seq_len = dataset.n_tokens // args.samples
+        asked = Asked(dataset, (0, len(dataset)), args.samples - args.samples // 100, seq_len, 1234, 0.80)
+        place = Place("train", "train", None, is_described=False)
+        for what in ("indices made", "indices opened again"):
+            started_s = time.perf_counter()
+            samples = MegatronSamples(asked, place)
+            timed(f"{len(samples):,} samples of {args.documents:,} documents, S = {seq_len}, {what}", started_s)
+        started_s = time.perf_counter()
+        for g in range(10_000):
+            _ = samples[g]
+        timed("10,000 samples read", started_s)
+    for n in args.corpora:
+        weights = 1 / np.arange(1, n + 1)
+        started_s = time.perf_counter()
+        greedy(weights / weights.sum(), args.samples)
+        timed(f"{args.samples:,} samples blended of {n} corpora", started_s)
+
+
+if __name__ == "__main__":
+    main()
