@@ -261,7 +261,7 @@ class Own:
             check_plan(whole, self._table(cfg), tp)
         if whole.one_backward and splits_backward(cfg, sizes["pp"]):
             raise ValueError(
-                f"backward cannot run in two parts, as {whole.one_backward}; torch would go through it once for each "
+                f"backward cannot run in two parts, as {whole.one_backward}: torch would give wrong gradients "
                 f"([pipeline] schedule, [model] name)"
             )
         for key, length in lengths.items():

@@ -185,7 +185,7 @@ OF_T5: dict[str, tuple[int, dict[str, Any]]] = {
     "fp16, pp 2": (2, {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14, "mesh.pp": 2}),
 }
 OF_MEGATRON: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: LAYOUTS[name] for name in ("tp 2", "dp_shard 2", "pp 2, 1F1B", "pp 2, ZBVZeroBubble", "compile")},
+    **{name: LAYOUTS[name] for name in ("tp 2", "dp_shard 2", "pp 2, 1F1B", "compile")},
     "V 131, pp 3": (3, V131 | {"mesh.pp": 3, "pipeline.stages": [[0, 1], [2, 3], [4]]} | PAIRS),
     "V 131, tp 3": (3, V131 | LAYOUTS["tp 3"][1]),
     "fp16, tp 2": OF_T5["fp16, tp 2"],
@@ -349,9 +349,11 @@ def deviation(run: Run, truth: Run) -> dict[str, float]:
     assert run.final.keys() == truth.final.keys()
     ours, theirs = ({k: v[: len(truth.final[k])].double() for k, v in r.final.items()} for r in (run, truth))
     model = math.sqrt(sum(float((ours[k] - theirs[k]).square().sum()) for k in theirs))
+    # A softmax does not see the bias of all keys: its gradient is rounding, and so is what becomes of it.
+    seen = [k for k in theirs if not k.endswith(".k.bias")]
     return {
         "loss": max(largest("loss"), largest("val_loss")),
         "grad_norm": largest("grad_norm"),
-        "parameter": max(float((ours[k] - theirs[k]).norm() / theirs[k].norm()) for k in theirs),
+        "parameter": max(float((ours[k] - theirs[k]).norm() / theirs[k].norm()) for k in seen),
         "model": model / math.sqrt(sum(float(t.square().sum()) for t in theirs.values())),
     }

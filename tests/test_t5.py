@@ -23,13 +23,12 @@ from dtmega.hf import config_json
 from dtmega.models import count, t5
 from dtmega.models.generate import answer
 from dtmega.models.initial import init_weights
-from dtmega.plans.t5 import plan
 from tests import plain_bloom
 from tests.test_hf import Memory
 
 V, S, T = 131, 29, 11
 SEED = 7
-FAMILY = families.Own(t5.T5, plan, {"hf": [t5.HF]})
+FAMILY = families.FAMILIES["t5"]
 SIZES = {
     **{"vocab_size": V, "d_model": 48, "d_kv": 16, "d_ff": 100, "num_layers": 3, "num_decoder_layers": 2},
     **{"num_heads": 6, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},

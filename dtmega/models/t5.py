@@ -141,6 +141,8 @@ class T5(Stage):
         self.cfg = cfg
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
+        # torch's second part goes from a stage's inputs to its weights, once for each.
+        self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
 
