@@ -5,6 +5,7 @@
     config_json.py   its config.json, and the configuration of transformers that it makes: the one opener
     folder.py        its weights by the names of a model
     ours.py          of a model that is written here: by the rules of its format, in both directions
+    theirs.py        of a model of transformers: by its own conversions, in both directions
     export.py        a directory as `from_pretrained` loads it: the one exporter
 
 Nothing in it is run, nothing outside of it is opened, and what cannot be read is one message.

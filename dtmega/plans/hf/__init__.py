@@ -5,8 +5,8 @@ mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
 print(verify_plan(model, mesh))               # a small clone, cut, against one process
 model = parallelize_hf(model, mesh)           # then train it as you would: loss, backward, clip_grad_norm_, AdamW
 
-Read families.py (what we know of each family), plans/styles.py and styles.py here (the words), regions.py, then plan.py
-and parallel.py.
+Read families.py (what we know of each family), plans/styles.py, styles.py and experts.py here (the words), regions.py,
+then plan.py and parallel.py.
 """
 
 from dtmega.plans.hf.command import verify_plan
