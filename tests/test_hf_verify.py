@@ -375,6 +375,14 @@ def test_a_clone_is_small_and_keeps_what_decides_how_tp_cuts(what: str):
     assert config.to_dict() == before
 
 
+def test_a_clone_without_what_the_model_has_proves_nothing_and_is_refused():
+    model = hf_models.plain(Case("olmo2"))
+    model.model.layers[1].mlp = torch.nn.Bilinear(2, 2, 2)
+    mesh = Mock(ndim=1, device_type="cpu", size=lambda: 2)
+    with pytest.raises(ValueError, match="the plan of 'olmo2' cannot be proven: its small clone has no Bilinear"):
+        verify(model, mesh, Mock())
+
+
 @pytest.mark.parametrize("dense", [{"mlp_only_layers": [0, 1, 3]}, {"decoder_sparse_step": 4}], ids=str)
 def test_the_small_clone_of_a_mixture_has_experts_more_than_a_token_visits(dense: dict[str, Any]):
     sizes = {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}

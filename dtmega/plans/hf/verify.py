@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -55,10 +55,11 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
     """Compare a small clone of the model that `parallelize` cuts over `mesh` with one process. All ranks call it.
 
     Args:
-        model: of `transformers`, real or on meta; only its class and config are used.
+        model: of `transformers`, real or on meta, whole or a stage; only the classes of its modules and its config are
+            used.
 
     Raises:
-        ValueError: what `parallelize` refuses.
+        ValueError: what `parallelize` refuses; a clone that has not all that the model has, and so would prove nothing.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     config, attention = tiny.tiny_config(model.config, tp), model.config._attn_implementation
@@ -66,6 +67,10 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
     raised: list[str] = []
     for case, length, padded in (("plain", 4 * tp, False), ("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
         truth, ours = (tiny.build(type(model), config, attention).to(mesh.device_type) for _ in range(2))
+        if lost := sorted(_classes(model) - _classes(truth)):
+            raise ValueError(
+                f"the plan of '{model.config.model_type}' cannot be proven: its small clone has no {', '.join(lost)}"
+            )
         inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded).items()}
         ours = parallelize(ours, mesh)
         try:
@@ -76,6 +81,11 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
             found = dict.fromkeys(("loss", "logits", *names), float("inf"))
         errors |= {(case, name): e for name, e in found.items()}
     return Verification(_worst(errors, mesh), tuple(raised))
+
+
+def _classes(model: nn.Module) -> set[str]:
+    """Names of the classes that have parameters."""
+    return {type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(recurse=False))}
 
 
 def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
