@@ -14,6 +14,7 @@ from dtmega import config
 from dtmega.__main__ import main
 from dtmega.megatron import shell
 from dtmega.megatron.flags import by_name
+from dtmega.megatron.recipe import written
 from dtmega.megatron.translate import translate
 from tools import flags_page
 
@@ -232,6 +233,24 @@ def test_weighted_split_paths_are_mixtures_of_the_same_words(tmp_path: Path) -> 
     left = translate(direct).left
     assert [line.partition(": ")[0].split()[0] for line in left] == ["--test-weighted-split-paths", "--split"]
     assert "more: 1 0:1 data/d" in left[0]
+
+
+def test_groups_that_a_checkpoints_arguments_hold_in_pieces_are_mixtures_again() -> None:
+    # As parse_data_paths leaves them (Megatron-DeepSpeed megatron/arguments.py).
+    args = {
+        "train_weighted_split_names": ["train"],
+        "train_weighted_split_weights": [["0.3", "0.7"]],
+        "train_weighted_split_splits": [["0:0.95", "0.1:0.95"]],
+        "train_weighted_split_paths": [["data/a", "data/b"]],
+        "valid_weighted_split_names": ["wiki", "all"],
+        "valid_weighted_split_weights": [["1"], ["0.3", "0.7"]],
+        "valid_weighted_split_splits": [["0.95:1"], ["0.95:1", "0.95:1"]],
+        "valid_weighted_split_paths": [["data/a"], ["data/a", "data/b"]],
+    }
+    toml, _ = written(args, config.Bloom())
+    data = tomli.loads(toml)["data"]
+    assert data["train"] == TRAIN
+    assert data["validation"] == VALID
 
 
 def test_a_file_of_weighted_split_paths_that_is_not_at_hand_is_named(tmp_path: Path) -> None:

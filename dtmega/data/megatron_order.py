@@ -40,14 +40,14 @@ class Fork(NamedTuple):
         split: n sequences, weights -> (start, stop) of each part.
         normalised: weights of a blend -> their shares.
         asked: of a corpus with this share, for n samples of the blend.
-        described: its caches have descriptions, not names.
+        is_core: caches have descriptions, not names; corpora are numbered in two bytes; each split has sequences.
     """
 
     cutoff: float
     split: Callable[[int, Sequence[float]], list[tuple[int, int]]]
     normalised: Callable[[Sequence[float]], list[float]]
     asked: Callable[[int, float], int]
-    described: bool = False
+    is_core: bool = False
 
     @property
     def rule(self) -> Rule:
@@ -93,7 +93,7 @@ def _core_surplus(n: int, share: float) -> int:
 FORKS = {
     "megatron-lm": Fork(0.80, split_documents, _shares, _surplus),
     "megatron-deepspeed": Fork(0.95, split_documents, _shares, _surplus),
-    "megatron-core": Fork(0.80, _core_split, _core_shares, _core_surplus, described=True),
+    "megatron-core": Fork(0.80, _core_split, _core_shares, _core_surplus, is_core=True),
 }
 
 
@@ -205,13 +205,13 @@ class _Builder:
         has_split = cfg.data.train_mixture is None and split in SPLITS
         matrix = tuple(_core_matrix(cfg.data.split_weights)) if has_split else None
         name = mixture.name if mixture else split
-        self._place = Place(name, role, matrix, self._fork.described)
+        self._place = Place(name, role, matrix, self._fork.is_core)
         self.notes: list[str] = []
 
     def samples(self, parts: Sequence[Part]) -> AnySamples | None:
         """None: there are no sequences, and the original goes without."""
         empty = [part for part in parts if part.documents[0] >= part.documents[1]]
-        if len(parts) == 1 and empty and self._split != "train" and not self._fork.described:
+        if len(parts) == 1 and empty and self._split != "train" and not self._fork.is_core:
             self.notes.append(f"'{self._split}' has no sequences of {parts[0].dataset.prefix}, and is left out")
             return None
         if empty:
@@ -237,7 +237,7 @@ class _Builder:
             raise ValueError(
                 f"{order} blends by weight: expected a weight for each of {len(parts)} paths ([data] weights)"
             )
-        if len(parts) > MOST_CORPORA and not self._fork.described:
+        if len(parts) > MOST_CORPORA and not self._fork.is_core:
             raise ValueError(f"{order} has at most {MOST_CORPORA} corpora in a blend, got {len(parts)} ([data] path)")
         shares = self._fork.normalised(weights)
         samples = [self._of(part, self._fork.asked(self._n, share)) for part, share in zip(parts, shares, strict=True)]

@@ -53,6 +53,8 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
             continue
         if flag.n_values == 0:
             found[name] = []
+        elif name.endswith("-weighted-split-paths"):
+            found[name] = _groups(args, name)
         else:
             found[name] = [str(item) for item in (value if isinstance(value, list) else [value])]
     # A run that is counted in samples has its steps worked out, and kept beside them.
@@ -62,9 +64,22 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
     return found
 
 
+def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
+    """The groups of corpora as they were written: their reader keeps names, weights, ranges and paths apart."""
+    key = flag.removeprefix("--").replace("-", "_")
+    kept = [args.get(key.replace("paths", part)) for part in ("names", "weights", "splits", "paths")]
+    if not all(isinstance(part, list) for part in kept):
+        return []
+    return [
+        f"{name}: {', '.join(' '.join(map(str, share)) for share in zip(*shares, strict=False))}"
+        for name, *shares in zip(*kept, strict=False)
+    ]
+
+
 def goes_on(progress: Progress, out: str) -> str:
     """The line that says how a run goes on from there."""
     return (
         f"with Adam's moments, after {progress.step} steps and {progress.samples} samples: --checkpoint.resume {out} "
-        f"--checkpoint.allow_changed_data true goes on from there, [model] init_from starts anew"
+        f"--checkpoint.allow_changed_data true goes on from there ([data] order: on its own samples), "
+        f"[model] init_from starts anew"
     )
