@@ -58,7 +58,8 @@ of a blend is asked for. The order of a longer run is another one from its first
 number that their run was started for, which the name of their index caches has
 (`data/a_train_indexmap_220000000ns_2048sl_1234s_doc_idx.npy`; of a blend's corpora it is their share, and 0.5 % more).
 Such caches, and megatron-core's with a description, are used as they are where they fit; if only others lie there, one
-line says so, and the order is computed: 10^8 samples take about a minute, once per node.
+line says so, and the order is computed: 10^8 samples take a minute or two, once per node. A checkpoint of theirs that
+was converted with its moments goes on after as many samples as it has seen.
 
 Each validation here reads the first samples of the order of validation; theirs goes on where the last one ended. BERT's
 and T5's order comes of a compiled generator, and is refused.
