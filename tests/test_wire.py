@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -118,7 +119,15 @@ def start(cfg: config.Config) -> tuple[World, dict[str, dist.ProcessGroup]]:
     return world, world.groups
 
 
-def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Counter]]:
+Counted = list[tuple[Counter[tuple[str, str, int]], Counter[tuple[str, str, int]]]]
+
+
+def all_counted(layouts: dict[str, list[dict[str, Any]]]) -> dict[str, Counted]:
+    """One layout after the other."""
+    return {name: counted_and_expected(values) for name, values in layouts.items()}
+
+
+def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
     """For each configuration (all of one mesh): operations of this rank in the second step, and by the formula."""
     loss.CHUNK_TOKENS, loss.CHUNK_LOGITS = {"cpu": CHUNK_TOKENS}, 0
     world, groups = start(config.validate(values[0], "test"))
@@ -128,8 +137,8 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
         model.draw(cfg.run.seed)
         optimizer = build_optimizer(model.named_parameters(), cfg.optim)
         wire, text = Wire(groups), Mock(splits={"valid": None})
-        batches: Any = two_batches(cfg, world, wire)
-        with wire, contextlib.suppress(StopIteration):
+        with contextlib.ExitStack() as second_step, contextlib.suppress(StopIteration):
+            batches: Any = two_batches(cfg, world, functools.partial(second_step.enter_context, wire))
             nobody = {"checkpoints": Mock(), "metrics": Mock(), "watch": Mock(signals=[])}
             nobody["checkpoints"].poll.return_value = []
             run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
@@ -147,7 +156,7 @@ def counted_and_expected(values: list[dict[str, Any]]) -> list[tuple[Counter, Co
     return found
 
 
-def two_batches(cfg: config.Config, world: World, wire: Wire) -> Iterator[StepBatch]:
+def two_batches(cfg: config.Config, world: World, count: Callable[[], object]) -> Iterator[StepBatch]:
     size, shape = cfg.batch.global_batch_size, (cfg.batch.micro_batch_size, cfg.data.seq_len)
     microbatch = {
         "tokens": torch.arange(shape[0] * shape[1]).view(shape) % cfg.model.vocab_size,
@@ -157,11 +166,11 @@ def two_batches(cfg: config.Config, world: World, wire: Wire) -> Iterator[StepBa
     }
     batch = StepBatch(0, size, [microbatch] * (size // (world.data_size * shape[0])))
     yield batch
-    wire.seen.clear()  # the first step also checks that ranks have the same batch
+    count()  # from here on: the first step also checks that ranks have the same batch
     yield batch
 
 
-def wasteful(values: list[dict[str, Any]]) -> list[tuple[Counter, Counter]]:
+def wasteful(values: list[dict[str, Any]]) -> Counted:
     """The same, where leaving a parallel region gathers twice in its backward."""
     honest = mappings._Scatter.backward
     mappings._Scatter.backward = staticmethod(lambda ctx, *grads: (honest(ctx, *grads), honest(ctx, *grads))[0])
@@ -192,30 +201,49 @@ def settings(keys: dict[str, Any], n_layers: int, sequences: int) -> dict[str, A
     }
 
 
-def check(layout: tuple[int, int, dict[str, Any]], sizes: Iterable[tuple[int, int]]) -> None:
+# Each combines what other cases have one by one.
+REPEATS = {"pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
+
+
+@functools.cache
+def configurations(repeats: bool) -> dict[str, tuple[int, list[dict[str, Any]]]]:
+    """Name -> processes, and a configuration for each number of layers and factor of microbatches."""
+    found = {}
+    for layouts, sizes in ((AXES, [(2, 1), (3, 2)]), (MORE, [(5, 2)])):
+        for name, (n, least, keys) in layouts.items():
+            data = keys["mesh"].get("dp_shard", 1) * keys["mesh"].get("dp_replicate", 1)
+            values = [settings(keys, n_layers, factor * least * data) for n_layers, factor in sizes]
+            if (name in REPEATS) is repeats:
+                found[name] = (n, values)
+    return found
+
+
+@functools.cache
+def measured(n: int, repeats: bool) -> list[dict[str, Counted]]:
+    """By rank, every layout of so many processes, in one group."""
+    layouts = {name: values for name, (size, values) in configurations(repeats).items() if size == n}
+    return ranks.run(n, all_counted, layouts)
+
+
+def check(name: str) -> None:
     """For each number of layers and factor of microbatches, on every rank."""
-    n, least, keys = layout
-    data = keys["mesh"].get("dp_shard", 1) * keys["mesh"].get("dp_replicate", 1)
-    values = [settings(keys, n_layers, factor * least * data) for n_layers, factor in sizes]
-    for rank, found in enumerate(ranks.run(n, counted_and_expected, values)):
-        for value, (counted, expected) in zip(values, found, strict=True):
+    repeats = name in REPEATS
+    n, values = configurations(repeats)[name]
+    for rank, found in enumerate(measured(n, repeats)):
+        for value, (counted, expected) in zip(values, found[name], strict=True):
             assert counted == expected, f"rank {rank} of {value}"
 
 
 @pytest.mark.parametrize("name", AXES)
 def test_a_step_is_what_the_formula_says_per_layer_and_per_microbatch(name: str):
-    check(AXES[name], [(2, 1), (3, 2)])
-
-
-# Each combines what other cases have one by one.
-REPEATS = {"pp 2 x tp 2, bf16", "dp_replicate 2 x dp_shard 2, bf16 sums"}
+    check(name)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATS else ()) for name in MORE]
 )
 def test_a_step_is_what_the_formula_says_with_more_to_it(name: str):
-    check(MORE[name], [(5, 2)])
+    check(name)
 
 
 def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
