@@ -1,5 +1,6 @@
 """Batches: masks against Megatron's loop, slices against the global batch, resume against never stopping; signals."""
 
+import multiprocessing
 import os
 import random
 import select
@@ -19,6 +20,7 @@ from dtmega.data.indexed import IndexedDataset, IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.rows import IGNORED, NextTokenRows, document_ids, position_ids
 from dtmega.data.samples import Samples
+from tests.ranks import forks
 
 EOD = 0
 S = 8
@@ -254,9 +256,6 @@ def main(prefix, ending):
     print(len(heard), flush=True)
     if ending == "exception":
         raise KeyError("the frames of this traceback keep the batches alive")
-    if ending == "_exit":
-        batches.close()
-        os._exit(0)
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
@@ -307,24 +306,51 @@ def test_workers_sit_out_signals_to_the_process_group(start_trainer):
     assert (trainer.returncode, out.splitlines()[1:], err) == (0, ["3"], "")
 
 
-def test_workers_end_with_a_trainer_that_is_killed(start_trainer):
-    trainer = start_trainer("return")
-    worker = int(trainer.stdout.readline())
-    trainer.kill()
-    deadline = time.monotonic() + 15
-    while is_running(worker) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not is_running(worker)
-
-
 def test_a_trainer_that_ends_by_an_exception_does_not_wait_for_its_workers(start_trainer):
     trainer = start_trainer("exception")
     _, err = trainer.communicate("go on\n", timeout=20)
     assert (trainer.returncode, err.splitlines()[-1].partition(":")[0]) == (1, "KeyError")
 
 
-def test_a_closed_loader_leaves_nothing_behind(start_trainer):
-    trainer = start_trainer("_exit")
-    worker = int(trainer.stdout.readline())
-    _, err = trainer.communicate("go on\n", timeout=20)
-    assert (trainer.returncode, is_running(worker), err) == (0, False, "")
+def end_by_itself(rows, folder: str, killed: bool) -> None:
+    """A trainer with one worker, whose number it leaves in a file; it ends by SIGKILL, or says how many are left.
+
+    stderr goes to a pipe, also that of what it has started.
+    """
+    os.dup2(os.open(Path(folder, "stderr"), os.O_WRONLY), sys.stderr.fileno())
+    batches = TrainBatches(rows, Data(seq_len=S, num_workers=1), Batch(), 0, 1)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    Path(folder, "worker").write_text(str(worker.pid))
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(10):  # more than was prefetched
+        next(batches)
+    batches.close()
+    os._exit(len(multiprocessing.active_children()))
+
+
+def ended(samples, folder: Path, killed: bool) -> tuple[int, int, str]:
+    """Exit code of such a trainer, its worker, and what was said on stderr until the last of its processes was gone."""
+    os.mkfifo(folder / "stderr")
+    reader = os.open(folder / "stderr", os.O_RDONLY | os.O_NONBLOCK)
+    rows = NextTokenRows(samples, Data(seq_len=S, num_workers=1), EOD)
+    (trainer,) = forks().run(1, end_by_itself, rows, str(folder), killed)
+    os.set_blocking(reader, True)
+    with open(reader) as stderr:
+        said = stderr.read()
+    return trainer.code, int((folder / "worker").read_text()), said
+
+
+def test_workers_end_with_a_trainer_that_is_killed(samples, tmp_path):
+    code, worker, _ = ended(samples, tmp_path, killed=True)
+    assert code == -signal.SIGKILL
+    deadline = time.monotonic() + 15
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(worker)
+
+
+def test_a_closed_loader_leaves_nothing_behind(samples, tmp_path):
+    code, worker, said = ended(samples, tmp_path, killed=False)
+    assert (code, is_running(worker), said) == (0, False, "")
