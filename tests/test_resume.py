@@ -37,6 +37,7 @@ SHORT = {
     "checkpoint.interval": CUT,
 }
 BERT = {"model.name": "bert", "model.pad_vocab_to_multiple": 48}
+T5 = {"model.name": "t5"}
 # The others repeat these: two schedules, two ways to cut data.
 RING = [name for name in LAYOUTS if name not in ("pp 2, 1F1B", "HSDP 2 x 2")]
 SAME = {f"{name}, again": Pair(name, name, {}, {}) for name in ("dp 2", "pp 2 x tp 2")}
@@ -44,6 +45,8 @@ SAME |= {"bert, pp 2, ZBV, again": Pair("pp 2, ZBV", "pp 2, ZBV", BERT, {})}
 OTHER = {f"{a} -> {b}": Pair(a, b, {}, {}) for a, b in pairwise([*RING, RING[0]])} | {
     # Also the bias of the vocabulary is padded here, and both heads go to another rank.
     "bert, V padded to 144, pp 2, ZBV -> tp 2": Pair("pp 2, ZBV", "tp 2", BERT, {}),
+    # Three parameters that several stages hold, of which tp cuts each.
+    "t5, pp 2, 1F1B -> tp 2": Pair("pp 2, 1F1B", "tp 2", T5, {}),
     "dp 2 -> 1 with microbatches of 4": Pair("dp 2", "1", {}, {"batch.micro_batch_size": 4}),
 }
 PAIRS = SAME | OTHER

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from dtmega import config, families
@@ -176,7 +177,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     short = {"train.steps": 2, "train.drift_interval": 0, "eval.interval": 0, "eval.sample_tokens": 9}
     trainings = []
     # A new T5 whose head is its embedding says what it has said before: nothing but an end.
-    shows = {"bert": {"eval.prompt": PROMPT}, "t5": {"eval.prompt": HIDDEN, "model.tied": False}}
+    shows = {
+        "bert": {"eval.prompt": PROMPT},
+        "t5": {"eval.prompt": HIDDEN, "model.tied": False, "model.scale_head": False},
+    }
     for family, of_family in shows.items():
         keys = FAMILIES[family] | data[family] | short | of_family
         trainings += [Training(n, keys | mesh, folder / family / name) for name, (n, mesh) in MESHES.items()]
@@ -217,6 +221,21 @@ def test_a_run_of_a_t5_ends_with_its_hidden_spans_and_on_any_mesh_they_are_those
     for name in ("t5, 1", "t5, pp 2"):
         assert command(["generate", "--run", str(runs[name]), "--prompt", HIDDEN, *options]) == 0
         assert capsys.readouterr().out == f"{shown(runs['t5, 1'])}\n"
+
+
+def test_a_run_of_a_t5_becomes_a_directory_with_which_transformers_says_the_same(runs, tmp_path, capsys):
+    exported = tmp_path / "exported"
+    assert command(["convert", "--from", "dtmega", str(runs["t5, tp 2"]), "--to", "hf", str(exported)]) == 0
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    (said,) = theirs.generate(**tokenizer(HIDDEN, return_tensors="pt"), do_sample=False, max_new_tokens=9)
+    capsys.readouterr()
+    greedy = ["--tokens", "9", "--temperature", "0"]
+    assert command(["generate", "--run", str(runs["t5, 1"]), "--prompt", HIDDEN, *greedy]) == 0
+    ours = capsys.readouterr().out.removeprefix(HIDDEN)
+    words = re.findall(r"w\d+", tokenizer.decode(said))
+    assert words
+    assert re.findall(r"w\d+", ours) == words
 
 
 @pytest.mark.parametrize(
