@@ -195,6 +195,14 @@ def test_greedy_answers_are_those_of_transformers(tmp_path: Path):
     assert len(found) == 12 or said[len(found) + 1] == 5
 
 
+def test_the_encoder_runs_once_for_an_answer():
+    model, ran = small(), []
+    model.encoder["0"].register_forward_hook(lambda *_: ran.append(1))
+    marks = {"start_id": 3, "end_id": 5, "pad_id": 0, "vocab_size": V}
+    assert len(answer(model, [7, 8, 9], 4, **marks, seed=0)) > 1
+    assert ran == [1]
+
+
 # ---------------------------------------------------------------------------------------------------------- Megatron's
 
 MEGATRON: dict[str, Any] = {
