@@ -64,7 +64,7 @@ READERS = {
     "1": ["tp 2 x dp 2"],
     "pp": ["tp 2 x dp 2", "1"],
     "packed": ["tp 2"],
-    "experts": ["1", "pp 2"],
+    "experts": ["pp 2"],
 }
 DRAWN = ["1", "tp 2", "pp 2", "dp 2"]
 

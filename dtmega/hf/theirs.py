@@ -108,17 +108,22 @@ def saved(source: Source, model: Any, parameters: Mapping[str, Tensor]) -> Sourc
 
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     pieces = in_pieces(conversions(model), shapes)
-    theirs = revert_weight_conversion(model, dict(parameters))
-    unchanged = {id(tensor): stored for stored, tensor in theirs.items()}
+    whole = [name for name in shapes if name not in pieces.ours]
+
+    # What transformers itself would write: of a parameter that it leaves as it is, the very same tensor.
+    written = revert_weight_conversion(model, dict(parameters))
+    unchanged = {id(tensor): stored for stored, tensor in written.items()}
     names = saved_names(model, pieces.theirs)
-    names |= {name: unchanged.get(id(p), "") for name, p in parameters.items() if name not in pieces.ours}
+    names |= {name: unchanged.get(id(parameters[name]), "") for name in whole}
+
     made = {names[name]: piece.shape for name, piece in pieces.theirs.items()}
-    made |= {names[name]: shape for name, shape in shapes.items() if name not in pieces.ours}
-    if made != {stored: tuple(tensor.shape) for stored, tensor in theirs.items()}:
+    made |= {names[name]: shapes[name] for name in whole}
+    if made != {stored: tuple(tensor.shape) for stored, tensor in written.items()}:
         return Renamed(source, {name: name for name in parameters})
+
     in_order: list[str] = []
     for name in parameters:
-        in_order += dict.fromkeys(run.of for run in pieces.ours[name].runs) if name in pieces.ours else [name]
-    kept = {name: name for name in parameters if name not in pieces.ours}
-    split = Together(Renamed(source, kept), Translated(source, pieces.theirs))
+        its = [run.of for run in pieces.ours[name].runs] if name in pieces.ours else [name]
+        in_order += dict.fromkeys(its)
+    split = Together(Renamed(source, {name: name for name in whole}), Translated(source, pieces.theirs))
     return Renamed(split, {names[name]: name for name in in_order})
