@@ -189,7 +189,7 @@ def test_the_layer_files_of_deepspeed_have_the_places_that_bloom_gave_them():
     }
 
 
-OF_BLOOM = {"position_embedding_type": 3, "embed_layernorm": True}
+OF_BLOOM = {"position_embedding_type": "alibi", "embed_layernorm": True}
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,12 @@ def test_the_model_that_arguments_describe(form: Format, args: dict[str, Any], e
         (names.GPT, {"num_layers": None}, "file has no 'num_layers'"),
         (names.GPT, {"bias_gelu_fusion": False}, "the GELU with erf .* differ by up to 5e-4"),
         (names.GPT, {"kv_channels": 3}, "kv_channels=3 of 2 heads, expected hidden_size / num_attention_heads, 8 / 2"),
-        (names.GPT, {"position_embedding_type": 1}, "position_embedding_type=1, expected one of None, 2, 'absolute'"),
+        (names.GPT, {"position_embedding_type": "rotary"}, "='rotary', expected one of None, 'absolute'"),
         (names.GPT, {"swiglu": True}, "file has swiglu=True, expected False"),
         (names.GPT, {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True, expected False"),
         (names.BERT, {"bert_binary_head": False}, "file has bert_binary_head=False, expected True"),
         (names.BLOOM, OF_BLOOM | {"glu_activation": "geglu"}, "file has glu_activation='geglu', expected None"),
-        (names.BLOOM, {"position_embedding_type": 2}, "position_embedding_type=2, expected one of 3, 'alibi'"),
+        (names.BLOOM, {"position_embedding_type": "absolute"}, "='absolute', expected one of 'alibi'"),
     ],
 )
 def test_arguments_of_another_model_are_refused(form: Format, args: dict[str, Any], message: str):

@@ -1,6 +1,7 @@
 """A checkpoint of Megatron's, whichever of them wrote it: whole tensors by the names of names.py, and what a run says.
 
     Megatron-LM            iter_......./mp_rank_*/, or release/        ranks.py, adam.py
+    megatron-core          iter_......./metadata.json, common.pt       core.py
     Megatron-DeepSpeed     global_step*/layer_*-model_*                deepspeed.py
 
 Either is named itself, or the folder above with its `latest_checkpointed_iteration.txt` or `latest`. Nothing that is in
@@ -18,7 +19,7 @@ from dtmega import config
 from dtmega.checkpoint.resume import START, Progress
 from dtmega.formats.sources import Source
 from dtmega.loss_scale import ScaleState
-from dtmega.megatron import adam, deepspeed, names, ranks, zero
+from dtmega.megatron import adam, core, deepspeed, names, ranks, zero
 from dtmega.megatron.parts import Master, Part, Shard, Whole, copies, said_of
 from dtmega.megatron.saved import entries
 
@@ -71,6 +72,10 @@ def opened(path: Path, asked: config.Model | None = None, average: bool = False)
         ValueError: no such checkpoint, or a damaged, a crafted or an incomplete one; names the file.
     """
     folder = found(path)
+    if core.holds(folder):
+        args, weights = core.opened(folder)
+        _check_described(folder, args, asked)
+        return Contents(folder, args, weights, {}, notes=("weights alone: of megatron-core no moments are read",))
     if deepspeed.holds(folder):
         layers = deepspeed.opened(folder)
         _check_described(folder, layers.args, asked)

@@ -245,9 +245,9 @@ RATES = (
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
 FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=True)
-# BigScience's fork has an enum, whose values these are; Megatron-LM of 2023 and later a word.
-ABSOLUTE = (None, 2, "absolute", "learned_absolute")
-ALIBI = (3, "alibi")
+# The names of BigScience's enum, and the word of Megatron-LM of 2023 and later.
+ABSOLUTE = (None, "absolute", "learned_absolute")
+ALIBI = ("alibi",)
 WORDPIECE = "BertWordPieceLowerCase"
 
 
