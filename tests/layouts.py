@@ -20,11 +20,11 @@ from tokenizers.models import WordLevel
 
 from dtmega import families, metrics, train
 from dtmega.checkpoint import resume
-from dtmega.checkpoint.resume import State, open_checkpoint
-from dtmega.checkpoint.run import Checkpoints, tensors_of
+from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed import IndexedWriter
 from dtmega.megatron.translate import THEIR_T5
+from dtmega.shards import boxes
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -233,7 +233,7 @@ class Run:
         self.grad_norm = np.array([line["grad_norm"] for line in steps])
         self.params_norm = np.array([line["params_norm"] for line in steps])
         self.val_loss = np.array([line["val_loss"] for line in lines if "val_loss" in line])
-        self.initial = tensors(folder / "initial", 0)
+        self.initial = joined(folder / "initial")
         self._folder = folder
 
     @functools.cached_property
@@ -259,15 +259,8 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
 
 @contextlib.contextmanager
 def keeping_initial(folder: str) -> Iterator[None]:
-    """What a model is before the first step is saved in folder/initial."""
+    """Each rank leaves what it holds of a model before the first step in folder/initial."""
     honest = train.parallelize
-
-    def save(cfg, model):
-        optimizer = torch.optim.AdamW([p for _, p in model.named_parameters()])
-        elsewhere = cfg.checkpoint.model_copy(update={"dir": str(Path(folder, "initial")), "mode": "sync"})
-        checkpoints = Checkpoints(cfg.model_copy(update={"checkpoint": elsewhere}), model.world.device)
-        checkpoints.save(tensors_of(model.owned(), optimizer), State.of(cfg.model_dump()))
-        checkpoints.close()
 
     def parallelize(cfg, world):
         model = honest(cfg, world)
@@ -275,13 +268,30 @@ def keeping_initial(folder: str) -> Iterator[None]:
 
         def drawing(seed):
             draw(seed)
-            save(cfg, model)
+            held = {name: (p.shape, [tuple(box) for box in boxes(p.detach())]) for name, p in model.owned().items()}
+            Path(folder, "initial").mkdir(parents=True, exist_ok=True)
+            torch.save(held, Path(folder, "initial", str(world.rank)))
 
         model.draw = drawing
         return model
 
     with patch.object(train, "parallelize", parallelize):
         yield
+
+
+def joined(folder: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors of what the ranks have left there; copies are equal to the bit."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.iterdir():
+        for name, (shape, held) in torch.load(path, weights_only=False).items():
+            whole = found.setdefault(name, torch.full(shape, math.nan))
+            for offsets, part in held:
+                where = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+                there = whole[where]
+                assert there.isnan().all() or torch.equal(there, part), f"copies of {name} start with other bits"
+                whole[where] = part
+    assert [name for name, whole in found.items() if whole.isnan().any()] == []
+    return found
 
 
 def write_text(folder: Path, n_sentinels: int = 0) -> dict[str, str]:
