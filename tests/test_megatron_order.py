@@ -497,6 +497,9 @@ def test_a_cache_of_another_name_is_said_with_both_names_and_the_order_is_comput
     text = opened("megatron-lm", data__path=prefix, **ALONE)
     names = f"expected {stem}240ns_{S}sl_{SEED}s_*.npy, there is {stem}241ns_{S}sl_{SEED}s_*.npy"
     assert f"{prefix}: the order of 'train' is computed: {names}" in text.notes
+    Path(f"{stem}241ns_{S}sl_{SEED}s_doc_idx.npy").rename(f"{stem}240ns_{S}sl_{SEED}s_doc_idx.npy")
+    (note,) = opened("megatron-lm", data__path=prefix, **ALONE).notes[1:]
+    assert f"expected {stem}240ns_{S}sl_{SEED}s_sample_idx.npy, there is" in note
     assert read(text.samples("train"), 240) == [run.read(sequences, indices, g) for g in range(240)]
 
 
@@ -565,6 +568,12 @@ def test_a_described_cache_of_megatron_core_is_used_where_its_description_fits(t
     text = opened("megatron-core", data__path=prefix, **ALONE)
     assert f"{prefix}: the order of 'train' is that of {stem}-*.npy" in text.notes
     assert read(text.samples("train"), 240) == [run.read(sequences, reversed_order, g) for g in range(240)]
+    # Where each split has data of its own, a description has no matrix.
+    describe(folder, "1abc", split=None, split_matrix=None)
+    apart = {"data__train": f"train: 1 0:1 {prefix}", "data__split": "969,30,1"}
+    assert read(opened("megatron-core", **apart).samples("train"), 9) == read(text.samples("train"), 9)
+    half = opened("megatron-core", **apart | {"data__train": f"train: 1 0:0.5 {prefix}"})
+    assert half.notes == [note for note in half.notes if "the order of" not in note]
     Path(f"{stem}-description.txt").unlink()
     Path(f"{folder}/0abc-GPTDataset-train-description.txt").unlink()
     text = opened("megatron-core", data__path=prefix, **ALONE)

@@ -68,13 +68,15 @@ def named(asked: Asked, name: str) -> Found:
     stem = f"{asked.dataset.prefix}_{name}_indexmap_"
     wanted = f"{stem}{asked.samples}ns_{asked.seq_len}sl_{asked.seed}s"
     paths = [f"{wanted}_{index}.npy" for index in NAMED]
-    if all(Path(path).is_file() for path in paths):
+    missing = [path for path in paths if not Path(path).is_file()]
+    if not missing:
         return Found(_load(paths, asked), f"the order of '{name}' is that of {wanted}_*.npy")
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return Found(None, "")
     there = others[0].removesuffix("_doc_idx.npy")
-    return Found(None, f"the order of '{name}' is computed: expected {wanted}_*.npy, there is {there}_*.npy")
+    expected = missing[0] if there == wanted else f"{wanted}_*.npy"
+    return Found(None, f"the order of '{name}' is computed: expected {expected}, there is {there}_*.npy")
 
 
 def described(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | None] | None) -> Found:
@@ -86,6 +88,8 @@ def described(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | N
     Raises:
         ValueError: it is there, and damaged or of other data.
     """
+    if matrix is None and asked.sequences != (0, len(asked.dataset)):
+        return Found(None, "")  # it has no ranges of corpora
     folder = Path(asked.dataset.prefix, "cache", "GPTDataset_indices")
     wanted = {
         "class": "GPTDataset",

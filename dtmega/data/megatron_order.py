@@ -181,11 +181,10 @@ def ordered(cfg: Config, splits: Mapping[str, Sequence[Part]]) -> Splits:
     wanted = wanted_samples(cfg)
     found = Splits(dict.fromkeys(SPLITS), [])
     for split, parts in splits.items():
-        role = split if split in wanted else "valid"
-        builder = _Builder(cfg, split, role, wanted[role])
         if parts:
-            samples = builder.samples(parts)
-            found.samples[split] = samples
+            role = split if split in wanted else "valid"
+            builder = _Builder(cfg, split, role, wanted[role])
+            found.samples[split] = builder.samples(parts)
             found.notes.extend(builder.notes)
     return found
 
