@@ -171,7 +171,7 @@ LAYOUTS["bert, V 131, pp 2 x tp 2"] = (4, BERT | V131 | {"mesh.pp": 2, "mesh.tp"
 # other positions, norms and heads, and other samples: of Megatron's the encoder's have padding, too.
 T5, SPLIT = {"model.name": "t5"}, {"pipeline.split": 2}
 MEGATRON = T5 | {"data.objective": "separate-spans"}
-# For Megatron's form, whose launch script has it. No T5 has an fp32 residual, and the first one's stream is larger: tp 2
+# For Megatron's form, whose script has it. No T5 has an fp32 residual, and the first one's stream is larger: its tp 2
 # and pp 2 were 1.0e-3 and 1.7e-3 from one process in the gradient's norm, which is the bound, or above it.
 FP16_OF_T5 = {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14}
 OF_T5: dict[str, tuple[int, dict[str, Any]]] = {
