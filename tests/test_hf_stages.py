@@ -21,7 +21,7 @@ ALIKE = ["mistral", "qwen2", "qwen3", "arcee", "ernie4_5", "exaone4", "starcoder
 ALIKE += ["olmo3", "phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
 CASES = [Case(name, tied=tied) for name in DISTINCT for tied in (True, False)]
 CASES += [Case("qwen2 sliding"), Case("opt projected, post-layernorm")]
-CASES += [Case(name) for name in ALIKE]
+CASES += [Case(name) for name in (*ALIKE, *hf_models.MIXTURES)]
 
 
 def built(case: Case, folder: Path) -> tuple[HF, HF]:
@@ -41,7 +41,7 @@ def built(case: Case, folder: Path) -> tuple[HF, HF]:
 
 
 def test_every_family_that_can_be_cut_has_a_case():
-    assert {*ENDS} == {*DISTINCT, *ALIKE}
+    assert {*ENDS} == {*DISTINCT, *ALIKE, *hf_models.MIXTURES}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}{'-tied' if case.tied else ''}")

@@ -41,7 +41,7 @@ EVERY = [*CASES, *STAGED, *MIXTURES, *(Case(name, tied=i % 2 == 0) for i, name i
 EVERYWHERE = {
     "1": [*ALONE, UNKNOWN, CAPPED, DIVIDED],
     "tp 2": [*ALONE, OLMOE, CAPPED],
-    "pp 2": [*ALONE, Case("gpt_neox", tied=False), *STAGED, QWEN3_MOE],
+    "pp 2": [*ALONE, *STAGED, QWEN3_MOE],
     "dp 2": [GPT2, UNKNOWN, QWEN3_MOE],
     "tp 2 x dp 2": [GPT2, PACKED],
 }
