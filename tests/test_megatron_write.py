@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtmega import durable, job
+from dtmega import config, durable, job
 from dtmega.__main__ import main as command
 from dtmega.checkpoint import convert
-from dtmega.checkpoint.resume import open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.weights import Weights
 from dtmega.formats.whole import as_ours, as_theirs
 from dtmega.megatron import write
 from tests import hf_models, megatron_files
@@ -190,7 +191,6 @@ def test_a_checkpoint_becomes_a_folder_for_their_ranks(tmp_path: Path, capsys: p
     form, model, build = MODELS["bloom"]
     weights = {name: tensor.float() for name, tensor in drawn("bloom").items()}
     convert.write(str(tmp_path / "ours"), as_ours(Memory(weights), form, model, build, "file"), model)
-    assert open_checkpoint(str(tmp_path / "ours"))
     arguments = ["convert", "--from", "dtmega", str(tmp_path / "ours"), "--to", "megatron", str(tmp_path / "out")]
     assert command([*arguments, "--tp", "2", "--dtype", "float16"]) == job.DONE
     found, said = megatron_files.read(tmp_path / "out", Layout(2), H)
@@ -202,3 +202,26 @@ def test_a_checkpoint_becomes_a_folder_for_their_ranks(tmp_path: Path, capsys: p
     assert command([*arguments[:4], "--to", "hf", str(tmp_path / "hf"), "--tp", "2"]) == job.REFUSED
     assert "--tp=2 and --pp=1 are of --to megatron" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_was_written_for_two_by_two_ranks_is_read_back_to_the_bit(tmp_path: Path, kind: str):
+    form, model, build = MODELS[kind]
+    weights = {name: tensor.float() for name, tensor in drawn(kind).items()}
+    source = as_ours(Memory(weights), form, model, build, "file")
+    convert.write(str(tmp_path / "ours"), source, model)
+    there = ["--from", "dtmega", str(tmp_path / "ours"), "--to", "megatron", str(tmp_path / "out")]
+    assert command(["convert", *there, "--tp", "2", "--pp", "2"]) == job.DONE
+    back = ["--from", "megatron", str(tmp_path / "out"), "--to", "dtmega", str(tmp_path / "back")]
+    assert command(["convert", *back, "--vocab-size", str(V)]) == job.DONE
+    checkpoint = open_checkpoint(str(tmp_path / "back"))
+    found = Weights(checkpoint)
+    assert found.tensors.keys() == source.tensors.keys()
+    assert all(
+        torch.equal(found.read(name)[: shape[0]], source.read(name)) for name, (_, shape) in source.tensors.items()
+    )
+    again = config.model_section(state_of(checkpoint).config["model"], "back")
+    sizes = {"pad_vocab_to_multiple": 256}
+    if isinstance(again, config.T5):
+        sizes["kv_channels"] = again.head_dim  # which their arguments say
+    assert again == model.model_copy(update=sizes)
