@@ -175,14 +175,15 @@ MEGATRON = T5 | {"data.objective": "separate-spans"}
 # and pp 2 were 1.0e-3 and 1.7e-3 from one process in the gradient's norm, which is the bound, or above it.
 FP16_OF_T5 = {"precision.params": "float16", "precision.initial_loss_scale": 2.0**14}
 OF_T5: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: LAYOUTS[name] for name in ("tp 2, no sequence parallel", "tp 3", "dp_replicate 2", "HSDP 2 x 2")},
+    **{name: LAYOUTS[name] for name in ("tp 2, no sequence parallel", "tp 3", "dp_replicate 2")},
     **{name: LAYOUTS[name] for name in ("pp 2, Interleaved1F1B", "pp 4", "V 131, dp_shard 4")},
     **{name: LAYOUTS[name] for name in ("V 128 padded to 144, tp 4", "microbatches of 8", "recompute selective")},
     **{name: LAYOUTS[name] for name in ("compile", "compile, tp 2", "bf16, tp 2", "bf16, dp_shard 2")},
+    "HSDP 2 x 2": (4, LAYOUTS["HSDP 2 x 2"][1] | AS_USED),
     "pp 3, split": (3, {"mesh.pp": 3} | SPLIT | PAIRS),
     "pp 4, split": (4, {"mesh.pp": 4} | SPLIT),
     "V 131, pp 2 x tp 2": (4, V131 | {"mesh.pp": 2, "mesh.tp": 2} | PAIRS | TENSORBOARD),
-    "dp_shard 3": (3, {"mesh.dp_shard": 3, "batch.global_batch_size": 9, "batch.micro_batch_size": 1} | AS_USED),
+    "dp_shard 3": (3, {"mesh.dp_shard": 3, "batch.global_batch_size": 9, "batch.micro_batch_size": 1}),
     "recompute 2 at a time, dp_shard 2": (2, {"recompute.mode": "full", "recompute.layers": 2, "mesh.dp_shard": 2}),
 }
 OF_MEGATRON: dict[str, tuple[int, dict[str, Any]]] = {
