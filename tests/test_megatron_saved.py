@@ -95,6 +95,7 @@ def test_arguments_are_data_with_enums_and_dtypes_by_name(save, monkeypatch):
         num_layers=2,
         lr=1e-4,
         data_path=["0.5", "a"],
+        train_weighted_split_paths=[["a", "b"], ["c"]],
         bf16=True,
         params_dtype=torch.bfloat16,
         vocab_file=None,
@@ -105,6 +106,7 @@ def test_arguments_are_data_with_enums_and_dtypes_by_name(save, monkeypatch):
     found = {name: plain(value) for name, value in there.items()}
     assert found == {
         **{"num_layers": 2, "lr": 1e-4, "data_path": ["0.5", "a"], "bf16": True, "params_dtype": "torch.bfloat16"},
+        "train_weighted_split_paths": [["a", "b"], ["c"]],
         **{"vocab_file": None, "position_embedding_type": "alibi", "model_type": "encoder_or_decoder"},
     }
 
@@ -314,9 +316,9 @@ def test_damage_raises_nothing_but_a_value_error(save):
 
 def test_deep_nesting_is_data_like_any_other(tmp_path: Path):
     pickled(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")(path := tmp_path / "x.pt")
-    assert plain(SavedFile(path).value) == []
+    assert plain(SavedFile(path).value) == [[]]
     older(*START, b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".", [])(path)
-    assert plain(SavedFile(path).value) == []
+    assert plain(SavedFile(path).value) == [[]]
 
 
 def test_a_list_that_doubles_thirty_times_is_looked_at_once(tmp_path: Path):

@@ -23,10 +23,30 @@ still lacks stands in it as a comment:
 
 ## Checkpoints
 
+    python -m dtmega convert --from megatron checkpoints/gpt --to dtmega weights/gpt --vocab-size 50257
+    python -m dtmega convert --from megatron bloom/global_step95000 --to hf export/bloom --tokenizer tokenizer.json
+
+read what Megatron-LM saved since 2019 (`iter_.../mp_rank_*`, `release`; GPT, BERT, its T5; files with and without
+`checkpoint_version`, torch's older format too) and BLOOM's layer files by Megatron-DeepSpeed, on any number of tensor
+ranks, stages and virtual stages. Nothing in the pickles runs: they are decoded as data, and what else they ask for is
+refused. Shards that are missing, there twice, or disagree are refused by name, and a refusal leaves no output.
+
+- Weights are the fp32 masters, where there are any. To dtmega come Adam's moments, step and samples too, if they are
+  whole (of ZeRO's partitions every file, bf16 only), and the line is printed that goes on from there: with
+  `--checkpoint.resume OUT --checkpoint.allow_changed_data true`, since nothing in the files says what data they saw.
+  `[model] init_from` starts a new run with the weights.
+- `OUT/config.toml` is made of the arguments in the files, without their layout; for a GPT or BLOOM that goes on it has
+  the order of samples of theirs. Files without arguments need `--config NAME.toml`, of which [model] counts.
+- The vocabulary without padding is in BLOOM's files only; else `--vocab-size N` or `--tokenizer SPEC` says it, or the
+  padded size is kept. Of a T5 `--tokenizer bert:VOCAB` counts `[BOS]`, `[EOS]` and the sentinels, as theirs does.
+- LayerNorms and biases of which each tensor rank has a copy can drift apart. It is reported; from 1e-3 of a tensor's
+  largest value on it is refused, unless `--average-copies` takes the mean.
+- To hf: a BERT with their default GELUs (tanh in the feed-forward, erf in the head) and their T5 have no class there.
+
     python -m dtmega convert --from hf gpt2-medium --to megatron checkpoints/gpt2 --tp 2 --pp 2
     python -m dtmega convert --from dtmega runs/bert --to megatron checkpoints/bert --tp 2 --dtype float16
 
-write weights for `--load checkpoints/gpt2` of a run on `--tensor-model-parallel-size 2` and
+And back: these write weights for `--load checkpoints/gpt2` of a run on `--tensor-model-parallel-size 2` and
 `--pipeline-model-parallel-size 2`: a folder `release`, from which Megatron's loader starts at iteration 0 with a new
 optimizer. GPT, BERT (LayerNorms first) and T5 in Megatron's own form are for Megatron-LM from v2.1 (2021) on, BLOOM is
 for BigScience's Megatron-DeepSpeed without `--deepspeed`. The vocabulary gets rows of zeros up to a multiple of 128 for

@@ -337,13 +337,13 @@ def _from_megatron(name: str, args: argparse.Namespace, families: Families) -> O
         )
     n_ids = asked.vocab_size if asked else args.vocab_size
     if args.tokenizer and not n_ids:
-        n_ids = load_tokenizer(args.tokenizer).vocab_size
+        n_ids = vocabulary.ids(contents, load_tokenizer(args.tokenizer))
     model, notes = vocabulary.unpadded(padded, contents, n_ids)
 
     def ours(source: Source) -> Source:
         return families.of(padded).read("megatron", source, padded, where)
 
-    text, sections = recipe.written(contents.args, model)
+    text, sections = recipe.written(contents.args, model, contents.order if contents.moments else "")
     training = None
     notes += contents.notes
     if contents.moments:

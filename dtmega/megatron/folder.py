@@ -37,6 +37,7 @@ class Contents(NamedTuple):
         weights: by Megatron's names of the whole model.
         moments: exp_avg and exp_avg_sq by the same names; empty where they are not whole.
         progress, updates, loss_scale: how far the run was; meant with moments only.
+        order: of samples, as [data] has it.
         vocab_size: ids of the tokenizer, without padding; 0: the files do not say.
         notes: a line for each thing that a user should know.
     """
@@ -48,6 +49,7 @@ class Contents(NamedTuple):
     progress: Progress = START
     updates: int = 0
     loss_scale: ScaleState | None = None
+    order: str = "megatron-lm"
     vocab_size: int = 0
     notes: tuple[str, ...] = ()
 
@@ -99,7 +101,7 @@ def found(path: Path) -> Path:
     """
     if not path.is_dir():
         raise ValueError(f"{path} is no folder of a checkpoint")
-    if ITERATION.fullmatch(path.name) or any(path.glob("mp_rank_*")):
+    if ITERATION.fullmatch(path.name) or any(path.glob("mp_rank_*")) or deepspeed.holds(path) or core.holds(path):
         return path
     for tracker in TRACKERS:
         file = path / tracker
@@ -180,7 +182,12 @@ def _of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -> Content
     if why:
         notes.append(f"weights alone: {why}")
     size = layers.vocab_size
-    return Contents(*(folder, layers.args, weights, moments, progress, updates), vocab_size=size, notes=tuple(notes))
+    return Contents(
+        *(folder, layers.args, weights, moments, progress, updates),
+        order="megatron-deepspeed",
+        vocab_size=size,
+        notes=tuple(notes),
+    )
 
 
 def _progress(

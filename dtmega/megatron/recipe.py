@@ -12,6 +12,7 @@ from dtmega.megatron.flags import FLAGS, by_name
 from dtmega.megatron.translate import PRE_TRAINED, Given, recipe
 
 SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # are written whatever the defaults
+NEXT_TOKEN = "pretrain_gpt"  # the program whose order of samples is known here
 # Sections that a run goes on with, or says what it changes of them.
 RECORDED = ("batch", "optim", "train", "precision")
 # Places on the machine of then, and what says how that run began.
@@ -21,20 +22,25 @@ OF_THE_MACHINE = {
 }
 
 
-def written(args: Mapping[str, Any], model: config.Model) -> tuple[str, dict[str, dict[str, Any]]]:
+def written(args: Mapping[str, Any], model: config.Model, order: str = "") -> tuple[str, dict[str, dict[str, Any]]]:
     """A TOML for a run that goes on, and the sections that the checkpoint should record, as far as they are known.
 
     What stands in the TOML as a comment is not known; a layout is not in it.
 
     Args:
         args: as plain values; none: the model is all that is known.
+        order: of samples, of a run that goes on; '' of one that does not.
     """
-    keys = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
+    section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
+    keys = {f"model.{key}": value for key, value in section.items()}
     script = next((script for script, family in PRE_TRAINED.items() if family == model.name), "pretrain_gpt")
+    if order and script == NEXT_TOKEN:
+        keys["data.order"] = order
+        keys["data.order_samples"] = _samples(args)
     given = Given(script, _flags(args), [])
     text, values = recipe(given, keys, "Of the arguments in a checkpoint of Megatron's, by dtmega convert.")
     with contextlib.suppress(config.ConfigError):
-        known = config.validate({**values, "model": keys}, "the arguments in the files").model_dump()
+        known = config.validate(values, "the arguments in the files").model_dump()
         return text, {section: known[section] for section in RECORDED}
     return text, {}
 
@@ -74,6 +80,15 @@ def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
         f"{name}: {', '.join(' '.join(map(str, share)) for share in zip(*shares, strict=False))}"
         for name, *shares in zip(*kept, strict=False)
     ]
+
+
+def _samples(args: Mapping[str, Any]) -> int:
+    """The training samples that the run was started for; 0 where the arguments do not say."""
+    samples = args.get("train_samples")
+    if samples is None:
+        steps, per_step = args.get("train_iters"), args.get("global_batch_size")
+        samples = steps * per_step if type(steps) is int and type(per_step) is int else 0
+    return samples if type(samples) is int and samples > 0 else 0
 
 
 def goes_on(progress: Progress, out: str) -> str:

@@ -161,7 +161,10 @@ def entries(value: Any, what: str) -> dict[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A number, a string, None or a list of them as it is; an enum's member by name, a dtype by torch's; else None."""
+    """A number, a string, None or a list of them as it is; an enum's member by name, a dtype by torch's; else None.
+
+    A list may hold such lists.
+    """
     if type(value) is Made:
         kind = value.name.rpartition(" ")[2]
         if value.name in torch_save.DTYPES:
@@ -172,8 +175,16 @@ def plain(value: Any) -> Any:
             member = value.args[1]
         return MEMBERS.get(kind, {}).get(member, member) if isinstance(member, int | str) else None
     if type(value) in (list, tuple):
-        return [item for item in value if type(item) in (int, float, str, bool)]
-    return value if type(value) in (int, float, str, bool) else None
+        return [[*filter(_is_plain, item)] if type(item) in (list, tuple) else item for item in value if _is_item(item)]
+    return value if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (int, float, str, bool)
+
+
+def _is_item(value: Any) -> bool:
+    return _is_plain(value) or type(value) in (list, tuple)
 
 
 def _plain_tensor(made: Any) -> Any:

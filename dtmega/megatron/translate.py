@@ -87,18 +87,18 @@ def translate(source: str) -> Translation:
     return Translation(draft.text(f"From {given.script}.py's flags by dtmega from-megatron."), draft.left())
 
 
-def recipe(given: Given, model: Mapping[str, Any], title: str) -> tuple[str, dict[str, dict[str, Any]]]:
+def recipe(given: Given, known: Mapping[str, Any], title: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """The configuration of a run whose model is known, without its layout: text, and values by section.
 
     Args:
-        model: the [model] section.
+        known: keys with their sections, those of the model all.
         title: the text's first line.
     """
     draft = _drafted(given)
     for keys in (draft.keys, draft.lacking):
         for key in [key for key in keys if key.partition(".")[0] in ("model", *LAYOUT)]:
             del keys[key]
-    draft.keys |= {f"model.{key}": value for key, value in model.items()}
+    draft.keys |= known
     values: dict[str, dict[str, Any]] = {}
     for key, value in draft.keys.items():
         section, _, name = key.partition(".")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dtmega import config
+from dtmega.data.sentinels import marks
+from dtmega.data.tokenizer import Tokenizer
 from dtmega.megatron.folder import Contents
 
 
@@ -22,6 +24,14 @@ def padded(contents: Contents, asked: config.Model | None) -> config.Model | Non
     if asked is None:
         return None
     return asked.model_copy(update={"vocab_size": contents.rows, "pad_vocab_to_multiple": 1})
+
+
+def ids(contents: Contents, tokenizer: Tokenizer) -> int:
+    """The ids that a tokenizer gives this model, with those that a T5 has behind its own."""
+    n_sentinels = contents.args.get("vocab_extra_ids")
+    if type(n_sentinels) is not int or n_sentinels < 1:
+        return tokenizer.vocab_size
+    return tokenizer.vocab_size + marks(tokenizer, n_sentinels).n_added
 
 
 def unpadded(model: config.Model, contents: Contents, n_ids: int) -> tuple[config.Model, tuple[str, ...]]:
