@@ -82,27 +82,32 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     Raises:
         ValueError: what `check` refuses; a module of a block that the family has no word for.
     """
-    family, config = families.FAMILIES[model.config.model_type], model.config
+    config = model.config
+    family = families.FAMILIES[config.model_type]
     check_sizes(config, family, tp)
     prefix, base = base_model(model)
     plan = HFPlan(config.model_type, tp, sequence_parallel, {}, [])
+
+    # Each list of blocks is a stack: its sequence is cut before the first of them and whole again behind the last.
     stacks: dict[str, Stack] = {}
     for owner, blocks in family.stacks.items():
-        if not (has(base, owner) and has(base, joined(owner, blocks))):
+        path = joined(owner, blocks)
+        if not has(base, owner) or not has(base, path):
             continue
-        stack = stacks[joined(owner, blocks)] = Stack(sequence_parallel and tp > 1)
+        stack = Stack(sequence_parallel and tp > 1)
+        stacks[path] = stack
         add_guard(plan, model, stack, joined(prefix, owner))
-        names = [
-            joined(prefix, owner, blocks, name)
-            for name, _ in base.get_submodule(joined(owner, blocks)).named_children()
-        ]
+        numbers = [number for number, _ in base.get_submodule(path).named_children()]
+        names = [joined(prefix, path, number) for number in numbers]
         plan.blocks += names
-        for name in dict.fromkeys((*names[:1], *names[-1:])):
+        for name in dict.fromkeys((*names[:1], *names[-1:])):  # of one block both are the same
             plan.table[name] = Ends(stack, name == names[0], name == names[-1])
+
     for pattern, word in family.rows.items():
-        if any(True for _ in matching(base, pattern)):
-            stack = next((s for path, s in stacks.items() if pattern.startswith(f"{path}.")), None)
-            plan.table[joined(prefix, pattern)] = _style(word, stack, family, config, tp)
+        if next(matching(base, pattern), None) is None:
+            continue
+        stack = next((found for path, found in stacks.items() if pattern.startswith(f"{path}.")), None)
+        plan.table[joined(prefix, pattern)] = _style(word, stack, family, config, tp)
     add_head(plan, model, loss_parallel)
     add_rest(plan, model)
     return plan
