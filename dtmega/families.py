@@ -29,7 +29,7 @@ from dtmega.hf import config_json, ours
 from dtmega.hf import export as hf_export
 from dtmega.hf import theirs as hf_theirs
 from dtmega.hf.files import has_weights
-from dtmega.megatron import names as megatron
+from dtmega.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, hf_resolve, llama, t5
 from dtmega.models.hf import ENDS, HF

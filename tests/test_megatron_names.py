@@ -11,7 +11,7 @@ from dtmega import config, families
 from dtmega.formats.format import Format
 from dtmega.formats.rules import translate
 from dtmega.formats.whole import aliases, as_ours
-from dtmega.megatron import names
+from dtmega.megatron import forms, names
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
@@ -26,11 +26,11 @@ T5_OF_MEGATRON: dict[str, Any] = {
     **{"init": "normal", "activation": "gelu_tanh", "max_position_embeddings": S, "norm_eps": 1e-5},
 }
 MODELS: dict[str, tuple[Format, config.Model, Any]] = {
-    "gpt": (names.GPT, config.GPT(**SIZES, max_position_embeddings=S), GPT),
-    "gpt untied": (names.GPT, config.GPT(**SIZES, max_position_embeddings=S, tied=False), GPT),
-    "bert": (names.BERT, config.Bert(**SIZES, max_position_embeddings=S, gelu="tanh"), Bert),
-    "t5": (names.T5, config.T5(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
-    "bloom": (names.BLOOM, config.Bloom(**SIZES), Bloom),
+    "gpt": (forms.GPT, config.GPT(**SIZES, max_position_embeddings=S), GPT),
+    "gpt untied": (forms.GPT, config.GPT(**SIZES, max_position_embeddings=S, tied=False), GPT),
+    "bert": (forms.BERT, config.Bert(**SIZES, max_position_embeddings=S, gelu="tanh"), Bert),
+    "t5": (forms.T5, config.T5(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
+    "bloom": (forms.BLOOM, config.Bloom(**SIZES), Bloom),
 }
 # The args that a pre-training of each saves, with the defaults of January 2022.
 ARGS: dict[str, Any] = {
@@ -195,22 +195,22 @@ OF_BLOOM = {"position_embedding_type": "alibi", "embed_layernorm": True}
 @pytest.mark.parametrize(
     ("form", "args", "expected"),
     [
-        (names.GPT, {}, {"layer_norm_eps": 1e-5, "tied": True, "query_key_layer_scaling": False}),
+        (forms.GPT, {}, {"layer_norm_eps": 1e-5, "tied": True, "query_key_layer_scaling": False}),
         (
-            names.GPT,
+            forms.GPT,
             {"fp16": True, "layernorm_epsilon": 1e-6},
             {"query_key_layer_scaling": True, "layer_norm_eps": 1e-6},
         ),
-        (names.GPT, {"ffn_hidden_size": None, "kv_channels": None}, {"ffn_hidden_size": 0}),  # before version 3
-        (names.BERT, {}, {"norm": "pre", "gelu": "tanh", "head_gelu": "erf"}),
-        (names.BERT, {"bias_gelu_fusion": False}, {"gelu": "erf", "head_gelu": "erf"}),
-        (names.BERT, {"bias_gelu_fusion": None}, {"gelu": "erf", "head_gelu": "erf"}),  # before October 2020
-        (names.BERT, {"bias_gelu_fusion": False, "openai_gelu": True}, {"gelu": "tanh", "head_gelu": "tanh"}),
-        (names.BERT, {"apply_residual_connection_post_layernorm": True}, {"norm": "pre", "gelu": "tanh"}),
-        (names.T5, {}, {"activation": "gelu_tanh", "norm_eps": 1e-5, "scale_head": False}),
-        (names.T5, {"bias_gelu_fusion": False}, {"activation": "gelu_erf"}),
-        (names.T5, {"kv_channels": 6}, {"kv_channels": 6}),
-        (names.BLOOM, OF_BLOOM, {"hidden_size": D, "vocab_size": V}),
+        (forms.GPT, {"ffn_hidden_size": None, "kv_channels": None}, {"ffn_hidden_size": 0}),  # before version 3
+        (forms.BERT, {}, {"norm": "pre", "gelu": "tanh", "head_gelu": "erf"}),
+        (forms.BERT, {"bias_gelu_fusion": False}, {"gelu": "erf", "head_gelu": "erf"}),
+        (forms.BERT, {"bias_gelu_fusion": None}, {"gelu": "erf", "head_gelu": "erf"}),  # before October 2020
+        (forms.BERT, {"bias_gelu_fusion": False, "openai_gelu": True}, {"gelu": "tanh", "head_gelu": "tanh"}),
+        (forms.BERT, {"apply_residual_connection_post_layernorm": True}, {"norm": "pre", "gelu": "tanh"}),
+        (forms.T5, {}, {"activation": "gelu_tanh", "norm_eps": 1e-5, "scale_head": False}),
+        (forms.T5, {"bias_gelu_fusion": False}, {"activation": "gelu_erf"}),
+        (forms.T5, {"kv_channels": 6}, {"kv_channels": 6}),
+        (forms.BLOOM, OF_BLOOM, {"hidden_size": D, "vocab_size": V}),
     ],
 )
 def test_the_model_that_arguments_describe(form: Format, args: dict[str, Any], expected: dict[str, Any]):
@@ -223,15 +223,15 @@ def test_the_model_that_arguments_describe(form: Format, args: dict[str, Any], e
 @pytest.mark.parametrize(
     ("form", "args", "message"),
     [
-        (names.GPT, {"num_layers": None}, "file has no 'num_layers'"),
-        (names.GPT, {"bias_gelu_fusion": False}, "the GELU with erf .* differ by up to 5e-4"),
-        (names.GPT, {"kv_channels": 3}, "kv_channels=3 of 2 heads, expected hidden_size / num_attention_heads, 8 / 2"),
-        (names.GPT, {"position_embedding_type": "rotary"}, "='rotary', expected one of None, 'absolute'"),
-        (names.GPT, {"swiglu": True}, "file has swiglu=True, expected False"),
-        (names.GPT, {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True, expected False"),
-        (names.BERT, {"bert_binary_head": False}, "file has bert_binary_head=False, expected True"),
-        (names.BLOOM, OF_BLOOM | {"glu_activation": "geglu"}, "file has glu_activation='geglu', expected None"),
-        (names.BLOOM, {"position_embedding_type": "absolute"}, "='absolute', expected one of 'alibi'"),
+        (forms.GPT, {"num_layers": None}, "file has no 'num_layers'"),
+        (forms.GPT, {"bias_gelu_fusion": False}, "the GELU with erf .* differ by up to 5e-4"),
+        (forms.GPT, {"kv_channels": 3}, "kv_channels=3 of 2 heads, expected hidden_size / num_attention_heads, 8 / 2"),
+        (forms.GPT, {"position_embedding_type": "rotary"}, "='rotary', expected one of None, 'absolute'"),
+        (forms.GPT, {"swiglu": True}, "file has swiglu=True, expected False"),
+        (forms.GPT, {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True, expected False"),
+        (forms.BERT, {"bert_binary_head": False}, "file has bert_binary_head=False, expected True"),
+        (forms.BLOOM, OF_BLOOM | {"glu_activation": "geglu"}, "file has glu_activation='geglu', expected None"),
+        (forms.BLOOM, {"position_embedding_type": "absolute"}, "='absolute', expected one of 'alibi'"),
     ],
 )
 def test_arguments_of_another_model_are_refused(form: Format, args: dict[str, Any], message: str):
@@ -251,8 +251,8 @@ def test_a_model_is_described_by_arguments_that_describe_it(kind: str):
 @pytest.mark.parametrize(
     ("form", "model", "message"),
     [
-        (names.GPT, config.GPT(**SIZES, glu="geglu"), "Megatron orders the rows of a gated feed-forward by its ranks"),
-        (names.BERT, config.Bert(**SIZES, head_gelu="tanh"), "expected head_gelu='erf', got 'tanh'"),
+        (forms.GPT, config.GPT(**SIZES, glu="geglu"), "Megatron orders the rows of a gated feed-forward by its ranks"),
+        (forms.BERT, config.Bert(**SIZES, head_gelu="tanh"), "expected head_gelu='erf', got 'tanh'"),
     ],
 )
 def test_a_model_that_megatron_does_not_have_is_refused(form: Format, model: config.Model, message: str):
