@@ -643,14 +643,14 @@ def test_damage_and_attacks_run_nothing_and_are_refused(tmp_path: Path, capsys):
     start = good.index(b"torch_rng_state")  # behind it are elements of tensors alone
     generator = random.Random(0)
     codes: dict[int, int] = {}
-    for number in range(150):
+    for number in range(100):
         damaged = bytearray(good)
         damaged[generator.randrange(start)] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
         code = convert(tmp_path / "in", tmp_path / "out" / str(number)) if number % 25 == 0 else opened(tmp_path / "in")
         codes[code] = codes.get(code, 0) + 1
     assert codes.keys() == {job.DONE, job.REFUSED}
-    assert codes[job.REFUSED] > 50
+    assert codes[job.REFUSED] > 30
 
 
 def opened(path: Path) -> int:
@@ -659,22 +659,6 @@ def opened(path: Path) -> int:
     except ValueError:
         return job.REFUSED
     return job.DONE
-
-
-def test_what_was_written_for_megatron_comes_back_to_the_bit(tmp_path: Path):
-    written(tmp_path / "in", "bert", Layout(1, 1))
-    assert convert(tmp_path / "in", tmp_path / "there", "--vocab-size", str(V)) == job.DONE
-    names = ["--from", "dtmega", str(tmp_path / "there"), "--to", "megatron", str(tmp_path / "cut")]
-    assert command(["convert", *names, "--tp", "2", "--pp", "2"]) == job.DONE
-    assert convert(tmp_path / "cut", tmp_path / "back", "--vocab-size", str(V)) == job.DONE
-    (before, there), (after, back) = read(tmp_path / "there"), read(tmp_path / "back")
-    assert before.model_copy(update={"pad_vocab_to_multiple": 1}) == after.model_copy(
-        update={"pad_vocab_to_multiple": 1}
-    )
-    assert there.keys() == back.keys()
-    for name, tensor in there.items():
-        rows = V if name in ("embed.weight", "head.output.bias") else len(tensor)
-        assert torch.equal(back[name][:rows], tensor[:rows]), name
 
 
 def test_a_shard_that_calls_a_function_is_refused_and_the_function_is_not_called(tmp_path: Path, capsys):
