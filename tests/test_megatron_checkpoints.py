@@ -153,7 +153,7 @@ def test_blooms_layer_files_have_the_logits_of_its_model_on_one_device(tmp_path:
     assert convert(tmp_path / "in", tmp_path / "out") == job.DONE
     assert_same_logits(tmp_path / "out", "bloom")
     assert read(tmp_path / "out")[0].vocab_size == V
-    assert "weights alone: no file has an optimizer's state" in capsys.readouterr().out
+    assert "weights alone: no file has a bf16 optimizer's state" in capsys.readouterr().out
 
 
 def moments(kind: str) -> dict[str, tuple[Tensor, Tensor]]:

@@ -86,7 +86,9 @@ def opened(
     }
     if not paths:
         others = any(folder.glob("zero_pp_rank_*"))
-        raise NotWhole("ZeRO's partitions of float16 are not read" if others else "no file has an optimizer's state")
+        raise NotWhole(
+            "ZeRO's partitions of float16 are not read" if others else "no file has a bf16 optimizer's state"
+        )
     n_tp = max(map(len, weights.values()))
     n_data = 1 + max(data for data, _ in paths)
     found: Pieces = {}
