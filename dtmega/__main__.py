@@ -132,19 +132,18 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from dtmega.checkpoint import inspect
+    from dtmega.convert import inspect
 
     return inspect.main(args.checkpoint, args.other, verify=not args.quick)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from dtmega import families
-    from dtmega.checkpoint import convert
+    from dtmega.convert import command
     from dtmega.startup import Refused, Startup
 
     startup = Startup(program="dtmega convert", explain=lambda error, what: _explained(error))
     try:
-        convert.main(args, families, startup)
+        command.main(args, startup)
     except Refused as refused:
         return refused.exit_code
     return job.DONE

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dtmega import config, mesh
-from dtmega.checkpoint import dcp, manifest
+from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
 from dtmega.optim import build_optimizer
@@ -175,11 +175,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def alone() -> Iterator[None]:
     """This process can read what `Trained` wrote, and be the only rank of a group."""
     before = manifest.BLOCK_BYTES
-    manifest.BLOCK_BYTES = dcp.BLOCK_BYTES = BLOCK_BYTES
+    manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = BLOCK_BYTES
     try:
         yield
     finally:
-        manifest.BLOCK_BYTES = dcp.BLOCK_BYTES = before
+        manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = before
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Claims about checkpoint/{dcp,run,resume,files}.py on one process: complete or not there, and read back to the bit.
+"""Claims about checkpoint/ on one process: a checkpoint is complete or not there, and read back to the bit.
 
 Two ranks, and what kills or damages: test_kill.py and test_damage.py. Other layouts: test_resume.py.
 """
@@ -26,7 +26,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor, nn
 
 from dtmega import __version__, config
-from dtmega.checkpoint import dcp, manifest, resume
+from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
@@ -134,7 +134,7 @@ def flip(path: Path, at: int) -> None:
 
 def test_every_dtype_and_shape_is_read_back_to_the_bit(root, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(dcp, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 64)
     torch.manual_seed(0)
     saved = {
         f"{name} {shape}": torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize))
@@ -148,16 +148,16 @@ def test_every_dtype_and_shape_is_read_back_to_the_bit(root, monkeypatch):
     files = open_root(root)
     group = dist.group.WORLD
     assert group is not None
-    written = dcp.save(files, "step-00000001", saved, 1, {"a": [1, None]}, group)
+    written = tensor_files.save(files, "step-00000001", saved, 1, {"a": [1, None]}, group)
     assert written is not None
     with files.create("step-00000001", manifest.NAME) as file:
         file.write(manifest.dump(written))
-    checkpoint = dcp.Checkpoint(files, "step-00000001")
+    checkpoint = tensor_files.Checkpoint(files, "step-00000001")
     assert (checkpoint.manifest.step, checkpoint.manifest.state) == (1, {"a": [1, None]})
     assert checkpoint.tensors == {name: (t.dtype, tuple(t.shape)) for name, t in saved.items()}
     assert bits({name: checkpoint.read(name) for name in saved}) == bits(saved)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    dcp.load(checkpoint, loaded, group)
+    tensor_files.load(checkpoint, loaded, group)
     assert bits(loaded) == bits(saved)
 
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_written_as_these_bytes(tmp_path):
     numbers = torch.tensor([[1.0, -2.0], [0.5, 3.0]], dtype=torch.bfloat16)
     group = dist.group.WORLD
     assert group is not None
-    written = dcp.save(Disk(str(tmp_path)), "a", {"model/x": numbers}, 7, {"key": None}, group)
+    written = tensor_files.save(Disk(str(tmp_path)), "a", {"model/x": numbers}, 7, {"key": None}, group)
     assert written is not None
     data = (tmp_path / "a" / "data-00000.bin").read_bytes()
     assert data == bytes.fromhex("803f 00c0 003f 4040")  # each the upper half of a little-endian float32
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_written_as_these_bytes(tmp_path):
         b'{"dtype":"bfloat16","shape":[2,2],"chunks":[[[0,0],[2,2],"data-00000.bin",0,["%s"]]]}}}'
     ) % xxhash.xxh3_128_hexdigest(data).encode()
     assert manifest.dump(written) == body + b',"xxh3":"%s"}\n' % xxhash.xxh3_128_hexdigest(body).encode()
-    assert manifest.BLOCK_BYTES == dcp.BLOCK_BYTES == 4 * 2**20
+    assert manifest.BLOCK_BYTES == tensor_files.BLOCK_BYTES == 4 * 2**20
 
 
 def test_a_run_is_read_back_to_the_bit_with_its_optimizer_and_its_counts(root):
@@ -282,7 +282,7 @@ def test_a_save_waits_for_a_rank_as_long_as_a_collective_may(monkeypatch):
 
 def test_a_part_is_what_slicing_gives_and_reads_only_the_blocks_it_needs(root, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(dcp, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 64)
     run, whole = Run(root), torch.arange(60 * 6.0).view(60, 6)
     run.checkpoints.save({"x": whole}, State.of({}, progress=Progress(1)))
     for rows, columns in [
@@ -301,7 +301,7 @@ def test_a_part_is_what_slicing_gives_and_reads_only_the_blocks_it_needs(root, m
 
 def test_damage_is_noticed_in_the_blocks_that_are_read_and_only_there(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(dcp, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 64)
     run, whole = Run(str(tmp_path)), torch.arange(64.0)
     run.checkpoints.save({"x": whole}, State.of({}, progress=Progress(1)))
     flip(tmp_path / "step-00000001" / "data-00000.bin", 130)  # in the third block: elements 32 to 47
@@ -499,7 +499,7 @@ class Gate:
 
     def __init__(self, monkeypatch) -> None:
         self.reached, self.open, self.done = threading.Event(), threading.Event(), threading.Event()
-        honest = dcp.save
+        honest = tensor_files.save
 
         def save(*args, **keywords):
             self.reached.set()
@@ -509,7 +509,7 @@ class Gate:
             finally:
                 self.done.set()
 
-        monkeypatch.setattr(dcp, "save", save)
+        monkeypatch.setattr(tensor_files, "save", save)
 
 
 def test_what_is_saved_in_a_thread_is_what_it_was_when_the_save_began(root, monkeypatch):
@@ -564,7 +564,7 @@ def test_training_stands_still_for_a_copy_or_a_save_and_for_its_publication_and_
 
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(Stager, "stage", takes(1, Stager.stage))
-    monkeypatch.setattr(dcp, "save", takes(10, dcp.save))
+    monkeypatch.setattr(tensor_files, "save", takes(10, tensor_files.save))
     monkeypatch.setattr(manifest, "dump", takes(5, manifest.dump))
     run = Run(f"memory://{uuid4().hex}", mode=mode)
     ended: list[Outcome] = []

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.checkpoint import dcp, manifest, resume
+from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.run import Checkpoints, Outcome
@@ -85,7 +85,7 @@ def test_a_save_that_fails_on_all_ranks_names_the_reason_of_each(tmp_path):
 
 def thread_of_rank_1_is_late(rank_0_is_done: Path) -> None:
     """It ends when this rank has polled three times since that of rank 0 did."""
-    honest, poll, polled, n_polls = dcp.save, Checkpoints.poll, threading.Event(), [0]
+    honest, poll, polled, n_polls = tensor_files.save, Checkpoints.poll, threading.Event(), [0]
 
     def save(*args: Any) -> Any:
         written = honest(*args)
@@ -101,7 +101,7 @@ def thread_of_rank_1_is_late(rank_0_is_done: Path) -> None:
             polled.set()
         return poll(self)
 
-    dcp.save = save
+    tensor_files.save = save
     if dist.get_rank() == 1:
         Checkpoints.poll = counted
 
@@ -142,7 +142,7 @@ def from_layout_to_layout(root: Path) -> tuple[list[tuple[str, str]], int]:
     mesh, group, files = init_device_mesh("cpu", (2,)), dist.group.WORLD, Disk(str(root))
     assert group is not None
     saved = {name: distribute_tensor(FUSED, mesh, [cut], src_data_rank=None) for name, cut in CUTS.items()}
-    written = dcp.save(files, "a", saved, 1, {}, group)
+    written = tensor_files.save(files, "a", saved, 1, {}, group)
     if written is not None:
         with files.create("a", manifest.NAME) as file:
             file.write(manifest.dump(written))
@@ -150,7 +150,7 @@ def from_layout_to_layout(root: Path) -> tuple[list[tuple[str, str]], int]:
     checkpoint, wrong = Checkpoint(files, "a"), []
     for now, cut in CUTS.items():
         loaded = {name: distribute_tensor(torch.zeros_like(FUSED), mesh, [cut], src_data_rank=None) for name in CUTS}
-        dcp.load(checkpoint, loaded, group)
+        tensor_files.load(checkpoint, loaded, group)
         wrong += [(then, now) for then in CUTS if not torch.equal(local(loaded[then]), local(saved[now]))]
     wrong += [(then, "read") for then in CUTS if not torch.equal(checkpoint.read(then), FUSED)]
     return wrong, len(checkpoint.manifest.tensors["in parts"].chunks)

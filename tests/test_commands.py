@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 
 from dtmega import __main__, arguments, config, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint import convert
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
+from dtmega.convert import sources, to_checkpoint
 from dtmega.data.indexed import IndexedDataset
 from dtmega.hf import export as hf_export
 from dtmega.startup import Startup
@@ -186,7 +186,7 @@ def test_inspect_hands_on_its_options_and_the_exit_code(monkeypatch, options: li
         asked.append((path, other, verify))
         return code
 
-    monkeypatch.setattr("dtmega.checkpoint.inspect.main", inspect)
+    monkeypatch.setattr("dtmega.convert.inspect.main", inspect)
     assert command(["inspect", "a", "b", *options]) == code
     assert asked == [("a", "b", not options)]
 
@@ -279,7 +279,7 @@ def test_what_ends_a_command_early_is_its_exit_code_and_one_line(monkeypatch, ca
     def raising(*args: Any, **options: Any) -> int:
         raise error
 
-    monkeypatch.setattr("dtmega.checkpoint.inspect.main", raising)
+    monkeypatch.setattr("dtmega.convert.inspect.main", raising)
     monkeypatch.setattr("dtmega.data.tokenize.write", raising)
     assert one_line(code, ["inspect", "a"], capsys) == f"dtmega inspect: {line}\n"
     said = one_line(code, [*TOKENIZE, "--output", "o"], capsys)
@@ -412,7 +412,7 @@ class Live:
         self.run, self.saving = run, saving
 
     def __call__(self) -> None:
-        honest, rank = convert.open_checkpoint, dist.get_rank()
+        honest, rank = sources.open_checkpoint, dist.get_rank()
 
         def open_checkpoint(path: str) -> Any:
             while rank == 1 and not (self.run / "rank 0 has looked").exists():
@@ -424,11 +424,11 @@ class Live:
                 (self.run / "rank 0 has looked").touch()
             return checkpoint
 
-        convert.open_checkpoint = open_checkpoint
+        sources.open_checkpoint = open_checkpoint
 
 
 def rank_1_raises(function: str, error: Exception) -> None:
-    module = hf_export if function == "export" else convert
+    module = hf_export if function == "export" else sources
 
     def raising(*args: Any, **options: Any) -> None:
         raise error
@@ -479,7 +479,7 @@ def test_what_one_rank_of_a_conversion_refuses_ends_all_with_its_line_and_nothin
 
 def other_weights_on_rank_1(path: Path) -> None:
     """It reads those of `path`, under the name that rank 0 has found."""
-    honest = convert.open_checkpoint
+    honest = sources.open_checkpoint
 
     def open_checkpoint(found: str) -> Any:
         checkpoint = honest(str(path))
@@ -487,7 +487,7 @@ def other_weights_on_rank_1(path: Path) -> None:
         return checkpoint
 
     if dist.get_rank() == 1:
-        convert.open_checkpoint = open_checkpoint
+        sources.open_checkpoint = open_checkpoint
 
 
 def changed(weights: Weights) -> Memory:
@@ -496,7 +496,7 @@ def changed(weights: Weights) -> Memory:
 
 def test_ranks_that_see_other_weights_under_one_name_write_nothing(tmp_path, finished):
     checkpoint = open_checkpoint(str(finished))
-    convert.write(
+    to_checkpoint.write(
         str(tmp_path / "other"), changed(Weights(checkpoint)), config.Bloom(**state_of(checkpoint).config["model"])
     )
     plant = partial(other_weights_on_rank_1, tmp_path / "other")
@@ -524,8 +524,8 @@ def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goe
     weights = Weights(checkpoint)
     first, second = tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "saving"
     first.parent.mkdir(parents=True)
-    convert.write(str(first), weights, model)
-    convert.write(str(second), changed(weights), model)
+    to_checkpoint.write(str(first), weights, model)
+    to_checkpoint.write(str(second), changed(weights), model)
     live = Live(tmp_path / "run", second)
     assert convert_on_two(tmp_path / "run", tmp_path / "out", live) == ([job.DONE, job.DONE], [])
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dtmega.checkpoint import dcp, manifest, resume
+from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.manifest import Damaged, OtherFormat
 from dtmega.checkpoint.resume import State
 from tests.faults import BLOCK_BYTES, IDENTITY, Trained, alone, value
@@ -129,7 +129,7 @@ def _replace(path: Path, make: Callable[[], object]) -> None:
 
 
 def save_both(root: Path) -> None:
-    manifest.BLOCK_BYTES = dcp.BLOCK_BYTES = BLOCK_BYTES
+    manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = BLOCK_BYTES
     trained = Trained(root, keep=2)
     for step in (1, 2):
         trained.fill(step)

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from dtmega import job, metrics, train
-from dtmega.checkpoint import dcp
+from dtmega.checkpoint import tensor_files
 from dtmega.data.indexed import IndexedWriter
 from tests.layouts import write_text
 from tests.resumed import Record, Training, train_all
@@ -41,14 +41,14 @@ def keys(tmp_path_factory) -> dict[str, Any]:
 @contextlib.contextmanager
 def no_room(steps: set[int]) -> Iterator[None]:
     """The checkpoints of these steps cannot be written."""
-    honest = dcp.save
+    honest = tensor_files.save
 
     def save(files: Any, folder: str, tensors: Any, step: int, *others: Any) -> Any:
         if step in steps:
-            raise dcp.Failed("no room")
+            raise tensor_files.Failed("no room")
         return honest(files, folder, tensors, step, *others)
 
-    with replaced(dcp, "save", save):
+    with replaced(tensor_files, "save", save):
         yield
 
 

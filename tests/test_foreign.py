@@ -1,4 +1,4 @@
-"""Claims about checkpoint/foreign.py: DCP folders are read to the bit, and attacks run nothing, allocate nothing."""
+"""Claims about foreign/dcp.py: DCP folders are read to the bit, and attacks run nothing, allocate nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtmega.checkpoint import torch_save
-from dtmega.checkpoint.foreign import DCPFolder
+from dtmega.foreign import torch_save
+from dtmega.foreign.dcp import DCPFolder
 from tests import ranks
 
 DTYPES = sorted(torch_save.DTYPES.values(), key=str)

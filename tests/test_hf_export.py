@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from dtmega import config, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint import convert
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
+from dtmega.convert import to_checkpoint
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 from dtmega.hf.export import export
@@ -58,7 +58,7 @@ def trained(folder: Path, path: Path, dtype: torch.dtype = torch.float32) -> dic
     generator = torch.Generator().manual_seed(1)
     named = AutoModelForCausalLM.from_pretrained(path).named_parameters()  # of tied ones the embedding's name
     tensors = {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in named}
-    convert.write(str(folder), Memory(tensors), described(path), hf_resolve.digest(str(path)))
+    to_checkpoint.write(str(folder), Memory(tensors), described(path), hf_resolve.digest(str(path)))
     return tensors
 
 
@@ -322,7 +322,7 @@ def test_an_original_that_has_changed_or_is_gone_is_refused_and_another_may_be_n
 
 
 def test_a_run_of_bloom_has_no_original(tmp_path, capsys):
-    convert.write(str(tmp_path / "checkpoint"), Memory({"norm.bias": torch.ones(8)}), config.Bloom())
+    to_checkpoint.write(str(tmp_path / "checkpoint"), Memory({"norm.bias": torch.ones(8)}), config.Bloom())
     assert to_hf(tmp_path / "checkpoint", tmp_path / "out", "--original", str(tmp_path)) == job.REFUSED
     assert "--original is for a run with a [model] path" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
-from dtmega.checkpoint import convert
+from dtmega.convert import to_checkpoint
 from dtmega.hf import config_json
 from dtmega.hf.files import INDEX, TensorFiles, has_weights
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
@@ -447,7 +447,7 @@ class Memory:
 
 
 def test_convert_from_a_checkpoint_builds_no_more_than_is_stored(tmp_path: Path, capsys):
-    convert.write(str(tmp_path / "in"), Memory(), config.Bloom(n_layers=10**9))
+    to_checkpoint.write(str(tmp_path / "in"), Memory(), config.Bloom(n_layers=10**9))
     names = ["--from", "dtmega", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]
     assert command(["convert", *names]) == 2
     assert "n_layers=1000000000 of the model (its own config), but 1 tensors are stored" in capsys.readouterr().err

@@ -44,12 +44,14 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "plans": (2, set()),
     "fsdp": (2, set()),
     "pipelining": (2, set()),
-    "checkpoint": (2, {"megatron"}),  # `convert` knows its files
+    "checkpoint": (2, set()),
+    "foreign": (2, {"checkpoint"}),  # files of torch's, as data; boxes that make a whole
     "families": (3, set()),  # a model, its plan, its files
     "parallelize": (3, {"families"}),
     "arguments": (4, set()),
-    "megatron": (2, {"checkpoint"}),  # flags, names and files of the original
+    "megatron": (2, {"checkpoint", "foreign"}),  # flags, names and files of the original
     "planner": (4, set()),
+    "convert": (4, set()),  # weights between houses
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch
     "train": (5, set()),

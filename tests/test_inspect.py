@@ -1,4 +1,4 @@
-"""Claims about checkpoint/inspect.py: every line of what it says of one checkpoint, and of how two differ."""
+"""Claims about convert/inspect.py: every line of what it says of one checkpoint, and of how two differ."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dtmega import job
-from dtmega.checkpoint import inspect
 from dtmega.checkpoint.resume import Progress
+from dtmega.convert import inspect
 from tests.test_reader import store
 
 

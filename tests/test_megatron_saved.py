@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtmega.checkpoint.inert import Made
+from dtmega.foreign.inert import Made
 from dtmega.megatron.saved import SavedFile, check_apart, entries, plain
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dtmega import config, durable, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint import convert
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
+from dtmega.convert import to_checkpoint
 from dtmega.formats.whole import as_ours, as_theirs
 from dtmega.megatron import write
 from tests import hf_models, megatron_files
@@ -190,7 +190,7 @@ def test_a_gpt2_of_transformers_computes_in_megatron_what_it_computed(tmp_path: 
 def test_a_checkpoint_becomes_a_folder_for_their_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     form, model, build = MODELS["bloom"]
     weights = {name: tensor.float() for name, tensor in drawn("bloom").items()}
-    convert.write(str(tmp_path / "ours"), as_ours(Memory(weights), form, model, build, "file"), model)
+    to_checkpoint.write(str(tmp_path / "ours"), as_ours(Memory(weights), form, model, build, "file"), model)
     arguments = ["convert", "--from", "dtmega", str(tmp_path / "ours"), "--to", "megatron", str(tmp_path / "out")]
     assert command([*arguments, "--tp", "2", "--dtype", "float16"]) == job.DONE
     found, said = megatron_files.read(tmp_path / "out", Layout(2), H)
@@ -209,7 +209,7 @@ def test_what_was_written_for_two_by_two_ranks_is_read_back_to_the_bit(tmp_path:
     form, model, build = MODELS[kind]
     weights = {name: tensor.float() for name, tensor in drawn(kind).items()}
     source = as_ours(Memory(weights), form, model, build, "file")
-    convert.write(str(tmp_path / "ours"), source, model)
+    to_checkpoint.write(str(tmp_path / "ours"), source, model)
     there = ["--from", "dtmega", str(tmp_path / "ours"), "--to", "megatron", str(tmp_path / "out")]
     assert command(["convert", *there, "--tp", "2", "--pp", "2"]) == job.DONE
     back = ["--from", "megatron", str(tmp_path / "out"), "--to", "dtmega", str(tmp_path / "back")]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtmega.checkpoint import dcp, manifest, reader
-from dtmega.checkpoint.dcp import DataFile
+from dtmega.checkpoint import manifest, reader, tensor_files
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged, Entry, Manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import State, open_checkpoint
+from dtmega.checkpoint.tensor_files import DataFile
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
 
@@ -53,7 +53,7 @@ def store(path: str, tensors: Mapping[str, Tensor], cuts: Cuts | None = None, st
 
 
 def test_any_part_of_a_tensor_in_boxes_is_what_slicing_gives(tmp_path, monkeypatch):
-    for module in (manifest, dcp):
+    for module in (manifest, tensor_files):
         monkeypatch.setattr(module, "BLOCK_BYTES", 16)
     whole = torch.arange(7 * 5.0).view(7, 5)
     checkpoint = open_checkpoint(store(f"{tmp_path}/a", {"x": whole}, {"x": [[0, 3, 4], [0, 2]]}))
@@ -68,7 +68,7 @@ def test_any_part_of_a_tensor_in_boxes_is_what_slicing_gives(tmp_path, monkeypat
 
 @pytest.mark.parametrize("file", range(4))
 def test_all_boxes_and_all_blocks_of_them_are_verified(tmp_path, monkeypatch, file):
-    for module in (manifest, dcp):
+    for module in (manifest, tensor_files):
         monkeypatch.setattr(module, "BLOCK_BYTES", 16)
     path = store(f"{tmp_path}/a", {"x": torch.arange(64.0).view(16, 4)}, {"x": [[0, 8], [0, 2]]})
     open_checkpoint(path).verify()

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from dtmega.__main__ import main as command
-from dtmega.checkpoint import convert, manifest
+from dtmega.checkpoint import manifest
 from dtmega.checkpoint.cover import cover
 from dtmega.checkpoint.manifest import Chunk, Entry, Manifest
 from dtmega.config import Bloom
+from dtmega.convert import to_checkpoint
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 from dtmega.output import printable
@@ -121,7 +122,7 @@ def forge(folder: Path, edit: dict[str, Any]) -> None:
 
 def test_inspect_prints_no_character_of_a_checkpoint_that_steers_the_terminal(tmp_path: Path, capsys):
     for name in ("one", "two"):
-        convert.write(str(tmp_path / name), Memory("norm.weight"), Bloom())
+        to_checkpoint.write(str(tmp_path / name), Memory("norm.weight"), Bloom())
     hidden = {"versions": {CLEAR: CLEAR}, "identity": {"x\nfiles": CLEAR}, "config": {"model": {"name": CLEAR}}}
     forge(tmp_path / "one", hidden)
     assert command(["inspect", str(tmp_path / "one")]) == 0
@@ -135,7 +136,7 @@ def test_inspect_prints_no_character_of_a_checkpoint_that_steers_the_terminal(tm
 def test_a_tensor_whose_name_steers_the_terminal_is_damage_and_the_message_says_it_in_plain_characters(
     tmp_path: Path, capsys
 ):
-    convert.write(str(tmp_path / "one"), Memory(CLEAR), Bloom())
+    to_checkpoint.write(str(tmp_path / "one"), Memory(CLEAR), Bloom())
     assert command(["inspect", str(tmp_path / "one")]) != 0
     err = capsys.readouterr().err
     assert "expected a printable name, got 'model/\\x1b[2Jall is well'" in err

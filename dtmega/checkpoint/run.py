@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.checkpoint import dcp, manifest
-from dtmega.checkpoint.dcp import Failed
+from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.files import Disk, open_root
 from dtmega.checkpoint.manifest import Damaged, Manifest
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
 from dtmega.checkpoint.staging import Stager
+from dtmega.checkpoint.tensor_files import Failed
 from dtmega.shards import local
 
 
@@ -75,13 +75,13 @@ class Checkpoints:
         if self._stager is None:
             done: Future[Manifest | None] = Future()
             try:
-                done.set_result(dcp.save(*arguments, tensors, step, state.model_dump(), self._group))
+                done.set_result(tensor_files.save(*arguments, tensors, step, state.model_dump(), self._group))
             except Failed as error:
                 done.set_exception(error)
             self._in_flight = step, time.perf_counter() - started, done
             return ended + self.wait()
         staged = self._stager.stage(tensors)
-        future = self._thread.submit(dcp.save, *arguments, staged, step, state.model_dump(), self._group)
+        future = self._thread.submit(tensor_files.save, *arguments, staged, step, state.model_dump(), self._group)
         self._in_flight = step, time.perf_counter() - started, future
         return ended
 
@@ -130,7 +130,7 @@ class Checkpoints:
         parameters: Iterable[tuple[str, nn.Parameter]],
         optimizer: torch.optim.Optimizer,
         damage: list[str],
-        pace: dcp.Pace | None = None,
+        pace: tensor_files.Pace | None = None,
     ) -> State | None:
         """Fill parameters and optimizer from the first intact candidate; None if there are none.
 
@@ -149,7 +149,7 @@ class Checkpoints:
             try:
                 state = state_of(checkpoint)
                 targets = self._targets(checkpoint, parameters, optimizer, state.updates)
-                dcp.load(checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group, pace)
+                tensor_files.load(checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group, pace)
             except Damaged as error:
                 damage.append(f"damaged: {checkpoint.path}: {error}")
                 continue

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtmega.checkpoint.inert import Made, of_type
+from dtmega.foreign.inert import Made, of_type
 from dtmega.loss_scale import ScaleState
 from dtmega.megatron.parts import Part, Shard
 from dtmega.megatron.ranks import Rank

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dtmega.checkpoint.foreign import DCPFolder
+from dtmega.foreign.dcp import DCPFolder
 from dtmega.formats.rules import Made, Run
 from dtmega.formats.sources import Source, Translated
 from dtmega.megatron.ranks import arguments

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtmega.checkpoint.inert import Made, items_of
+from dtmega.foreign.inert import Made, items_of
 from dtmega.megatron import names
 from dtmega.megatron.parts import InOrder, Part, Shard
 from dtmega.megatron.saved import SavedFile, Stored, check_apart, entries, plain

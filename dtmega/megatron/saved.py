@@ -1,7 +1,7 @@
 """One file of `torch.save` as data: what its pickle says, and where its tensors' elements are. Nothing of it runs.
 
     file = SavedFile(path)
-    file.value                          numbers, strings, lists, dicts, and `Made` for all else (checkpoint/inert.py)
+    file.value                          numbers, strings, lists, dicts, and `Made` for all else (foreign/inert.py)
     file.read(file.tensor(made))        one tensor, read now
 
 Two formats. A zip since torch 1.6, nothing in it compressed: NAME/data.pkl, NAME/data/KEY for each storage. Before,
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtmega.checkpoint import torch_save
-from dtmega.checkpoint.inert import Made, decode, described, items_of, of_type
-from dtmega.checkpoint.torch_save import Record, SavedTensor, described_tensor, read_bytes, records_of, regular_file
+from dtmega.foreign import torch_save
+from dtmega.foreign.inert import Made, decode, described, items_of, of_type
+from dtmega.foreign.torch_save import Record, SavedTensor, described_tensor, read_bytes, records_of, regular_file
 
 MAX_PICKLE_BYTES = 1 << 24  # names, arguments and generators of 500 ranks are some 5 MB; decoded it may take 70 x that
 ZIP = b"PK\3\4"

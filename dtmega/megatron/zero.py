@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtmega.checkpoint.inert import Made, count, of_type
+from dtmega.foreign.inert import Made, count, of_type
 from dtmega.megatron import names
 from dtmega.megatron.adam import MOMENTS, NotWhole
 from dtmega.megatron.parts import Part

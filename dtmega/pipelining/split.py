@@ -156,7 +156,7 @@ def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -
     border = _decoder(pieces)
     if border == len(pieces):
         raise ValueError(
-            f"split={pipeline.split} is for a model that has a decoder behind an encoder: expected 0, or name='t5' "
+            f"split={pipeline.split} is for a model that has a decoder behind an encoder: expected 0, or such a model "
             f"([pipeline] split, [model] name)"
         )
     if pipeline.stages:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtmega.checkpoint.inert import ORDERED, Made, count, counts, decode, of_type
+from dtmega.foreign.inert import ORDERED, Made, count, counts, decode, of_type
 
 MAX_PICKLE_BYTES = 1 << 16  # torch writes about 180
 BLOCK_BYTES = 1 << 24

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dtmega.checkpoint.cover import cover
-from dtmega.checkpoint.inert import Made, count, counts, decode, described, fields, of_type
-from dtmega.checkpoint.torch_save import DTYPES, SavedTensor, find_tensor, read_bytes, regular_file
+from dtmega.foreign.inert import Made, count, counts, decode, described, fields, of_type
+from dtmega.foreign.torch_save import DTYPES, SavedTensor, find_tensor, read_bytes, regular_file
 
 MAX_METADATA_BYTES = 1 << 30  # about 150 bytes a chunk: 7 million chunks
 FILE_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")

@@ -1,0 +1,151 @@
+"""`python -m dtmega convert --from FORMAT PATH --to FORMAT PATH`: weights from one house into another.
+
+    --from hf DIR         a Hugging Face folder with safetensors
+    --from dtmega PATH    a checkpoint, or a run directory (its newest)
+    --from dcp DIR        a folder of plain torch.distributed.checkpoint, read without running its pickles
+    --from megatron DIR   a checkpoint of Megatron-LM or Megatron-DeepSpeed, likewise
+    --to dtmega DIR       a checkpoint of weights only, for [model] init_from; of Megatron's one to go on from where
+                          Adam's moments are whole, and a config.toml beside it
+    --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
+    --to megatron DIR     weights for the ranks of Megatron-LM, --tp times --pp of them
+
+A run of a model of transformers becomes a directory like the one it is of, which --original names where it has moved
+since. Tensors pass one by one, so no model has to fit in memory. Of several ranks, rank 0 looks for the newest
+checkpoint, which may be another a moment later, and the others open that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtmega import config, families
+from dtmega.checkpoint import found
+from dtmega.convert import to_checkpoint
+from dtmega.convert.sources import READERS, Opened
+from dtmega.data.tokenizer import load_tokenizer
+from dtmega.formats.sources import Renamed
+from dtmega.megatron import write as for_megatron
+from dtmega.startup import Startup
+
+TARGETS = ("dtmega", "hf", "megatron")
+
+
+def main(args: argparse.Namespace, startup: Startup) -> None:
+    """Args:
+        args: of `python -m dtmega convert`.
+        startup: of the ranks that take part.
+
+    Raises:
+        Refused: on every rank, after it was said: unknown formats, nothing there, another model, a directory that has
+            changed, a source that is damaged, a disk.
+    """
+    opened = _open(args, startup)
+    family = families.of(opened.model)
+    with startup.step("model"):
+        model = _described(args, opened, family)
+        expected = families.shapes(model)
+        left_out = _left_out(args, opened, model, expected)
+    if startup.rank == 0:
+        if left_out:
+            print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
+        for note in opened.notes:
+            print(note)
+    with startup.step("output"):
+        # Ranks that have nothing to write wait for those that do.
+        source = Renamed(opened.source, {name: name for name in expected}, startup.work)
+        if args.target[0] == "hf":
+            folder = Path(args.target[1])
+            tokenizer = args.tokenizer or opened.tokenizer
+            ranks = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
+            options: dict[str, Any] = {**ranks, "dtype": _dtype(args.dtype)}
+            json = None
+            if tokenizer:
+                json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), opened.data)
+            family.export(source, folder, model, json, **options)
+        elif startup.rank == 0 and args.target[0] == "megatron":
+            described, theirs = family.as_stored("megatron", source, model)
+            options = {"tokenizer": args.tokenizer or opened.tokenizer, "dtype": _dtype(args.dtype)}
+            for_megatron.write(Path(args.target[1]), theirs, described, args.tp, args.pp, **options)
+        elif startup.rank == 0:
+            digest = family.digest(model)
+            to_checkpoint.write(args.target[1], source, model, digest, opened.training, opened.toml)
+    startup.leave()
+    if startup.rank == 0:
+        print(f"written: {args.target[1]}")
+
+
+def _open(args: argparse.Namespace, startup: Startup) -> Opened:
+    """The source that `--from` names, the same on all ranks."""
+    kind, path = args.source
+    opened = None
+    with startup.step("search of the source") as first:
+        if kind not in READERS or args.target[0] not in TARGETS:
+            raise ValueError(
+                f"--from is one of {', '.join(READERS)} and --to one of {', '.join(TARGETS)}; got {kind} and "
+                f"{args.target[0]}"
+            )
+        if args.target[0] != "megatron" and (args.tp, args.pp) != (1, 1):
+            raise ValueError(f"--tp={args.tp} and --pp={args.pp} are of --to megatron; {args.target[0]} has no ranks")
+        if startup.rank == 0:
+            opened = READERS[kind](path, args)
+            first.tell = opened.path
+    with startup.step("source") as step:
+        opened = opened or READERS[kind](first.told, args)
+        model = {f"[model] {key}": value for key, value in opened.model.model_dump().items()}
+        tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in opened.source.tensors.items()}
+        step.same = model | tensors | found.digests([opened.source]) | {"digest of [model] path": opened.digest}
+    return opened
+
+
+def _described(args: argparse.Namespace, opened: Opened, family: families.Family) -> config.Model:
+    """The [model] section, with the directory that `--original` names."""
+    if args.original and not family.directory:
+        raise ValueError(
+            f"--original is for a run with a [model] path; {args.source[1]} is of name = '{opened.model.name}'"
+        )
+    moved = {"path": args.original} if args.original else {}
+    try:
+        model = family.described(opened.model.model_copy(update=moved), opened.digest)
+    except ValueError as error:
+        raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
+    if model.n_layers > len(opened.source.tensors):
+        raise ValueError(
+            f"{args.source[1]}: n_layers={model.n_layers} of the model ({args.config or 'its own config'}), but "
+            f"{len(opened.source.tensors)} tensors are stored"
+        )
+    return model
+
+
+def _left_out(
+    args: argparse.Namespace, opened: Opened, model: config.Model, expected: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Names of stored tensors that are no parameters of the model.
+
+    Raises:
+        ValueError: a parameter is not stored, or has another shape.
+    """
+    left_out = sorted(opened.source.tensors)
+    for name, shape in expected.items():
+        if name not in opened.source.tensors:
+            raise ValueError(
+                f"{args.source[1]} has no '{name}' of the model ({args.config or 'its own config'}); it has "
+                f"{', '.join(left_out[:5])}, ... (--config, --prefix)"
+            )
+        there = opened.source.tensors[name][1]
+        # A Hugging Face vocabulary is not padded.
+        if there[1:] != shape[1:] or (there != shape and there[:1] != (model.vocab_size,)):
+            raise ValueError(f"{args.source[1]}: '{name}' is {list(there)}, the model's is {list(shape)} (--config)")
+        left_out.remove(name)
+    return left_out
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    dtype = getattr(torch, name, None)
+    if name and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--dtype is one of torch's, such as bfloat16; got '{name}'")
+    return dtype if name else None

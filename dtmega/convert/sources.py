@@ -1,0 +1,107 @@
+"""Sources of a conversion, one reader for each word that `--from` takes: weights by our names, and their model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+from dtmega import config, families
+from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.checkpoint.weights import Weights
+from dtmega.convert.to_checkpoint import Training
+from dtmega.data.tokenizer import load_tokenizer
+from dtmega.foreign.dcp import DCPFolder
+from dtmega.formats.sources import Renamed, Source
+from dtmega.megatron import folder, recipe, vocabulary
+
+
+class Opened(NamedTuple):
+    """What `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer.
+
+    The tokenizer is '' where there is none, or none but that of the directory which the model is of.
+
+    Attributes:
+        path: where exactly it was found, for the other ranks.
+        digest: of the directory that the model was read from; '' where that is not known.
+        data: the [data] section that it was trained with; where that is not known, all defaults.
+        training: None where there are weights only.
+        toml: a configuration to write beside them.
+        notes: lines for the user.
+    """
+
+    path: str
+    source: Source
+    model: config.Model
+    tokenizer: str
+    digest: str = ""
+    data: config.Data = config.Data()
+    training: Training | None = None
+    toml: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def _from_hf(name: str, args: argparse.Namespace) -> Opened:
+    path = Path(name)
+    asked = _model(args.config) if args.config else None
+    source, model = families.open_folder(path, asked)
+    tokenizer = path / "tokenizer.json"
+    return Opened(name, source, model, str(tokenizer) if tokenizer.exists() else "")
+
+
+def _from_dtmega(name: str, args: argparse.Namespace) -> Opened:
+    checkpoint = open_checkpoint(name)
+    state = state_of(checkpoint)
+    model = config.model_section(state.config.get("model", {}), checkpoint.path)
+    tokenizer = state.config.get("data", {}).get("tokenizer", "")
+    own = families.of(model).directory and Path(tokenizer) == Path(model.directory, "tokenizer.json")
+    data = config.Data.model_validate(state.config.get("data", {}))
+    return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer, state.digest, data)
+
+
+def _from_dcp(name: str, args: argparse.Namespace) -> Opened:
+    if not args.config:
+        raise ValueError("--from dcp needs --config NAME.toml: nothing in such a folder says what model it is of")
+    folder = DCPFolder(Path(name))
+    names = {name.removeprefix(args.prefix): name for name in folder.tensors if name.startswith(args.prefix)}
+    return Opened(name, Renamed(folder, names), _model(args.config), "")
+
+
+def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
+    asked = _model(args.config) if args.config else None
+    contents = folder.opened(Path(name), asked, average=args.average_copies)
+    where = str(contents.path)
+    padded = vocabulary.padded(contents, asked)
+    theirs = {**contents.args, "padded_vocab_size": contents.rows}
+    if contents.args or padded is None:
+        padded = families.described("megatron", contents.weights.tensors, theirs, where, padded)
+    if padded.n_layers > len(contents.weights.tensors):  # before so many are built
+        raise ValueError(
+            f"{where} has n_layers={padded.n_layers}, but {len(contents.weights.tensors)} tensors (--config)"
+        )
+    n_ids = asked.vocab_size if asked else args.vocab_size
+    if args.tokenizer and not n_ids:
+        n_ids = vocabulary.ids(contents, load_tokenizer(args.tokenizer))
+    model, notes = vocabulary.unpadded(padded, contents, n_ids)
+
+    def ours(source: Source) -> Source:
+        return families.of(padded).read("megatron", source, padded, where)
+
+    text, sections = recipe.written(contents.args, model, contents.order if contents.moments else "")
+    training = None
+    notes += contents.notes
+    if contents.moments:
+        moments = {kind: ours(source) for kind, source in contents.moments.items()}
+        training = Training(moments, contents.progress, contents.updates, contents.loss_scale, sections)
+        if args.target[0] == "dtmega":
+            notes += (recipe.goes_on(contents.progress, args.target[1]),)
+    if args.target[0] == "hf" and not args.tokenizer:
+        notes += ("no tokenizer is written: --tokenizer names one",)
+    return Opened(where, ours(contents.weights), model, "", training=training, toml=text, notes=notes)
+
+
+def _model(name: str) -> config.Model:
+    return config.load(["--config", name]).model
+
+
+READERS = {"hf": _from_hf, "dtmega": _from_dtmega, "dcp": _from_dcp, "megatron": _from_megatron}
