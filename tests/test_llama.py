@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dtmega import config, families, job, rule
 from dtmega.__main__ import main as command
-from dtmega.hf import ours as directory
+from dtmega.formats.whole import as_theirs
 from dtmega.models.generate import generate
 from dtmega.models.initial import init_weights
 from dtmega.models.llama import HF, Llama, Rotation, rotary_frequencies
@@ -74,7 +74,7 @@ def small(cfg: config.Llama) -> Llama:
 
 
 def by_their_names(cfg: config.Llama, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    source = directory.translated(Memory(tensors), HF, cfg, families.of(cfg).build)
+    source = as_theirs(Memory(tensors), HF, cfg, families.of(cfg).build)
     return {name: source.read(name) for name in source.tensors}
 
 

@@ -102,7 +102,14 @@ def test_what_compiled_blocks_cannot_is_refused_where_they_are_compiled_unasked(
 
 
 # Another value of each key of [pipeline]; a new key needs one.
-ANOTHER = {"schedule": "GPipe", "virtual_stages": 2, "stages": [[0, 1], [2, 3]], "csv": "x.csv", "draw": "x.svg"}
+ANOTHER = {
+    "schedule": "GPipe",
+    "virtual_stages": 2,
+    "stages": [[0, 1], [2, 3]],
+    "split": 1,
+    "csv": "x.csv",
+    "draw": "x.svg",
+}
 
 
 @pytest.mark.parametrize("key", config.Pipeline.model_fields)
