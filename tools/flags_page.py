@@ -28,7 +28,7 @@ still lacks stands in it as a comment:
 
 read what Megatron-LM saved since 2019 (`iter_.../mp_rank_*`, `release`; GPT, BERT, its T5; files with and without
 `checkpoint_version`, torch's older format too) and BLOOM's layer files by Megatron-DeepSpeed, on any number of tensor
-ranks, stages and virtual stages; of a GPT also megatron-core's distributed checkpoints, weights alone (`torch_dist`;
+ranks, stages and virtual stages; of a GPT also megatron-core's distributed checkpoints (`torch_dist`;
 `zarr` is refused). Nothing in the pickles runs: they are decoded as data, and what else they ask for is
 refused. Shards that are missing, there twice, or disagree are refused by name, and a refusal leaves no output.
 

@@ -40,6 +40,9 @@ NAMES = {
     *(*PROPERTIES, STORAGE_INFO, f"{OLD} MEM_FORMAT_ENCODING"),
     *("torch Size", "torch.serialization _get_layout", *DTYPES),
     *("pathlib PosixPath", "pathlib WindowsPath", "pathlib._local PosixPath", "pathlib._local WindowsPath"),
+    # Of megatron-core, which keeps the plans of its last save there.
+    *(f"torch.distributed.checkpoint.planner {name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
+    "torch.distributed.checkpoint.planner TensorWriteData",
     "builtins getattr",  # how Python 3.11.2, Debian 12's, pickles a member of an Enum; inert like every name
 }
 

@@ -75,7 +75,7 @@ def of(rank: Rank) -> Adam:
     everything = [masters, *moments.values(), *(dict(enumerate(chunk.values())) for chunk in rank.chunks)]
     check_apart(rank.file.path, (stored for those in everything for stored in those.values()))
     parts = {kind: _parts(rank.file, those) for kind, those in moments.items()}
-    return Adam(_parts(rank.file, masters), parts, step, _scale(rank.file, outer.get("grad_scaler")), why)
+    return Adam(_parts(rank.file, masters), parts, step, scale_of(rank.file, outer.get("grad_scaler")), why)
 
 
 def _parts(file: SavedFile, tensors: Mapping[Place, Stored]) -> dict[Place, Part]:
@@ -119,7 +119,7 @@ def _moments(
         raise NotWhole("the optimizer's state is not of as many parameters as the model has")
     state = entries(adam["state"], "the state of the optimizer")
     moments: dict[str, dict[Place, Stored]] = {kind: {} for kind in MOMENTS}
-    steps = {_step(rank.file, group["step"]) for group in param_groups if "step" in group}
+    steps = {step_of(rank.file, group["step"]) for group in param_groups if "step" in group}
     for group, those in zip(groups, numbers, strict=True):
         for (v, name), number in zip(group, those, strict=True):
             its = state.get(number) if type(number) is int else None
@@ -135,13 +135,13 @@ def _moments(
                     )
                 moments[kind][v, name] = stored
             if "step" in its:
-                steps.add(_step(rank.file, its["step"]))
+                steps.add(step_of(rank.file, its["step"]))
     if len(steps) != 1:
         raise NotWhole(f"the optimizer says {len(steps)} numbers of updates, expected one")
     return moments, steps.pop()
 
 
-def _step(file: SavedFile, said: Any) -> int:
+def step_of(file: SavedFile, said: Any) -> int:
     """A number of updates: an int, or a tensor of one."""
     if type(said) is Made:
         said = _number(file, said)
@@ -157,7 +157,7 @@ def _number(file: SavedFile, made: Made) -> float:
     return file.read(stored).to(torch.float64).item()
 
 
-def _scale(file: SavedFile, said: Any) -> ScaleState | None:
+def scale_of(file: SavedFile, said: Any) -> ScaleState | None:
     """The state of a DynamicGradScaler; None where there is none."""
     if said is None:
         return None

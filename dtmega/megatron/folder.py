@@ -75,9 +75,9 @@ def opened(path: Path, asked: config.Model | None = None, average: bool = False)
     """
     folder = found(path)
     if core.holds(folder):
-        args, weights = core.opened(folder)
+        args, weights, training = core.opened(folder)
         _check_described(folder, args, asked)
-        return Contents(folder, args, weights, {}, notes=("weights alone: of megatron-core no moments are read",))
+        return _of_core(folder, args, weights, training)
     if deepspeed.holds(folder):
         layers = deepspeed.opened(folder)
         _check_described(folder, layers.args, asked)
@@ -187,6 +187,19 @@ def _of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -> Content
         order="megatron-deepspeed",
         vocab_size=size,
         notes=tuple(notes),
+    )
+
+
+def _of_core(folder: Path, args: dict[str, Any], weights: Source, training: core.Training) -> Contents:
+    progress, updates, why = START, 0, training.why
+    if not why:
+        progress, updates, why = _progress(args, training.iteration, training.steps, training.scheduler)
+    moments = {} if why else training.moments
+    notes = (f"weights alone: {why}",) if why else ()
+    return Contents(
+        *(folder, args, weights, moments, progress, updates, training.scale),
+        order="megatron-core",
+        notes=notes,
     )
 
 
