@@ -294,9 +294,9 @@ def test_a_file_without_checksums_is_read(tmp_path: Path):
 
 def test_damage_raises_nothing_but_a_value_error(save):
     args = Namespace(num_layers=2, params_dtype=torch.float16)
-    path = save({"args": args, "model": nn.Linear(3, 2).state_dict(), "rng": random.getstate()[1][:9]})
-    good = path.read_bytes()
     generator = random.Random(0)
+    path = save({"args": args, "model": nn.Linear(3, 2).state_dict(), "rng": generator.getstate()[1][:9]})
+    good = path.read_bytes()
     damaged = [good[:n] for n in range(0, len(good), 61)]
     for _ in range(300):
         flipped = bytearray(good)
@@ -312,6 +312,12 @@ def test_damage_raises_nothing_but_a_value_error(save):
         except ValueError:
             found += 1
     assert found > 100
+
+
+def test_a_name_with_an_escape_in_it_is_refused_like_any_other_that_is_not_known(tmp_path: Path):
+    pickled(b"\x80\x02ccollections\nOrdered\\qDict\n.")(path := tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=r"the pickle asks for .*Ordered.*qDict"):
+        SavedFile(path)
 
 
 def test_deep_nesting_is_data_like_any_other(tmp_path: Path):

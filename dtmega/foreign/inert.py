@@ -137,7 +137,18 @@ def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[pickletools.OpcodeInfo, 
         name = opcode.name
         if name not in OPCODES:
             raise ValueError(f"refused: pickle opcode {name}, which such a file has no need of")
-        yield opcode, opcode.arg.reader(stream) if opcode.arg else None
+        if name == "GLOBAL":
+            yield opcode, f"{_name(stream)} {_name(stream)}"
+        else:
+            yield opcode, opcode.arg.reader(stream) if opcode.arg else None
+
+
+def _name(stream: BytesIO) -> str:
+    """A line of GLOBAL's argument, as it stands: pickletools would look for escapes in it, and warn of wrong ones."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise ValueError("damaged pickle: GLOBAL without a name")
+    return line[:-1].decode("latin-1")
 
 
 def _pop(stack: list[Any], n: int) -> list[Any]:
