@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.megatron_files import Layout, Name, Weights, generators, keys, shard, their_classes
+from tests.megatron_files import ONE_RANK, Layout, Name, Weights, generators, keys, shard, their_classes
 
 
 def layer_of(name: str, n_layers: int) -> tuple[int, str]:
@@ -35,7 +35,7 @@ def write(
     weights: Weights,
     heads: int,
     n_layers: int,
-    layout: Layout = Layout(),  # noqa: B008
+    layout: Layout = ONE_RANK,
     *,
     args: Mapping[str, Any],
     original_vocab_size: int | None = None,

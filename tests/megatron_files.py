@@ -43,6 +43,9 @@ class Layout(NamedTuple):
     split: int = 0
 
 
+ONE_RANK = Layout()
+
+
 # --------------------------------------------------------------------------------------------------- what is where
 
 
@@ -361,7 +364,7 @@ def write(
     folder: Path,
     weights: Weights,
     heads: int,
-    layout: Layout = Layout(),  # noqa: B008
+    layout: Layout = ONE_RANK,
     *,
     args: Mapping[str, Any] | None = None,
     version: float = 3.0,

@@ -30,12 +30,12 @@ class Run(NamedTuple):
             ends = [0.0]
             for share in vector:
                 ends.append(ends[-1] + share)
-            bounds = [int(round(end * float(size))) for end in ends]  # noqa: RUF046
+            bounds = [round(end * float(size)) for end in ends]
         else:
             shares = [weight / sum(weights) for weight in weights]
             bounds = [0]
             for i, share in enumerate(shares):
-                bounds.append(bounds[i] + int(round(share * float(size))))  # noqa: RUF046
+                bounds.append(bounds[i] + round(share * float(size)))
             surplus = bounds[-1] - size
             for i in range(1, len(bounds)):
                 bounds[i] -= surplus
@@ -107,8 +107,8 @@ class Run(NamedTuple):
         """How many samples each corpus of a blend is asked for."""
         if self.fork == "megatron-core":
             shares = (np.array(weights, np.float64) / np.sum(np.array(weights, np.float64))).tolist()
-            return [int(math.ceil(math.ceil(n * w) * (1 + 0.005))) for w in shares]  # noqa: RUF046
-        return [int(math.ceil(n * w * 1.005)) for w in self._shares(weights)]  # noqa: RUF046
+            return [math.ceil(math.ceil(n * w) * (1 + 0.005)) for w in shares]
+        return [math.ceil(n * w * 1.005) for w in self._shares(weights)]
 
     @staticmethod
     def _shares(weights: Sequence[float]) -> list[float]:

@@ -135,6 +135,7 @@ def test_adams_moments_are_those_of_their_weights(tmp_path: Path, optimizer: str
     assert convert(tmp_path / "in", tmp_path / "out", "--vocab-size", str(V)) == job.DONE
     state, tensors = checkpoint(tmp_path / "out")
     assert (state.progress.step, state.progress.samples, state.updates, state.progress.skipped) == (7, 56, 6, 1)
+    assert config.load(["--config", str(tmp_path / "out" / "config.toml")]).data.order == "megatron-core"
     model = config.model_section(state.config["model"], "out")
     for kind, there in moments.items():
         for name, tensor in of_kind("gpt", there, model).items():

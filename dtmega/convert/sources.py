@@ -17,7 +17,7 @@ from dtmega.megatron import folder, recipe, vocabulary
 
 
 class Opened(NamedTuple):
-    """What `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer.
+    """The source that `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer.
 
     The tokenizer is '' where there is none, or none but that of the directory which the model is of.
 

@@ -26,7 +26,7 @@ DESCRIBED = ("document_index", "sample_index", "shuffle_index")
 
 
 class Found(NamedTuple):
-    """What lies beside the data.
+    """The files that lie beside the data.
 
     Attributes:
         indices: those that were asked for; None: not there.

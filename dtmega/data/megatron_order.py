@@ -78,7 +78,10 @@ def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
-    """As a description has it (`convert_split_vector_to_split_matrix`)."""
+    """(start, end) of each split, None of an empty one, as a cache's description has it.
+
+    Source: `convert_split_vector_to_split_matrix` of megatron-core.
+    """
     return [(start, end) if start < end else None for start, end in pairwise(_core_ends(weights))]
 
 

@@ -70,7 +70,7 @@ def _prefixes(patterns: Sequence[str]) -> list[str]:
 
 
 def _record(parts: Sequence[IndexedDataset]) -> Record | None:
-    """What all parts say of themselves; None: not one says anything.
+    """The record that all parts share; None: not one has any.
 
     Raises:
         ValueError: they say different things, or some say nothing.

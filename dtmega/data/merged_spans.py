@@ -48,7 +48,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> Counts:
-    """What is hidden of two tokens or more."""
+    """The counts of a text of two tokens or more."""
     n_hidden = min(max(round(n_tokens * mask_prob), 1), n_tokens - 1)
     n_spans = max(round(min(n_hidden, n_tokens - n_hidden) / mean_span), 1)
     return Counts(n_tokens, n_hidden, n_spans)

@@ -31,7 +31,7 @@ STOPS = 0.2  # the chance that a span ends with a word
 
 
 class Limits(NamedTuple):
-    """What is hidden of a sample.
+    """The share of a sample that is hidden, and how much of it at most.
 
     Attributes:
         mask_prob: share of its tokens.

@@ -115,7 +115,7 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
 
 
 def parts_read(data: Data, corpora: Corpora, rule: Rule) -> dict[str, list[Part]]:
-    """Which part of which corpus each split has."""
+    """The parts of corpora that each split has."""
     mixture = data.train_mixture
     if mixture is None:
         parts = parts_of(data, [corpora.open(path) for path in data.paths], rule)

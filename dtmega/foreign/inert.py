@@ -27,7 +27,9 @@ BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes}
 
 
 class Made:
-    """What a pickle asks for: `name(*args)` and its `state`. With args None it is the bare name, "module qualname".
+    """An object that a pickle asks for: `name(*args)` and its `state`.
+
+    With args None it is the bare name, "module qualname".
 
     Attributes:
         items: of an OrderedDict; None of everything else.

@@ -31,7 +31,7 @@ Place = tuple[int, str]  # chunk, name within it
 
 
 class Adam(NamedTuple):
-    """What an optimizer of one rank holds.
+    """The optimizer of one rank.
 
     Attributes:
         masters: fp32, of all weights or of none.
@@ -49,7 +49,7 @@ class Adam(NamedTuple):
 
 
 class NotWhole(Exception):
-    """Why moments are not read."""
+    """The reason why moments are not read."""
 
 
 def of(rank: Rank) -> Adam:

@@ -59,7 +59,7 @@ def holds(folder: Path) -> bool:
 
 
 class Training(NamedTuple):
-    """What the files say of the run, beside its weights.
+    """The run as the files tell of it, beside its weights.
 
     Attributes:
         moments: exp_avg and exp_avg_sq by the names of the weights; empty where they are not whole.

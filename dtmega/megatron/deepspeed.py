@@ -23,7 +23,7 @@ RANK = re.compile(r"mp_rank_(\d{2,5})_model_states\.pt")
 
 
 class Layers(NamedTuple):
-    """What a folder holds besides an optimizer.
+    """The contents of a folder besides an optimizer.
 
     Attributes:
         parts: name in the whole model -> part of each tensor-parallel rank.
@@ -39,7 +39,7 @@ class Layers(NamedTuple):
 
     @property
     def n_ranks(self) -> int:
-        """Of tensor parallelism."""
+        """The ranks of tensor parallelism."""
         return max(map(len, self.parts.values()))
 
 

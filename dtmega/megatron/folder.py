@@ -29,7 +29,7 @@ MAX_TRACKER_BYTES = 256
 
 
 class Contents(NamedTuple):
-    """What a folder holds.
+    """The contents of a folder.
 
     Attributes:
         path: the very folder.
@@ -55,7 +55,7 @@ class Contents(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the embedding, those of padding included.
+        """The rows of the embedding, those of padding included.
 
         Raises:
             ValueError: there is none.

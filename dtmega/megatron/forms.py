@@ -59,7 +59,7 @@ def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
-    """On by default in theirs, where it changes products of float16 alone."""
+    """The key for scaled products: on by default in theirs, where it changes products of float16 alone."""
     return {"query_key_layer_scaling": bool(args.get("fp16") and args.get("apply_query_key_layer_scaling"))}
 
 
@@ -93,7 +93,7 @@ def _refuse_erf(args: Mapping[str, Any]) -> None:
 
 
 def _decoder(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What GPT and BLOOM have in common."""
+    """The keys that GPT and BLOOM have in common."""
     _refuse_head_width(args)
     _refuse_erf(args)
     return _scaling(args)

@@ -150,7 +150,7 @@ def fused(name: str) -> int:
 
 
 def by_token(name: str) -> bool:
-    """Is there a row of the tensor for each token of the vocabulary, and rows of padding behind them?
+    """Tell whether there is a row of the tensor for each token of the vocabulary, and rows of padding behind them.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -206,7 +206,7 @@ def flat_name(path: str) -> str:
 
 
 def layer_file_prefix(number: int, n_layers: int) -> str | None:
-    """What to put before the names in `layer_NUMBER-model_*` of Megatron-DeepSpeed; None: there is no such file.
+    """The prefix of the names in `layer_NUMBER-model_*` of Megatron-DeepSpeed; None: there is no such file.
 
     The embedding is 1, layers are from 3 on, the last LayerNorm is 4 behind them; between them stand functions, and
     after it the tied head, which has no file.

@@ -66,19 +66,10 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class InOrder:
-    """A fused QKV of a version before 2.0 with its rows as later ones have them, [H, (q, k, v), K].
-
-    Attributes:
-        outermost: the rows are [(q, k, v), H, K], as in files without a version; else [H, K, (q, k, v)], as in 1.0.
-        n_parts: 3, or 2 where keys and values only are together.
-        n_heads: of this rank.
-    """
+class _Around:
+    """A tensor that is made of `part` when it is read, with its dtype and shape."""
 
     part: Part
-    outermost: bool
-    n_parts: int
-    n_heads: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,6 +82,21 @@ class InOrder:
     @property
     def where(self) -> str:
         return self.part.where
+
+
+@dataclass(frozen=True)
+class InOrder(_Around):
+    """A fused QKV of a version before 2.0 with its rows as later ones have them, [H, (q, k, v), K].
+
+    Attributes:
+        outermost: the rows are [(q, k, v), H, K], as in files without a version; else [H, K, (q, k, v)], as in 1.0.
+        n_parts: 3, or 2 where keys and values only are together.
+        n_heads: of this rank.
+    """
+
+    outermost: bool
+    n_parts: int
+    n_heads: int
 
     def read(self) -> Tensor:
         rows, *columns = self.shape
@@ -105,28 +111,15 @@ class InOrder:
 
 
 @dataclass(frozen=True)
-class Master:
+class Master(_Around):
     """The fp32 master of a weight of 16 bits, to which it has to round: that its number is the right one.
 
     Attributes:
         name: of the weight, for messages.
     """
 
-    part: Part
     weight: Part
     name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.part.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.part.shape
-
-    @property
-    def where(self) -> str:
-        return self.part.where
 
     def read(self) -> Tensor:
         master = self.part.read()

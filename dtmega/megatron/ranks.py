@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dtmega.foreign.inert import Made, items_of
 from dtmega.megatron import names
-from dtmega.megatron.parts import InOrder, Part, Shard
+from dtmega.megatron.parts import InOrder, Part
 from dtmega.megatron.saved import SavedFile, Stored, check_apart, entries, plain
 
 FILE = "model_optim_rng.pt"
@@ -262,11 +262,6 @@ def joined(
             theirs = whole[pp, v][name]
             found.setdefault(theirs, []).append(_in_order(part, theirs, rank.version, n_heads, n_tp))
     return found
-
-
-def weights(rank: Rank, v: int) -> dict[str, Part]:
-    """The weights of a chunk by their names within it."""
-    return {name: Shard(rank.file, stored) for name, stored in rank.chunks[v].items()}
 
 
 def _in_order(part: Part, name: str, version: int, n_heads: int, n_tp: int) -> Part:

@@ -78,7 +78,7 @@ class Stored(NamedTuple):
 
 
 class SavedFile:
-    """What one file of torch.save says.
+    """The contents of one file of torch.save.
 
     Attributes:
         value: what was saved; a tensor is a `Made`, for `tensor`.

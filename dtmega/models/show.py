@@ -183,7 +183,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 
 
 def by_sentinel(said: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
-    """What a decoder has said behind each sentinel, by its number.
+    """The ids that a decoder has said behind each sentinel, by its number.
 
     One that has learnt little says something before any sentinel: that counts for the `first` number.
     """
