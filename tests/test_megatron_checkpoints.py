@@ -534,6 +534,12 @@ def test_more_ids_than_rows_or_other_ids_than_the_files_say_are_refused(tmp_path
     refused(tmp_path / "gpt", "an embedding of 24 rows, too few for 257 ids", capsys, "--tokenizer", "bytes")
 
 
+def test_a_number_of_ids_that_is_given_counts_before_that_of_the_tokenizer(tmp_path: Path):
+    written(tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "out", "--vocab-size", str(V), "--tokenizer", "bytes") == job.DONE
+    assert read(tmp_path / "out")[0].vocab_size == V
+
+
 @pytest.mark.parametrize(("kind", "ids", "multiple"), [("gpt", 22, 12), ("gpt", 7, 24), ("bert", 24, 12)])
 def test_rows_of_padding_are_as_many_as_there(tmp_path: Path, kind: str, ids: int, multiple: int):
     written(tmp_path / "in", kind)

@@ -142,6 +142,10 @@ def test_each_span_that_is_hidden_is_shown_with_what_the_decoder_says_behind_its
     assert read == [*ids("def"), FIRST, *return_, FIRST + 2, *comma, FIRST + 1, END]
 
 
+def test_what_is_said_before_any_sentinel_counts_for_the_first_one_of_the_prompt():
+    assert show("a <extra_id_3> <extra_id_0>", [*ids("x"), END])[0].endswith("\n<extra_id_3>: x\n<extra_id_0>: ")
+
+
 def test_what_is_read_ends_as_in_the_samples_of_its_objective():
     assert show("a <extra_id_0>", [FIRST], objective="separate-spans")[1] == [*ids("a"), FIRST]
     assert show("a <extra_id_0>", [FIRST])[1] == [*ids("a"), FIRST, END]
