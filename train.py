@@ -2,9 +2,9 @@
 
 import sys
 
-from dtmega.train import command, main
+from dtmega.train import main, run_and_leave
 
-__all__ = ["command", "main"]
+__all__ = ["main", "run_and_leave"]
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    run_and_leave(sys.argv[1:])

@@ -303,7 +303,7 @@ def due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def command(argv: list[str]) -> NoReturn:
+def run_and_leave(argv: list[str]) -> NoReturn:
     """Train, print the traceback of what nobody expected, and end this process with the exit code."""
     with output.guarded():
         try:

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dtmega import __main__, arguments, config, job
+from dtmega import commands, config, job
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
+from dtmega.commands import endings
 from dtmega.convert import sources, to_checkpoint
 from dtmega.data.indexed import IndexedDataset
 from dtmega.hf import export as hf_export
@@ -174,7 +175,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("line", "expected"), LINES)
 def test_each_option_is_read_into_its_own_name_and_has_its_default(line: str, expected: dict[str, Any]):
-    assert vars(arguments.parse(line.split())) == {"command": line.split()[0]} | expected
+    assert vars(commands.parse(line.split())) == {"command": line.split()[0]} | expected
 
 
 @pytest.mark.parametrize("options", [["--quick"], []])
@@ -186,7 +187,7 @@ def test_inspect_hands_on_its_options_and_the_exit_code(monkeypatch, options: li
         asked.append((path, other, verify))
         return code
 
-    monkeypatch.setattr("dtmega.convert.inspect.main", inspect)
+    monkeypatch.setattr("dtmega.convert.inspect.show", inspect)
     assert command(["inspect", "a", "b", *options]) == code
     assert asked == [("a", "b", not options)]
 
@@ -279,7 +280,7 @@ def test_what_ends_a_command_early_is_its_exit_code_and_one_line(monkeypatch, ca
     def raising(*args: Any, **options: Any) -> int:
         raise error
 
-    monkeypatch.setattr("dtmega.convert.inspect.main", raising)
+    monkeypatch.setattr("dtmega.convert.inspect.show", raising)
     monkeypatch.setattr("dtmega.data.tokenize.write", raising)
     assert one_line(code, ["inspect", "a"], capsys) == f"dtmega inspect: {line}\n"
     said = one_line(code, [*TOKENIZE, "--output", "o"], capsys)
@@ -359,7 +360,7 @@ def test_a_disk_that_fills_up_ends_convert_with_exit_code_1_and_the_file_and_lea
 ):
     argv = ["convert", "--from", "dtmega", str(finished), "--to", kind, str(tmp_path / "out")]
     with room_for(1000):
-        said = one_line(__main__.BROKEN, argv, capsys)
+        said = one_line(endings.BROKEN, argv, capsys)
     assert said.startswith(f"dtmega convert: {tmp_path}/.tmp-out/")
     assert said.endswith(f": {os.strerror(errno.EFBIG)}\n")
     assert not any(tmp_path.iterdir())
@@ -369,7 +370,7 @@ def test_a_disk_that_fills_up_ends_tokenize_with_exit_code_1_and_leaves_nothing(
     (tmp_path / "in.txt").write_text("a" * 2000)
     argv = ["tokenize", "--input", str(tmp_path / "in.txt"), "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
     with room_for(1000):
-        said = one_line(__main__.BROKEN, [*argv, "--workers", "1"], capsys)
+        said = one_line(endings.BROKEN, [*argv, "--workers", "1"], capsys)
     assert said == f"dtmega tokenize: {os.strerror(errno.EFBIG)}; nothing was written to {tmp_path}/out\n"
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
@@ -378,7 +379,7 @@ def test_a_full_stdout_is_an_error_but_not_one_of_what_was_written(tmp_path, tex
     argv = ["tokenize", "--input", str(text), "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert command([*argv, "--workers", "1"]) == __main__.BROKEN
+        assert command([*argv, "--workers", "1"]) == endings.BROKEN
     assert capsys.readouterr().err == f"dtmega tokenize: {os.strerror(errno.ENOSPC)}\n"
     assert IndexedDataset(tmp_path / "out").n_tokens == len("some text")
 
@@ -390,7 +391,7 @@ def test_a_reader_of_the_output_who_leaves_ends_a_command_without_a_word(finishe
     os.close(reader)
     ended = subprocess.run(argv, check=False, env=environment, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (__main__.BROKEN, b"")
+    assert (ended.returncode, ended.stderr) == (endings.BROKEN, b"")
 
 
 def test_tokenize_starts_without_torch_and_writes_out_letters_that_the_terminal_does_not_have(text):
@@ -466,7 +467,7 @@ def test_what_all_ranks_of_a_conversion_find_is_said_by_one(finished):
     [
         ("open_checkpoint", Damaged("not intact"), job.DAMAGED),
         ("export", ValueError("not intact"), job.REFUSED),  # when rank 0 waits to write already
-        ("export", OSError(errno.EIO, "not intact"), __main__.BROKEN),
+        ("export", OSError(errno.EIO, "not intact"), endings.BROKEN),
     ],
 )
 def test_what_one_rank_of_a_conversion_refuses_ends_all_with_its_line_and_nothing_is_written(

@@ -48,14 +48,14 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "foreign": (2, {"checkpoint"}),  # files of torch's, as data; boxes that make a whole
     "families": (3, set()),  # a model, its plan, its files
     "parallelize": (3, {"families"}),
-    "arguments": (4, set()),
     "megatron": (2, {"checkpoint", "foreign"}),  # flags, names and files of the original
     "planner": (4, set()),
     "convert": (4, set()),  # weights between houses
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch
     "train": (5, set()),
-    "__main__": (5, {"train"}),
+    "commands": (5, set()),  # one module for each, over what does the work
+    "__main__": (5, {"commands", "train"}),
     "train.py": (6, set()),  # for torchrun
 }
 

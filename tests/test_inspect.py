@@ -27,7 +27,7 @@ def test_each_fact_about_a_checkpoint_is_a_line(tmp_path, capsys):
         layout={"processes": 4, "tp": 2},
         config={"model": {"name": "bloom"}, "data": {"seq_len": 16}},
     )
-    assert inspect.main(path, None, verify=True) == job.DONE
+    assert inspect.show(path, None, verify=True) == job.DONE
     said = capsys.readouterr().out.splitlines()
     versions = said.pop(5)
     assert versions.startswith("written by  dtmega ")
@@ -45,7 +45,7 @@ def test_each_fact_about_a_checkpoint_is_a_line(tmp_path, capsys):
 
 
 def test_weights_of_nobody_knows_where_are_said_to_be_that(tmp_path, capsys):
-    inspect.main(store(f"{tmp_path}/w", {"model/a": torch.zeros(1)}, config={"data": {"seq_len": "x"}}), None, False)
+    inspect.show(store(f"{tmp_path}/w", {"model/a": torch.zeros(1)}, config={"data": {"seq_len": "x"}}), None, False)
     said = capsys.readouterr().out
     assert "written on  no layout\n" in said
     assert "identity    weights only\n" in said
@@ -54,8 +54,8 @@ def test_weights_of_nobody_knows_where_are_said_to_be_that(tmp_path, capsys):
 
 def test_what_would_move_the_cursor_is_written_out(tmp_path, capsys):
     paths = [store(f"{tmp_path}/{n}", {}, identity={"data": f"\x1b[2J{n}"}) for n in "ab"]
-    inspect.main(paths[0], None, verify=False)
-    inspect.main(*paths, verify=False)
+    inspect.show(paths[0], None, verify=False)
+    inspect.show(*paths, verify=False)
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert r"identity.data: \x1b[2Ja | \x1b[2Jb" in said
@@ -70,7 +70,7 @@ def test_each_difference_is_a_line_and_what_is_only_stored_in_another_way_is_non
         store(f"{tmp_path}/a", first, config={"data": {"seq_len": 8}}),
         store(f"{tmp_path}/b", other, cut, step=2, updates=1, config={"data": {"seq_len": 16}, "run": {"seed": 3}}),
     ]
-    assert inspect.main(*paths, verify=False) == 1
+    assert inspect.show(*paths, verify=False) == 1
     assert capsys.readouterr().out.splitlines() == [
         "config.data.seq_len: 8 | 16",
         "config.run.seed: None | 3",
@@ -82,7 +82,7 @@ def test_each_difference_is_a_line_and_what_is_only_stored_in_another_way_is_non
         "shape: float32 [6] | float32 [5]",
         "value: 3 of 6 elements differ, by at most 2",
     ]
-    assert inspect.main(paths[0], paths[0], verify=False) == job.DONE
+    assert inspect.show(paths[0], paths[0], verify=False) == job.DONE
     assert capsys.readouterr().out == "no differences\n"
 
 
@@ -95,7 +95,7 @@ def test_ten_differing_tensors_are_shown_and_the_others_counted(tmp_path, capsys
         store(f"{tmp_path}/{value}", equal | {f"{i:02}": torch.full((1,), value) for i in range(n)})
         for value in (0.0, 1.0)
     ]
-    assert inspect.main(*paths, verify=False) == 1
+    assert inspect.show(*paths, verify=False) == 1
     said = capsys.readouterr().out.splitlines()
     assert len(said) == min(n, 11)
     assert said[-1].startswith(last) or said[-1].startswith(f"0{last}: 1 of 1 elements differ, by at most 1")

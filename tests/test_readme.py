@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dtmega import arguments, config, families, mesh
+from dtmega import commands as dtmega_commands
+from dtmega import config, families, mesh
 from dtmega.data.loader import TrainBatches
 from dtmega.parallelize import check, fitted
 from tests import hf_models
@@ -99,7 +100,7 @@ def test_a_training_command_passes_configuration_mesh_and_batches(command: str, 
 @pytest.mark.parametrize("command", commands("python -m dtmega "))
 def test_a_command_of_the_package_has_the_options_that_it_is_given(command: str):
     words = shlex.split(command)[3:]
-    assert arguments.parse(words).command == words[0]
+    assert dtmega_commands.parse(words).command == words[0]
 
 
 def test_no_command_presumes_that_the_package_is_on_pypi():

@@ -1,9 +1,9 @@
 """Weights between this house and others: what users do by hand with checkpoints, beside a run.
 
-    command.py        `python -m dtmega convert`: from a source to a target
+    conversion.py     what `python -m dtmega convert` does: from a source to a target
     sources.py        what `--from` names: directories of transformers, runs, DCP folders, checkpoints of Megatron's
     to_checkpoint.py  the target of ours; the others are hf/export.py and megatron/write.py
-    inspect.py        `python -m dtmega inspect`: what a checkpoint is, if it is intact, how two differ
+    inspect.py        what `python -m dtmega inspect` prints: what a checkpoint is, if it is intact, how two differ
 
 Other people's files are read by foreign/, hf/ and megatron/.
 """

@@ -17,7 +17,7 @@ from dtmega.output import counted, printable
 SHOWN = 10  # differing tensors
 
 
-def main(path: str, other: str | None, verify: bool) -> int:
+def show(path: str, other: str | None, verify: bool) -> int:
     """Print; returns the exit code, 1 if there are two and they differ.
 
     Raises:

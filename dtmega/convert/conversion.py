@@ -35,8 +35,10 @@ from dtmega.startup import Startup
 TARGETS = ("dtmega", "hf", "megatron")
 
 
-def main(args: argparse.Namespace, startup: Startup) -> None:
-    """Args:
+def convert(args: argparse.Namespace, startup: Startup) -> None:
+    """Write the weights that `--from` names as `--to` says.
+
+    Args:
         args: of `python -m dtmega convert`.
         startup: of the ranks that take part.
 

@@ -1,0 +1,48 @@
+"""The subcommands of `dtmega`, a module each, all of one shape: `commands/NAME.py`, with `_` for a `-` of the name.
+
+    add_arguments(parser)   what the command takes
+    command(args) -> int    do it, and return the exit code; whatever ends it early is raised
+
+`__main__.py` says what was raised in one line. A module is imported when its command is named, and imports at its top
+what its arguments need only: `--help` and the refusal of an option come without torch.
+
+    arguments.py   types of options, and refusals in one line
+    endings.py     line and exit code of what ends a command early
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from types import ModuleType
+
+from dtmega.commands.arguments import Parser
+
+# Name -> its line of help.
+COMMANDS = {
+    "train": "a run: `train --help` lists its keys",  # whose options are the keys of config.py: it never comes here
+    "tokenize": "text files -> .bin/.idx",
+    "merge": "several .bin/.idx -> one",
+    "generate": "sample from a run's last checkpoint, or from any one",
+    "convert": "weights to and from Hugging Face's format",
+    "inspect": "what a checkpoint holds, whether it is intact, how two differ",
+    "verify-plan": "is the sharding plan of a Hugging Face model right?",
+    "from-megatron": "a Megatron command or launch script -> a TOML",
+    "groups": "the ranks of every group of a mesh, as Megatron lists them",
+}
+
+
+def find(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"dtmega.commands.{name.replace('-', '_')}")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """`command` and its arguments; ends the process with code 2 where one of them cannot be."""
+    parser = Parser(prog="dtmega", description="Train a model, and do what comes before and after it.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
+    for name, line in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=line, description=line)
+        if argv[:1] == [name] != ["train"]:
+            find(name).add_arguments(subparser)
+    return parser.parse_args(argv)

@@ -1,0 +1,65 @@
+"""Types of the options of `dtmega COMMAND`, and a refusal in one line that names the option.
+
+The bounds of a value stand beside its option, so that no command has to look at them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+from dtmega.data.text_files import BLANK_LINES
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse's, which would print ten lines of usage before the one that matters."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """The type of an option that takes whole numbers from `low` to `high`."""
+    expected = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'")
+        return value
+
+    return read
+
+
+def temperature(text: str) -> float:
+    """0, or what logits in fp32 can be divided by without overflow."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if value != 0 and not 1e-6 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"expected 0, or a number from 1e-6 to 1e6, got '{text}'")
+    return value
+
+
+def prefix(text: str) -> str:
+    """A prefix, which `.bin` and `.idx` are put behind, so not a folder."""
+    if os.path.basename(text) in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(
+            f"expected a prefix such as data/mine, for data/mine.bin and .idx, got '{text}'"
+        )
+    return text
+
+
+def cut(text: str) -> str | int:
+    """The places to cut a text into documents at: blank lines, or every so many tokens."""
+    try:
+        return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected {BLANK_LINES} or a number of tokens, got '{text}'") from None

@@ -1,0 +1,24 @@
+"""`dtmega from-megatron`: a Megatron command, or a launch script with one, -> a TOML on stdout."""
+
+from __future__ import annotations
+
+import argparse
+
+from dtmega import job, output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        help="a launch script's file, read and never run, or 'pretrain_bert.py --num-layers 24 ...' in quotes",
+    )
+
+
+def command(args: argparse.Namespace) -> int:
+    from dtmega.megatron.translate import translate
+
+    translation = translate(args.source)
+    print(translation.toml, end="")
+    for line in translation.left:
+        output.say(f"not carried over: {line}")
+    return job.DONE

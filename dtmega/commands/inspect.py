@@ -1,0 +1,17 @@
+"""`dtmega inspect`: what a checkpoint is, if it is intact, and how two differ."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run directory (its newest)")
+    parser.add_argument("other", nargs="?", help="another one: print the differences; exit code 1 if there are any")
+    parser.add_argument("--quick", action="store_true", help="do not read the tensors to verify their digests")
+
+
+def command(args: argparse.Namespace) -> int:
+    from dtmega.convert import inspect
+
+    return inspect.show(args.checkpoint, args.other, verify=not args.quick)

@@ -1,0 +1,22 @@
+"""`dtmega merge`: several token files -> one."""
+
+from __future__ import annotations
+
+import argparse
+
+from dtmega.commands.arguments import prefix
+from dtmega.commands.endings import written
+from dtmega.data import merge
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PREFIX", help="the parts in their order; globs, by name"
+    )
+    parser.add_argument(
+        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
+
+
+def command(args: argparse.Namespace) -> int:
+    return written(merge.write, args)

@@ -1,0 +1,58 @@
+"""`dtmega tokenize`: text files -> Megatron's `.bin/.idx`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from dtmega.commands.arguments import cut, integer, prefix
+from dtmega.commands.endings import written
+from dtmega.data import tokenize
+from dtmega.data.sentences import BLOCKS, PROSE
+from dtmega.data.text_files import KINDS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=f"files, globs, folders (every {', '.join(KINDS)} below, by name; text also .gz, .zst), or - for stdin",
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="SPEC", help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, gpt2, a file"
+    )
+    parser.add_argument(
+        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="JSON key or parquet column (%(default)s)")
+    parser.add_argument("--append-eod", action="store_true", help="close each document with the end-of-document id")
+    parser.add_argument(
+        "--split-documents",
+        type=cut,
+        metavar="WHERE",
+        help="cut each .txt, else one document, at its blank lines (blank-lines) or every N tokens (a number)",
+    )
+    parser.add_argument(
+        "--split-sentences",
+        nargs="?",
+        const=PROSE,
+        choices=(PROSE, BLOCKS),
+        help="for BERT: a sequence is a sentence of prose (the default), or a block of code between blank lines",
+    )
+    parser.add_argument("--kind", choices=("txt", "jsonl"), help="read all input as this (by suffix; - as txt)")
+    parser.add_argument(
+        "--workers", type=integer(1), default=_n_cpus(), metavar="N", help="processes (%(default)s, all there are)"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="stop at the first malformed record instead of skipping it"
+    )
+
+
+def command(args: argparse.Namespace) -> int:
+    return written(tokenize.write, args)
+
+
+def _n_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
