@@ -25,15 +25,19 @@ from dtmega.data.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs, closest
-from dtmega.hf import config_json, ours
-from dtmega.hf import export as hf_export
-from dtmega.hf import theirs as hf_theirs
-from dtmega.hf.files import has_weights
+from dtmega.hf import resolve as resolve_theirs
+from dtmega.hf.directory import initial_values
+from dtmega.hf.files import config_json, ours
+from dtmega.hf.files import export as hf_export
+from dtmega.hf.files import theirs as hf_theirs
+from dtmega.hf.files.tensors import has_weights
+from dtmega.hf.model import ENDS, HF
+from dtmega.hf.tp.load import materialize
+from dtmega.hf.tp.load import open_folder as open_theirs
+from dtmega.hf.tp.parallel import cut_stage, plan_for
 from dtmega.megatron import forms as megatron
 from dtmega.mesh import World
-from dtmega.models import bert, bloom, count, gpt, hf_resolve, llama, t5
-from dtmega.models.hf import ENDS, HF
-from dtmega.models.hf_directory import initial_values
+from dtmega.models import bert, bloom, count, gpt, llama, t5
 from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
 from dtmega.models.stage import Stage
 from dtmega.pipelining.schedule import splits_backward
@@ -41,9 +45,6 @@ from dtmega.plans import apply_plan, check_plan, shard_buffers
 from dtmega.plans.bert import plan as bert_plan
 from dtmega.plans.bloom import plan as bloom_plan
 from dtmega.plans.gpt import plan as gpt_plan
-from dtmega.plans.hf.load import materialize
-from dtmega.plans.hf.load import open_folder as open_theirs
-from dtmega.plans.hf.parallel import cut_stage, plan_for
 from dtmega.plans.llama import plan as llama_plan
 from dtmega.plans.styles import Plan
 from dtmega.plans.t5 import plan as t5_plan
@@ -198,7 +199,7 @@ class Family(Protocol):
 
         Args:
             tokenizer: the text of a tokenizer.json; None: that of the model's own directory, if it has one.
-            options: of `hf.export.export`.
+            options: of `hf.files.export.export`.
 
         Raises:
             ValueError: before anything is written; a model that the format cannot express, other weights than its.
@@ -341,16 +342,16 @@ class Transformers:
     dtypes = ("float32", "bfloat16")
 
     def resolve(self, cfg: config.Config) -> config.Config:
-        return hf_resolve.resolve(cfg)
+        return resolve_theirs.resolve(cfg)
 
     def digest(self, model: config.Model) -> str:
-        return hf_resolve.digest(model.directory)
+        return resolve_theirs.digest(model.directory)
 
     def described(self, model: config.Model, trained: str) -> config.Model:
-        return hf_resolve.described(model, trained)
+        return resolve_theirs.described(model, trained)
 
     def notes(self, model: config.Model) -> list[str]:
-        return hf_resolve.notes(model)
+        return resolve_theirs.notes(model)
 
     def build(self, model: config.Model) -> Stage:
         return HF(model)

@@ -1,4 +1,4 @@
-"""`python tests/hf_sweep.py`: every family of plans/hf on more layouts, vocabularies and options than CI has time for.
+"""`python tests/hf_sweep.py`: every family of hf/families.py on more layouts and options than CI has time for.
 
 Prints the README's table of deviations and exits 1 if one is too large. About ten minutes on two cores.
 """

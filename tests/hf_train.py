@@ -27,10 +27,10 @@ from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import load
 from dtmega.data.loader import IGNORED, StepBatch
+from dtmega.hf.tp.verify import deviation
 from dtmega.mesh import World
 from dtmega.optim import Spikes
 from dtmega.parallelize import ShardedModel, check, parallelize
-from dtmega.plans.hf.verify import deviation
 from dtmega.shards import local
 from dtmega.step import count, train_step
 from tests import hf_models, ranks

@@ -29,7 +29,7 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.commands import endings
 from dtmega.convert import sources, to_checkpoint
 from dtmega.data.indexed import IndexedDataset
-from dtmega.hf import export as hf_export
+from dtmega.hf.files import export as hf_export
 from dtmega.startup import Startup
 from tests import ranks
 from tests.test_hf import Memory
@@ -201,7 +201,7 @@ def test_verify_plan_hands_on_its_options_and_the_exit_code(monkeypatch, no_sequ
         asked.append((directory, tp, sequence_parallel, generic))
         return 1
 
-    monkeypatch.setattr("dtmega.plans.hf.command.verify_directory", verify)
+    monkeypatch.setattr("dtmega.hf.tp.command.verify_directory", verify)
     flags = ["--no-sequence-parallel"] * no_sequence_parallel + ["--generic"] * generic
     assert command(["verify-plan", "d", "--tp", "3", *flags]) == 1
     assert asked == [(Path("d"), 3, not no_sequence_parallel, generic)]

@@ -19,7 +19,7 @@ from dtmega.formats.format import Format
 from dtmega.formats.rules import Heads, Rule, Translation, translate
 from dtmega.formats.sources import BY_TOKEN, Translated
 from dtmega.formats.whole import as_theirs
-from dtmega.hf import export, ours
+from dtmega.hf.files import export, ours
 from dtmega.models.gpt import HF
 from tests.test_hf import Memory
 

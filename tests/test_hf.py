@@ -16,10 +16,10 @@ from dtmega import config, families, mesh
 from dtmega.checkpoint.weights import load
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
-from dtmega.hf import config_json
-from dtmega.hf.files import INDEX, TensorFiles
-from dtmega.hf.folder import Folder
-from dtmega.hf.write import split
+from dtmega.hf.files import config_json
+from dtmega.hf.files.folder import Folder
+from dtmega.hf.files.tensors import INDEX, TensorFiles
+from dtmega.hf.files.write import split
 from dtmega.models.bloom import HF, Bloom
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import parallelize

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from dtmega import config, families, mesh, train
 from dtmega.checkpoint import resume
-from dtmega.models import hf_resolve
-from dtmega.models.hf import HF
-from dtmega.models.hf_directory import read_config
-from dtmega.models.hf_draws import draws_of
+from dtmega.hf import resolve as hf_resolve
+from dtmega.hf.directory import read_config
+from dtmega.hf.initial import draws_of
+from dtmega.hf.model import HF
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import check
 from tests import hf_models, keys, layouts

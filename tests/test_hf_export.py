@@ -18,8 +18,8 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.convert import to_checkpoint
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
-from dtmega.hf.export import export
-from dtmega.hf.files import INDEX
+from dtmega.hf.files.export import export
+from dtmega.hf.files.tensors import INDEX
 from tests import ranks
 from tests.faults import FileEvents
 from tests.test_hf import Memory
@@ -53,7 +53,7 @@ def trained(folder: Path, path: Path, dtype: torch.dtype = torch.float32) -> dic
     """A checkpoint as a run of the model in `path` leaves it, in `folder`; its tensors."""
     from transformers import AutoModelForCausalLM
 
-    from dtmega.models import hf_resolve
+    from dtmega.hf import resolve as hf_resolve
 
     generator = torch.Generator().manual_seed(1)
     named = AutoModelForCausalLM.from_pretrained(path).named_parameters()  # of tied ones the embedding's name

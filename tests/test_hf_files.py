@@ -19,10 +19,10 @@ from torch.distributed.tensor import Replicate
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.convert import to_checkpoint
-from dtmega.hf import config_json
-from dtmega.hf.files import INDEX, TensorFiles, has_weights
+from dtmega.hf.files import config_json
+from dtmega.hf.files.tensors import INDEX, TensorFiles, has_weights
+from dtmega.hf.tp.load import open_folder
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
-from dtmega.plans.hf.load import open_folder
 from tests import hf_models, ranks
 from tests.hf_models import Case
 

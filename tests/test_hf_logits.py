@@ -1,4 +1,4 @@
-"""File plans/hf/logits.py: what is done to logits that nobody has computed gives what it gives to those of torch."""
+"""File hf/tp/logits.py: what is done to logits that nobody has computed gives what it gives to those of torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import loss as loss_room
-from dtmega.plans.hf.logits import VocabLogits
-from dtmega.plans.hf.vocab import LogitsHead
+from dtmega.hf.tp.logits import VocabLogits
+from dtmega.hf.tp.vocab import LogitsHead
 
 B, S, D, V = 2, 5, 8, 13
 LABELS = torch.tensor([[3, -100, 12, 0, 7], [-100, -100, 1, 5, 11]])

@@ -1,4 +1,4 @@
-"""Claims about plans/hf: a model of transformers, cut, computes what it computes in one process, or is refused."""
+"""Claims about hf/tp: a model of transformers, cut, computes what it computes in one process, or is refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from torch.utils._pytree import tree_leaves
 from dtmega import loss as loss_room
 from dtmega.__main__ import main as dtmega_main
 from dtmega.data.tokenizer_json import to_json
+from dtmega.hf.tp import command, parallel
+from dtmega.hf.tp.load import materialize
+from dtmega.hf.tp.logits import VocabLogits
+from dtmega.hf.tp.packed import ConvColumn
+from dtmega.hf.tp.regions import EnterHeads
+from dtmega.hf.tp.styles import Stack
+from dtmega.hf.tp.verify import Verification, verify
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
-from dtmega.plans.hf import command, parallel
-from dtmega.plans.hf.load import materialize
-from dtmega.plans.hf.logits import VocabLogits
-from dtmega.plans.hf.packed import ConvColumn
-from dtmega.plans.hf.regions import EnterHeads
-from dtmega.plans.hf.styles import Stack
-from dtmega.plans.hf.verify import Verification, verify
 from dtmega.plans.styles import Enter, Whole
 from tests import hf_models, ranks
 from tests.hf_models import MODELS, VARIANTS, Case

@@ -1,4 +1,4 @@
-"""File models/hf.py: a model of transformers cut into stages is the whole one, of every family that can be cut."""
+"""File hf/model.py: a model of transformers cut into stages is the whole one, of every family that can be cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtmega import config, families
-from dtmega.models.hf import ENDS, HF, blocks_of
+from dtmega.hf.model import ENDS, HF, blocks_of
 from tests import hf_models
 from tests.hf_models import Case
 

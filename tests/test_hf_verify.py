@@ -1,4 +1,4 @@
-"""Files plans/hf/{verify,tiny,command,parallel,regions,dropout}.py: what proves a plan, and what guards a cut model."""
+"""Files hf/tp/{verify,tiny,command,parallel,regions,dropout}.py: what proves a plan, and what guards a cut model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dtmega.__main__ import main as dtmega_main
+from dtmega.hf.tp import command, tiny
+from dtmega.hf.tp.generic import GlobalLinear
+from dtmega.hf.tp.parallel import cut_stage
+from dtmega.hf.tp.verify import Verification, deviation, verify
 from dtmega.models.stage import Stage
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
-from dtmega.plans.hf import command, tiny
-from dtmega.plans.hf.generic import GlobalLinear
-from dtmega.plans.hf.parallel import cut_stage
-from dtmega.plans.hf.verify import Verification, deviation, verify
 from tests import hf_models, ranks
 from tests.hf_models import Case
 from tests.ranks import message
@@ -565,7 +565,7 @@ def test_options_of_a_family_that_cannot_be_cut_are_refused_with_the_reason(name
     ],
 )
 def test_attention_is_one_that_works_on_the_device(attention: str, message: str):
-    from dtmega.plans.hf.plan import check
+    from dtmega.hf.tp.plan import check
 
     model = hf_models.plain(LLAMA)
     model.config._attn_implementation = attention

@@ -1,4 +1,4 @@
-"""The words of plans/ and plans/hf/: each, cut over four ranks, gives the numbers of one whole module."""
+"""The words of plans/ and hf/tp/: each, cut over four ranks, gives the numbers of one whole module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dtmega.hf.tp.generic import GlobalLinear
+from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow, PackedColumn
+from dtmega.hf.tp.regions import EnterHeads
+from dtmega.hf.tp.styles import GatheredColumn, SplitRow, Stack
+from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.apply import apply_plan
-from dtmega.plans.hf.generic import GlobalLinear
-from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow, PackedColumn
-from dtmega.plans.hf.regions import EnterHeads
-from dtmega.plans.hf.styles import GatheredColumn, SplitRow, Stack
-from dtmega.plans.hf.vocab import LogitsHead
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row
 from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding
 from tests import ranks

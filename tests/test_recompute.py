@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dtmega import config, families
+from dtmega.hf.model import HF
 from dtmega.models.bloom import Bloom
-from dtmega.models.hf import HF
 from dtmega.recompute import recompute
 from tests.operations import Operations
 from tests.test_definition import EVERYTHING, batch, model_of

@@ -19,7 +19,7 @@ from dtmega import config, cost, families
 from dtmega.checkpoint.weights import load
 from dtmega.formats.sources import Translated
 from dtmega.formats.whole import names
-from dtmega.hf import config_json
+from dtmega.hf.files import config_json
 from dtmega.models import count, t5
 from dtmega.models.generate import answer
 from dtmega.models.initial import init_weights

@@ -9,7 +9,7 @@ import torch
 
 from dtmega import config, families
 from dtmega.checkpoint.weights import Weights, open_checkpoint_weights
-from dtmega.hf import ours
+from dtmega.hf.files import ours
 from tests.test_reader import store
 
 # Which weights there are does not say where they came from, how they were drawn, or what was added to the loss.

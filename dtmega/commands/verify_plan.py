@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    from dtmega.plans.hf.command import verify_directory
+    from dtmega.hf.tp.command import verify_directory
 
     return verify_directory(
         Path(args.directory), args.tp, sequence_parallel=not args.no_sequence_parallel, generic=args.generic

@@ -1,7 +1,7 @@
 """A decoder of `transformers` under the house's contract: `[model] name = "hf"`, `path = DIR`.
 
 The model is transformers' own, unmodified, and so are the names of its parameters. What a pipeline needs to know of a
-family (what only its first and its last stage hold) stands in ENDS; all that tp needs, in `plans/hf`.
+family (what only its first and its last stage hold) stands in ENDS; all that tp needs, in families.py.
 
 A line of ENDS is right for a family if its base model's forward does nothing but this: it calls what `first` names on
 the tokens, makes masks and rotary tables of the hidden state's length, runs the list of blocks, and calls what `last`
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.formats.whole import aliases
-from dtmega.models.hf_directory import build, initial_values, read_config
+from dtmega.hf.directory import build, initial_values, read_config
 from dtmega.models.stage import Stage
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dtmega.hf.files import TensorFiles, has_weights
+from dtmega.hf.files.tensors import TensorFiles, has_weights
 from dtmega.strangers import read_object
 
 NAME = "config.json"

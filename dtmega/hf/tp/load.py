@@ -20,9 +20,9 @@ from torch import nn
 from dtmega.formats.rules import Made, Translation
 from dtmega.formats.sources import Renamed, Source, Together, Translated
 from dtmega.formats.whole import aliases
-from dtmega.hf import theirs
-from dtmega.hf.files import TensorFiles
-from dtmega.hf.folder import Folder, keys_of
+from dtmega.hf.files import theirs
+from dtmega.hf.files.folder import Folder, keys_of
+from dtmega.hf.files.tensors import TensorFiles
 from dtmega.shards import boxes
 
 

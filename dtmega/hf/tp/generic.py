@@ -17,12 +17,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
+from dtmega.hf.tp.native import block_names
+from dtmega.hf.tp.plan import HFPlan, add_head, dropouts
+from dtmega.hf.tp.regions import Guard
+from dtmega.hf.tp.styles import Stack
+from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import as_function, distribute
-from dtmega.plans.hf.native import block_names
-from dtmega.plans.hf.plan import HFPlan, add_head, dropouts
-from dtmega.plans.hf.regions import Guard
-from dtmega.plans.hf.styles import Stack
-from dtmega.plans.hf.vocab import LogitsHead
 from dtmega.plans.vocabulary import VocabEmbedding
 
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"

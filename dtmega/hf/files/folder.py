@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dtmega.formats.sources import Source
 from dtmega.formats.whole import Copies
-from dtmega.hf.files import TensorFiles
+from dtmega.hf.files.tensors import TensorFiles
 
 
 class Folder(Copies):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtmega.hf.config_json import NOISE
+from dtmega.hf.files.config_json import NOISE
 
 VOCAB, HEAD_DIM, POSITIONS, WINDOW = 131, 16, 64, 6
 LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")

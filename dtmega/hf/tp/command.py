@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtmega.hf import config_json
+from dtmega.hf.files import config_json
+from dtmega.hf.tp.parallel import parallelize_hf, plan_for
+from dtmega.hf.tp.verify import Verification, verify
 from dtmega.output import counted
-from dtmega.plans.hf.parallel import parallelize_hf, plan_for
-from dtmega.plans.hf.verify import Verification, verify
 
 TIMEOUT = timedelta(minutes=5)
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtmega.hf.tp.logits import Parts, VocabLogits
+from dtmega.hf.tp.styles import Stack
 from dtmega.plans import mappings
 from dtmega.plans.base import local
-from dtmega.plans.hf.logits import Parts, VocabLogits
-from dtmega.plans.hf.styles import Stack
 from dtmega.plans.vocabulary import VocabStyle
 
 _FUSED = "backward all-reduce; 3 numbers a token for the loss"

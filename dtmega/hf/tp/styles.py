@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dtmega.hf.tp.dropout import RandomStream
 from dtmega.plans import base, mappings
 from dtmega.plans.base import local
-from dtmega.plans.hf.dropout import RandomStream
 from dtmega.plans.styles import Column, Row
 
 

@@ -9,9 +9,9 @@ from dtmega import config
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Translated
 from dtmega.formats.whole import SAME, Build, names, stored_copies
-from dtmega.hf import config_json
-from dtmega.hf.files import TensorFiles
-from dtmega.hf.folder import Folder, keys_of
+from dtmega.hf.files import config_json
+from dtmega.hf.files.folder import Folder, keys_of
+from dtmega.hf.files.tensors import TensorFiles
 
 
 def opened(path: Path, form: Format, model: config.Model, build: Build) -> Folder:

@@ -19,8 +19,8 @@ import torch
 from tokenizers import Tokenizer
 
 from dtmega.formats.sources import Source
-from dtmega.hf import config_json
-from dtmega.hf.write import MAX_FILE_BYTES, outs, to_json, widest, write
+from dtmega.hf.files import config_json
+from dtmega.hf.files.write import MAX_FILE_BYTES, outs, to_json, widest, write
 from dtmega.strangers import parse_object
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"

@@ -12,14 +12,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.hf.config_json import NOISE
+from dtmega.hf import families
+from dtmega.hf.families import Attention, Family
+from dtmega.hf.files.config_json import NOISE
+from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow
+from dtmega.hf.tp.regions import Counts, Ends, EnterHeads, Guard
+from dtmega.hf.tp.styles import Stack
+from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import Style
-from dtmega.plans.hf import families
-from dtmega.plans.hf.families import Attention, Family
-from dtmega.plans.hf.packed import ConvColumn, ConvPacked, ConvRow
-from dtmega.plans.hf.regions import Counts, Ends, EnterHeads, Guard
-from dtmega.plans.hf.styles import Stack
-from dtmega.plans.hf.vocab import LogitsHead
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row, Whole, check_kv_heads
 from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding
 

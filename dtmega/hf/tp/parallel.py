@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from dtmega import drift
+from dtmega.hf import families
+from dtmega.hf.tp import plan
+from dtmega.hf.tp.generic import COST, generic_plan
+from dtmega.hf.tp.native import native_plan
+from dtmega.hf.tp.plan import HFPlan, family_plan
+from dtmega.hf.tp.verify import verify
+from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.apply import apply_plan
-from dtmega.plans.hf import families, plan
-from dtmega.plans.hf.generic import COST, generic_plan
-from dtmega.plans.hf.native import native_plan
-from dtmega.plans.hf.plan import HFPlan, family_plan
-from dtmega.plans.hf.verify import verify
-from dtmega.plans.hf.vocab import LogitsHead
 from dtmega.shards import dim_to_cut
 
 

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from dtmega.hf.tp.dropout import check_random_state
+from dtmega.hf.tp.styles import Stack
 from dtmega.plans import mappings
-from dtmega.plans.hf.dropout import check_random_state
-from dtmega.plans.hf.styles import Stack
 from dtmega.plans.styles import Enter
 
 

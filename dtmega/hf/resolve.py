@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from dtmega import config
-from dtmega.hf import config_json
-from dtmega.hf.files import has_weights
-from dtmega.models.hf import blocks_of
-from dtmega.models.hf_directory import build, dropouts, read_config
+from dtmega.hf.directory import build, dropouts, read_config
+from dtmega.hf.files import config_json
+from dtmega.hf.files.tensors import has_weights
+from dtmega.hf.model import blocks_of
 
 FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner")
 IDLE = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")

@@ -18,7 +18,7 @@ import torch
 
 from dtmega import durable
 from dtmega.formats.sources import Source
-from dtmega.hf.files import DTYPES, INDEX, SINGLE
+from dtmega.hf.files.tensors import DTYPES, INDEX, SINGLE
 
 MAX_FILE_BYTES = 5 * 10**9
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dtmega.hf import config_json
-from dtmega.models.hf_draws import draws_of
+from dtmega.hf.files import config_json
+from dtmega.hf.initial import draws_of
 
 
 def read_config(path: str) -> Any:

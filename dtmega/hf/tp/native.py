@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from dtmega.plans.hf.experts import Experts
-from dtmega.plans.hf.packed import PackedColumn
-from dtmega.plans.hf.plan import (
+from dtmega.hf.tp.experts import Experts
+from dtmega.hf.tp.packed import PackedColumn
+from dtmega.hf.tp.plan import (
     HFPlan,
     add_guard,
     add_head,
@@ -23,8 +23,8 @@ from dtmega.plans.hf.plan import (
     joined,
     matching,
 )
-from dtmega.plans.hf.regions import Counts
-from dtmega.plans.hf.styles import GatheredColumn, SplitRow, Stack
+from dtmega.hf.tp.regions import Counts
+from dtmega.hf.tp.styles import GatheredColumn, SplitRow, Stack
 from dtmega.plans.styles import Column, KVColumn, Row, Whole, check_kv_heads
 from dtmega.plans.vocabulary import VocabEmbedding
 

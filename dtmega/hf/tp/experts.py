@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from dtmega.hf.tp.styles import Stack
 from dtmega.plans import mappings
 from dtmega.plans.base import Style, computing_on, local
-from dtmega.plans.hf.styles import Stack
 
 
 class Experts(Style):
