@@ -38,8 +38,8 @@ from dtmega.hf.tp.parallel import cut_stage, plan_for
 from dtmega.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
+from dtmega.models.model import Model
 from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
-from dtmega.models.stage import Stage
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.plans import apply_plan, check_plan, shard_buffers
 from dtmega.plans.bert import plan as bert_plan
@@ -109,11 +109,11 @@ class Family(Protocol):
         """Lines that a user of the model should read."""
         ...
 
-    def build(self, model: config.Model) -> Stage:
+    def build(self, model: config.Model) -> Model:
         """The whole model on the default device, meta included, with values not yet initialised."""
         ...
 
-    def pieces(self, whole: Stage) -> list[Piece]:
+    def pieces(self, whole: Model) -> list[Piece]:
         """The units of a pipeline in order, and what each costs, counted on a whole model."""
         ...
 
@@ -125,15 +125,15 @@ class Family(Protocol):
         """
         ...
 
-    def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
+    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
         """Cut a stage on meta over tp. Returns names of the parameters whose gradients are sums over tp."""
         ...
 
-    def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
+    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
         """Memory for a cut stage on meta: ties hold, buffers have their values, parameters none yet."""
         ...
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
         """The tensors that a stage whose last piece is `after` hands on, by name and on meta: local shapes, dtypes."""
         ...
 
@@ -218,7 +218,7 @@ class Own:
         vocabulary_of: what answers `vocabulary`.
     """
 
-    model: Callable[[Any], Stage]
+    model: Callable[[Any], Model]
     plan: Callable[[Any, bool], Plan]
     formats: Mapping[str, Sequence[Format]]
     libraries: tuple[str, ...] = ()
@@ -240,10 +240,10 @@ class Own:
     def notes(self, model: config.Model) -> list[str]:
         return []
 
-    def build(self, model: config.Model) -> Stage:
+    def build(self, model: config.Model) -> Model:
         return self.model(model)
 
-    def pieces(self, whole: Stage) -> list[Piece]:
+    def pieces(self, whole: Model) -> list[Piece]:
         return count.pieces(whole)
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
@@ -269,10 +269,10 @@ class Own:
             if cfg.mesh.sequence_parallel and length % tp:
                 raise ValueError(f"tp={tp} does not divide {key}={length} ([mesh] tp, [data] {key})")
 
-    def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
+    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
         return apply_plan(stage, world.tp, self._table(cfg)) if world.tp.size() > 1 else []
 
-    def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
+    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
         # `to_empty` gives each owner of a tied parameter memory of its own.
         stage.to_empty(device=device)
         stage.tie()
@@ -280,7 +280,7 @@ class Own:
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._table(cfg))
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
         parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
         return {name: _hidden(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -353,10 +353,10 @@ class Transformers:
     def notes(self, model: config.Model) -> list[str]:
         return resolve_theirs.notes(model)
 
-    def build(self, model: config.Model) -> Stage:
+    def build(self, model: config.Model) -> Model:
         return HF(model)
 
-    def pieces(self, whole: Stage) -> list[Piece]:
+    def pieces(self, whole: Model) -> list[Piece]:
         return count.pieces(whole)
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
@@ -378,14 +378,14 @@ class Transformers:
                 f"a pipeline needs to know the ends of a model, and '{kind}' is none of {', '.join(ENDS)} ([mesh] pp)"
             )
 
-    def cut(self, cfg: config.Config, stage: Stage, world: World) -> list[str]:
+    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
         cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
         return []
 
-    def allocate(self, cfg: config.Config, stage: Stage, world: World, device: torch.device) -> None:
+    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
         materialize(stage.hf, device)
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
         return {"hidden": _hidden(cfg, 1, "seq_len")}  # the whole sequence, between stacks of blocks
 
     def weights(self, model: config.Model) -> Source | None:
@@ -468,7 +468,7 @@ def objective(cfg: config.Config) -> Objective:
     return known[cfg.data.objective]
 
 
-def build(cfg: config.Config) -> Stage:
+def build(cfg: config.Config) -> Model:
     """The whole model on the default device, meta included, with values not yet initialised."""
     return of(cfg.model).build(cfg.model)
 
@@ -548,9 +548,9 @@ def _hidden(cfg: config.Config, parts: int, length: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def _units(cfg: config.Config, whole: Stage) -> None:
+def _units(cfg: config.Config, whole: Model) -> None:
     """Raises:
-    ValueError: layers should be recomputed several at a time, and the model does not run them by `Stage.run_layers`.
+    ValueError: layers should be recomputed several at a time, and the model does not run them by `Model.run_layers`.
     """
     if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
         raise ValueError(
@@ -559,7 +559,7 @@ def _units(cfg: config.Config, whole: Stage) -> None:
         )
 
 
-def _lengths(cfg: config.Config, whole: Stage) -> dict[str, int]:
+def _lengths(cfg: config.Config, whole: Model) -> dict[str, int]:
     """The lengths of a model's sequences, by their keys.
 
     Raises:

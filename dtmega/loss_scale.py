@@ -5,7 +5,7 @@ is halved, after the second time; after a thousand steps without it is doubled. 
 (optimizer/grad_scaler.py), with its factors; the four numbers are keys of [precision].
 
 Where the scale enters: `Tally.factors` is scale x weight / count of each sum, the number that backward begins with. A
-head that computes its gradient in forward is told it before (`Stage.expect`); from there on all gradients are scaled
+head that computes its gradient in forward is told it before (`Model.expect`); from there on all gradients are scaled
 in float16, their sums over microbatches and ranks in [precision] reduce. `optim.unscale` divides the fp32 gradients,
 so norm, clipping and update see what they see in another precision.
 """

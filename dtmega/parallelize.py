@@ -19,7 +19,7 @@ from dtmega.data.sums import Tally
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.pipelining import schedule
 from dtmega.pipelining.schedule import Pipeline
 from dtmega.pipelining.split import Stages, plan_stages
@@ -44,7 +44,7 @@ class ShardedModel:
     def __init__(
         self,
         world: World,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, Model],
         partial: Mapping[int, Sequence[str]],
         reshard: bool,
         objective: Objective,
@@ -185,7 +185,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     return model
 
 
-def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage]:
+def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
     """Copies of the meta model, each without what its stage does not hold."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
@@ -193,7 +193,7 @@ def _split(cut: Stages, whole: Stage, numbers: Sequence[int]) -> dict[int, Stage
     return stages
 
 
-def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Stage) -> list[dict[str, Tensor]]:
+def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
     """The tensors that each stage but the last hands on, on meta.
 
     A gradient of them is wanted once anything up to there is trained.
@@ -209,7 +209,7 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Stage) -> 
     return found
 
 
-def _tied(world: World, cut: Stages, whole: Stage, stages: Mapping[int, Stage]) -> list[Tied]:
+def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) -> list[Tied]:
     """The parameters that stages of this rank share with other stages. Every rank calls it: it makes groups."""
     rank_of = {number: rank for rank, numbers in enumerate(cut.ranks) for number in numbers}
     parameters = {}
@@ -227,7 +227,7 @@ def _tied(world: World, cut: Stages, whole: Stage, stages: Mapping[int, Stage]) 
     return found
 
 
-def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> list[str]:
+def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
     """Plan, recompute, compile, fsdp and memory for one meta stage; returns `ShardedModel.partial` of it."""
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
@@ -247,7 +247,7 @@ def _shard(cfg: config.Config, world: World, stage: Stage, reshard: bool) -> lis
     return partial
 
 
-def _move_buffers(stage: Stage, device: torch.device) -> None:
+def _move_buffers(stage: Model, device: torch.device) -> None:
     """FSDP brings offloaded parameters to the computing device when they are needed; buffers have to be there."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 
 # What selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
@@ -25,7 +25,7 @@ EXPENSIVE = {
 }
 
 
-def recompute(stage: Stage, how: config.Recompute) -> list[nn.Module]:
+def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     """Backward computes blocks' forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
 
     Of which blocks, Megatron's --activations-checkpoint-method says: `block`, of the first ones here; `uniform`, of
@@ -50,7 +50,7 @@ def recompute(stage: Stage, how: config.Recompute) -> list[nn.Module]:
     if how.method == "uniform" and how.layers > 1:
         honest = type(stage).run_layers
 
-        def in_units(stage: Stage, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
+        def in_units(stage: Model, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
             for first in range(0, len(layers), how.layers):
                 unit = functools.partial(honest, stage, layers[first : first + how.layers])
                 hidden = checkpoint(unit, hidden, *shared, **keywords)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.models.generate import answer, generate
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from tests import plain_bloom
 from tests.test_definition import V, leaves, model_of
 
@@ -49,7 +49,7 @@ def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, k
         assert honest(p, 1, generator=generator).item() == new[i]  # one generator for all of the sample
 
 
-class Counting(Stage):
+class Counting(Model):
     """After token t comes t + 1, for certain; it has `longest` positions."""
 
     def __init__(self, longest: int | None) -> None:

@@ -23,7 +23,7 @@ from dtmega.hf.tp import command, tiny
 from dtmega.hf.tp.generic import GlobalLinear
 from dtmega.hf.tp.parallel import cut_stage
 from dtmega.hf.tp.verify import Verification, deviation, verify
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from tests import hf_models, ranks
 from tests.hf_models import Case
@@ -96,7 +96,7 @@ def native(mesh: DeviceMesh) -> dict[str, Any]:
         return model
 
     def staged(kept: bool) -> str:
-        stage = Stage()
+        stage = Model()
         stage.hf = planned(kept)
         return message(lambda: cut_stage(stage, stage.hf, mesh, True))
 

@@ -33,7 +33,7 @@ from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
 from dtmega.models.llama import Llama
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.models.t5 import T5
 from dtmega.plans import bert, bloom, gpt, llama, parallelize_hf, plan_for, t5
 from dtmega.plans.loss import vocab_parallel_cross_entropy
@@ -334,7 +334,7 @@ def test_a_row_has_a_test_that_make_test_runs(name: str):
 
 B, S, T, V, HEADS = 2, 24, 8, 131, 4
 SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "n_heads": HEADS}
-MODELS: dict[str, Callable[[], Stage]] = {
+MODELS: dict[str, Callable[[], Model]] = {
     "bloom": lambda: Bloom(config.Bloom(**SIZES, n_layers=1)),
     "gpt": lambda: GPT(config.GPT(**SIZES, n_layers=1, max_position_embeddings=S)),
     "llama": lambda: Llama(config.Llama(**SIZES, n_layers=1, n_kv_heads=2)),

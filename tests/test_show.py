@@ -15,8 +15,8 @@ from torch import Tensor
 from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.data.tokenizer import load_tokenizer
+from dtmega.models.model import Model
 from dtmega.models.show import answered, filled, masked
-from dtmega.models.stage import Stage
 from tests.layouts import FAMILIES, PAIRS, write_data
 from tests.resumed import Training, train_all
 
@@ -28,7 +28,7 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text)
 
 
-class Lookup(Stage):
+class Lookup(Model):
     """Gives id 100 + place a probability of 1/2 and the next two ids 1/4 and 1/8; records what it is called with.
 
     Ids that the tokenizer does not have are more probable than all others.
@@ -105,7 +105,7 @@ def test_the_padding_of_a_prompt_does_not_change_what_a_bert_fills_in():
 FIRST, START, END = 8194, 8192, 8193  # behind the 8,192 of this vocabulary: [BOS], [EOS], then sentinels
 
 
-class Saying(Stage):
+class Saying(Model):
     """Says what it is made with, and notes what it reads; ids that the run does not have are more probable."""
 
     def __init__(self, said: list[int]) -> None:

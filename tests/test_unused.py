@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dtmega import config, families, optim
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import _targets, tensors_of
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.plans.styles import Plan, Whole
 from tests.layouts import DEBUG, FP32, write_text
 from tests.resumed import Record, Training, train_all
@@ -58,7 +58,7 @@ def scale_first_half(block: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
     return block.scale(out) if sample_ids is None or sample_ids[0] % 4 < 2 else out  # a drawn sample has no number
 
 
-def build(honest: Any, cfg: config.Bloom) -> Stage:
+def build(honest: Any, cfg: config.Bloom) -> Model:
     model = honest(cfg)
     model.layers["1"].unused = nn.Linear(5, 3, bias=False)
     model.layers["2"].scale = Scale(cfg.hidden_size)

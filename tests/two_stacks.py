@@ -20,7 +20,7 @@ from dtmega.data.rows import IGNORED
 from dtmega.data.sums import Sum
 from dtmega.families import Own
 from dtmega.models.layers import MLP, LMHead
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row
 from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         return h + self.mlp(self.norm(h) + position + seen)
 
 
-class TwoStacks(Stage):
+class TwoStacks(Model):
     ties = (("embed.weight", "decoder_embed.weight", "head.weight"),)
 
     def __init__(self, cfg: config.Model) -> None:
@@ -111,13 +111,13 @@ class TwoStacksFamily(Own):
 
     frozen: tuple[str, ...] = ()
 
-    def build(self, model: config.Model) -> Stage:
+    def build(self, model: config.Model) -> Model:
         whole = super().build(model)
         for name, parameter in whole.named_parameters():
             parameter.requires_grad_(not name.startswith(self.frozen))
         return whole
 
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Stage, after: str) -> dict[str, Tensor]:
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
         dtype, b, d = getattr(torch, cfg.precision.params), cfg.batch.micro_batch_size, cfg.model.hidden_size
         if after == "embed" or after.startswith("encoder"):
             return {"hidden": torch.empty(b, S, d, dtype=dtype, device="meta")}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.formats.whole import aliases
 from dtmega.hf.directory import build, initial_values, read_config
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 
 
 class _Zero(nn.Module):
@@ -77,7 +77,7 @@ ENDS = {
 }
 
 
-class HF(Stage):
+class HF(Model):
     """Attributes:
     hf: the model of transformers; without a head on stages that are not the last.
     """
@@ -99,7 +99,7 @@ class HF(Stage):
         places: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """See `Stage`; sample_ids are not used, because nothing is dropped, and transformers counts places itself."""
+        """See `Model`; sample_ids are not used, because nothing is dropped, and transformers counts places itself."""
         inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
         if not self.is_last:
             return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}

@@ -30,7 +30,7 @@ from dtmega.models.layers import (
     set_dropout_keys,
     stream_norm,
 )
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.rule import AttentionRule, attention_rule
 
 N_TYPES = 2  # of tokens: those of segment A, with its [CLS] and [SEP], and those of segment B
@@ -103,7 +103,7 @@ class OrderHead(nn.Module):
         return self.classifier(torch.tanh(self.pooler(hidden[:, 0])))
 
 
-class Bert(Stage):
+class Bert(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:

@@ -23,7 +23,7 @@ from dtmega.models.layers import (
     set_dropout_keys,
     stream_norm,
 )
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
 
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
         return residual + self.mlp_dropout(self.mlp(x), sample_ids, places)
 
 
-class Bloom(Stage):
+class Bloom(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:

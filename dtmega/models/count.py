@@ -8,10 +8,10 @@ from torch import nn
 
 from dtmega.cost import Piece
 from dtmega.models.layers import LMHead
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 
 
-def pieces(whole: Stage) -> list[Piece]:
+def pieces(whole: Model) -> list[Piece]:
     """The pieces of a whole model, in the pipeline's order."""
     seen = set[int]()
     found = []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.output import counted
 
 PADDING = 64  # lengths come in few sizes, as some kernels are made for one
@@ -24,7 +24,7 @@ def settled(token: Tensor) -> bool:
 
 @torch.no_grad()
 def generate(
-    model: Stage,
+    model: Model,
     tokens: list[int],
     n: int,
     *,
@@ -63,7 +63,7 @@ def generate(
 
 @torch.no_grad()
 def answer(
-    model: Stage,
+    model: Model,
     tokens: list[int],
     n: int,
     *,
@@ -103,7 +103,7 @@ def answer(
         return _drawn(logits, min(n, longest), end_id, seed, temperature, top_k, settle)
 
 
-def _longest(model: Stage, tokens: Sequence[int], multiple: int, *, answered_elsewhere: bool) -> int:
+def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answered_elsewhere: bool) -> int:
     """The longest sequence that the model has positions for and that divides: padding must end there.
 
     Args:
@@ -125,7 +125,7 @@ def _padded(tokens: Sequence[int], pad_id: int, multiple: int, longest: int) -> 
 
 
 @contextmanager
-def _evaluating(model: Stage) -> Iterator[None]:
+def _evaluating(model: Model) -> Iterator[None]:
     was_training = model.training
     model.eval()
     yield

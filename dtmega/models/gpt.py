@@ -26,7 +26,7 @@ from dtmega.models.layers import (
     set_dropout_keys,
     stream_norm,
 )
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.rule import AttentionRule, attention_rule
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
         return h + self.mlp_dropout(self.mlp(self.mlp_norm(h)), sample_ids, places)
 
 
-class GPT(Stage):
+class GPT(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from dtmega import keyed
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.shards import boxes
 
 
 @torch.no_grad()
-def init_weights(model: Stage, seed: int) -> None:
-    """Fill the parameters held here: N(0, std) where `Stage.init_std` gives one, else `init_constant`."""
+def init_weights(model: Model, seed: int) -> None:
+    """Fill the parameters held here: N(0, std) where `Model.init_std` gives one, else `init_constant`."""
     for name, parameter in model.named_parameters():
         name = model.full_name(name)
         std = model.init_std(name)

@@ -176,7 +176,7 @@ class LMHead(nn.Module):
 
     Attributes:
         loss_name: its sum among the model's.
-        expected: by `Stage.expect`.
+        expected: by `Model.expect`.
     """
 
     bias: nn.Parameter | None

@@ -19,7 +19,7 @@ from dtmega.attention import attention
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import LMHead, finish
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.rule import AttentionRule, attention_rule
 
 
@@ -80,7 +80,7 @@ class Block(nn.Module):
         return h + self.mlp(self.mlp_norm(h))
 
 
-class Llama(Stage):
+class Llama(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:

@@ -17,7 +17,7 @@ from dtmega.data.sentinels import Marks, marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.wordpiece import MASK
 from dtmega.models.generate import PADDING, Settle, answer, generate, settled
-from dtmega.models.stage import Stage
+from dtmega.models.model import Model
 from dtmega.output import counted
 
 
@@ -38,7 +38,7 @@ class Show(NamedTuple):
 
 
 def continued(
-    model: Stage, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, seed: int = 0, **options: Any
+    model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, seed: int = 0, **options: Any
 ) -> str:
     """The prompt and what a decoder draws to follow it; arguments and errors as of `generate`."""
     new = generate(
@@ -55,7 +55,7 @@ def continued(
 
 @torch.no_grad()
 def filled(
-    model: Stage,
+    model: Model,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -119,7 +119,7 @@ SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
 def answered(
-    model: Stage,
+    model: Model,
     tokenizer: Tokenizer,
     prompt: str,
     *,

@@ -20,7 +20,7 @@ from dtmega.attention import attention
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
-from dtmega.models.stage import Per, Stage, consecutive
+from dtmega.models.model import Model, Per, consecutive
 from dtmega.rule import AttentionRule, attention_rule, distance_buckets
 
 
@@ -118,7 +118,7 @@ class Block(nn.Module):
         return h + self.mlp_dropout(fed, sample_ids, places)
 
 
-class T5(Stage):
+class T5(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:

@@ -14,7 +14,7 @@ CONTAINERS = nn.ModuleDict, nn.ModuleList
 Per = Literal["token", "label", "decoder", "sequence"]
 
 
-class Stage(nn.Module):
+class Model(nn.Module):
     """A model that can be cut into stages; a new model of the house is one of these.
 
     It is called as model(**rows of a microbatch, **what the stage before hands on) and returns tensors by name: what it
