@@ -344,6 +344,8 @@ class Log(Section):
     tensorboard: bool = key(True, "write tensorboard/ in the run directory")
     num_zeros: bool = key(False, "also the number of zeros in the gradient")
     params_norm: bool = key(False, "also the L2 norm of the parameters")
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = key([], "also to these; each is an extra to be installed")
+    project: str = key("dtmega", "with trackers: the project or experiment that the run belongs to", min_length=1)
 
 
 class Checkpoint(Section):

@@ -108,7 +108,8 @@ def describe(kind: type[BaseModel]) -> str:
             default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]
             lines.append(f"  --{section}.{k} {' '.join(default.split())}")
             choices = choices_of(field)
-            listed = f"; one of {', '.join(choices)}" if len(choices) > 1 else ""
+            some = "any of" if get_origin(field.annotation) is list else "one of"
+            listed = f"; {some} {', '.join(choices)}" if len(choices) > 1 else ""
             indent = " " * 6
             lines += textwrap.wrap(
                 f"{field.description}{listed}",
@@ -121,7 +122,7 @@ def describe(kind: type[BaseModel]) -> str:
 
 
 def choices_of(field: FieldInfo) -> list[str]:
-    """The values of a key that is one of a few, as TOML has them but without quotes; [] for any other key."""
+    """The values of a key that is one of a few, or a list of them, without quotes; [] for any other key."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is not Literal else (field.annotation,)
     literals = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     return literals + (["true", "false"] if literals and bool in kinds else [])

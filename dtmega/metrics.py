@@ -1,4 +1,4 @@
-"""What a step reports, and where it goes: a progress line, `metrics.jsonl`, TensorBoard.
+"""What a step reports, and where it goes: a progress line, `metrics.jsonl`, TensorBoard, trackers.
 
     metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
@@ -32,6 +32,7 @@ from dtmega import cost, durable
 from dtmega.config import Config, End
 from dtmega.cost import Piece
 from dtmega.output import counted
+from dtmega.trackers import Trackers
 
 Batch = TypeVar("Batch")
 
@@ -95,6 +96,10 @@ class Metrics:
             except OSError:
                 self._file.close()
                 raise
+        self._newest = start_step
+        self._trackers = None
+        if config.log.trackers and not config.eval.only:
+            self._trackers = Trackers(config, new=start_step == 0)
         self._bar = None
         if sys.stderr.isatty():
             layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
@@ -236,9 +241,15 @@ class Metrics:
         if self._tensorboard:
             with contextlib.suppress(OSError):
                 self._tensorboard.close()
+        if self._trackers:
+            self._trackers.close(finished=self._newest >= self._total_steps)
 
     def _record(self, step: int, **values: Any) -> str:
-        """To metrics.jsonl and TensorBoard; returns what JSON could not hold, in words."""
+        """Write a line of metrics.jsonl, and its numbers to TensorBoard and the trackers.
+
+        Returns:
+            What JSON could not hold, in words.
+        """
         odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
         record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
@@ -246,10 +257,13 @@ class Metrics:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:  # a full disk; what could not be written is tried again with the next line
             self._line(step, f"WARNING: metrics.jsonl cannot be written: {error}")
+        self._newest = step
+        numbers = {name: value for name, value in values.items() if name not in odd and type(value) in (int, float)}
         if self._tensorboard:
-            for name, value in values.items():
-                if name not in odd and type(value) in (int, float):
-                    self._tensorboard.add_scalar(name, value, step)
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._trackers:
+            self._trackers.record(step, numbers)
         return reason
 
     def _line(self, step: int, text: str) -> None:

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ValidationError
@@ -215,7 +215,8 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
     field = _field(chosen, section, k, source)
     choices = choices_of(field)
-    expected = f"expected {' or '.join(choices)}" if choices else error["msg"]
+    several = "a list of " if get_origin(field.annotation) is list else ""
+    expected = f"expected {several}{' or '.join(choices)}" if choices else error["msg"]
     small = str(error["input"]).lower()
     is_flag = bool in (field.annotation, *get_args(field.annotation))
     hint = f"; write {small}" if is_flag and small in ("true", "false") else ""

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dtmega import config, durable, families, job, mesh, optim, output
+from dtmega import config, durable, families, job, mesh, optim, output, trackers
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
@@ -66,6 +66,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
         cfg = fitted(asked, sizes)
         check(cfg, sizes, device)
+        trackers.check(cfg.log.trackers)
         pieces = families.pieces(cfg.model)
         startup.timeout_s = cfg.run.collective_timeout_s()
         digest = families.of(cfg.model).digest(cfg.model)

@@ -70,9 +70,11 @@ def test_a_number_is_taken_up_to_its_bound_and_the_next_one_is_refused_with_its_
 
 @pytest.mark.parametrize("row", [row for row in TABLE if '"' in row.values], ids=lambda row: row.option)
 def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
-    choices = row.values.replace("bool", "true | false").replace('"', "").split(" | ")
-    assert [refusal(tmp_path, row, choice) for choice in choices] == [""] * len(choices)
-    assert f"expected {' or '.join(choices)}, got 'neither'" in refusal(tmp_path, row, "neither")
+    listed = row.values.startswith("list of ")
+    choices = row.values.removeprefix("list of ").replace("bool", "true | false").replace('"', "").split(" | ")
+    assert [refusal(tmp_path, row, f'["{choice}"]' if listed else choice) for choice in choices] == [""] * len(choices)
+    expected = f"expected {'a list of ' if listed else ''}{' or '.join(choices)}"
+    assert f"{expected}, got 'neither'" in refusal(tmp_path, row, '["neither"]' if listed else "neither")
 
 
 @pytest.mark.parametrize(
@@ -441,8 +443,11 @@ def test_help_lists_every_key_with_its_default_and_its_line(printed_help: str):
 
 def test_help_says_what_a_choice_may_be_and_of_nothing_else(printed_help: str):
     for row in TABLE:
-        choices = row.values.replace(" | ", ", ").replace('"', "").replace("bool", "true, false")
-        said = help_of(printed_help, row.title, row.section, row.key)[1].partition("; one of ")[2]
+        choices = (
+            row.values.removeprefix("list of ").replace(" | ", ", ").replace('"', "").replace("bool", "true, false")
+        )
+        how_many = "any" if row.values.startswith("list") else "one"
+        said = help_of(printed_help, row.title, row.section, row.key)[1].partition(f"; {how_many} of ")[2]
         assert said == (choices if '"' in row.values else "")
 
 

@@ -36,7 +36,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "cost": (1, set()),
     "drift": (1, {"shards"}),
     "optim": (1, set()),
-    "metrics": (1, {"cost"}),
+    "trackers": (1, set()),  # libraries of others, imported by their threads only
+    "metrics": (1, {"cost", "trackers"}),
     "watch": (1, {"job"}),  # how it ends the process
     "data": (1, {"keyed"}),  # the order of samples
     "models": (2, set()),

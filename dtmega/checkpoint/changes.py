@@ -22,7 +22,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "data": ("validation", "test", "num_workers"),
     "eval": ("interval", "steps", "only", "prompt", "sample_tokens"),
     "train": ("kill_switch",),
-    "log": ("interval", "tensorboard", "num_zeros", "params_norm"),
+    "log": ("interval", "tensorboard", "num_zeros", "params_norm", "trackers", "project"),
     "checkpoint": ("interval", "final", "keep", "resume", "dir", "mode", "allow_changed_data"),
     "compile": ("enable",),
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "sequence_parallel"),
