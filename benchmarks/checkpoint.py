@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as plain_dcp
 from torch import nn
 
 from dtmega import config
-from dtmega.checkpoint.resume import Progress, State, find
+from dtmega.checkpoint.resume import Progress, State, find_checkpoints
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 
 MEGABYTES = 64
@@ -82,7 +82,9 @@ def main() -> None:
         assert not any(outcome.error for outcome in synchronous.save(tensors_of(parameters, optimizer), state()))
 
     def ours_load() -> None:
-        found, _ = find(config.load(["--config", "bloom.toml", "--checkpoint.dir", str(root / "sync")]), {"": 1})
+        found, _ = find_checkpoints(
+            config.load(["--config", "bloom.toml", "--checkpoint.dir", str(root / "sync")]), {"": 1}
+        )
         assert synchronous.load(found, parameters.items(), optimizer, []) is not None
 
     def step() -> float:

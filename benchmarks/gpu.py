@@ -116,7 +116,7 @@ def step(name: str, overrides: dict[str, str], show_kernels: bool) -> None:
             "case": " ".join([name, *(f"{key}={value}" for key, value in overrides.items())]),
             "ms per step": round(1e3 * step_s, 1),
             "tokens/s": round(tokens / step_s),
-            "MFU": round(flops_per_s / metrics.peak_flops(device, cfg.precision.params), 3),
+            "MFU": round(flops_per_s / metrics.reference_flops(device, cfg.precision.params), 3),
             "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if GPU else None,
             "first step s": round(first_s, 1),
         }

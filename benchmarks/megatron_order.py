@@ -19,7 +19,7 @@ import numpy as np
 from dtmega.data.idx_file import HEADER, MAGIC
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.megatron_blend import greedy
-from dtmega.data.megatron_cache import Place
+from dtmega.data.megatron_cache import OrderName
 from dtmega.data.megatron_index import Asked
 from dtmega.data.megatron_order import MegatronSamples
 
@@ -52,7 +52,7 @@ def main() -> None:
         dataset = IndexedDataset(Path(folder, "corpus"))
         seq_len = dataset.n_tokens // args.samples
         asked = Asked(dataset, (0, len(dataset)), args.samples - args.samples // 100, seq_len, 1234, 0.80)
-        place = Place("train", "train", None, is_described=False)
+        place = OrderName("train", "train", None, is_described=False)
         for what in ("indices made", "indices opened again"):
             started_s = time.perf_counter()
             samples = MegatronSamples(asked, place)

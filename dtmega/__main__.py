@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     """The exit code of a command other than `train`."""
     args = commands.parse(argv)
     try:
-        code = commands.find(args.command).command(args)
+        code = commands.module_of(args.command).command(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever reads our output has left, as `| head` does

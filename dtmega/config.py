@@ -513,10 +513,10 @@ def load(argv: list[str]) -> Config:
         ConfigError: no such file, not TOML, an unknown key, a wrong type, a value out of range, keys that contradict.
     """
     if "--help" in argv or "-h" in argv:
-        print(describe())
+        print(help_text())
         sys.exit(0)
     name, overrides = sections.read_argv(argv, USAGE)
-    return read(find(name), overrides)
+    return read(find_file(name), overrides)
 
 
 def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
@@ -528,7 +528,7 @@ def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
     return validate(sections.read_toml(path), str(path), overrides)
 
 
-def find(name: str) -> Path:
+def find_file(name: str) -> Path:
     """The file that `--config NAME` means.
 
     Raises:
@@ -561,6 +561,6 @@ def model_section(keys: Mapping[str, Any], source: str) -> Model:
     return validate({"model": keys, "train": {"steps": 1}}, source).model
 
 
-def describe() -> str:
+def help_text() -> str:
     """The text that `--help` prints."""
-    return f"{HELP}\n{declared.describe(Config)}"
+    return f"{HELP}\n{declared.describe_keys(Config)}"

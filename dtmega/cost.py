@@ -80,7 +80,7 @@ class Piece(NamedTuple):
         return of_all + round(labelled * self.label_flops + of_sequence / seq_len)
 
 
-def parameters(pieces: Sequence[Piece]) -> int:
+def n_parameters(pieces: Sequence[Piece]) -> int:
     """Elements of all weights, each once."""
     return sum(piece.elements for piece in pieces)
 
@@ -150,7 +150,7 @@ def wire(
             f"no formula for the layers of this model: {odd[0]} has {layers_there[odd[0]]} elements, expected "
             f"Megatron's {megatrons} ([model] name)"
         )
-    ends = parameters(pieces) - sum(layers_there.values())
+    ends = n_parameters(pieces) - sum(layers_there.values())
     blooms = cfg.model.padded_vocab_size * d + 4 * d
     if ends != blooms:
         raise ValueError(

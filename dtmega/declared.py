@@ -99,7 +99,7 @@ def groups_of(kind: type[BaseModel]) -> list[Group]:
     return found
 
 
-def describe(kind: type[BaseModel]) -> str:
+def describe_keys(kind: type[BaseModel]) -> str:
     """Every key with its default, its line, and what it may be where that is a choice."""
     lines: list[str] = []
     for section, title, fields in groups_of(kind):

@@ -64,10 +64,10 @@ def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: s
 
 def gather_checksums(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> Tensor:
     """[ranks, n] int64: the checksums of every rank of `group`."""
-    return gather(checksums(tensors), group)
+    return gather_vectors(checksums(tensors), group)
 
 
-def gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_vectors(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, n]: a vector of as many numbers from each rank of `group`."""
     if dist.get_backend(group) == "nccl":
         mine = mine.to("cuda")  # offloaded parameters are in host memory, where nccl cannot gather

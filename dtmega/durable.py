@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-UNKNOWN = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # said by file systems that cannot sync a folder
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # said by file systems that cannot sync a folder
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in UNKNOWN:
+        if error.errno not in CANNOT_SYNC:
             raise
     finally:
         os.close(fd)

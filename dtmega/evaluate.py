@@ -18,7 +18,7 @@ from dtmega.metrics import several
 from dtmega.step import Run, count, signalled, to
 
 
-def validate(run: Run, step: int) -> bool:
+def evaluate_validation(run: Run, step: int) -> bool:
     """`evaluate` the validation split, and each set of [data] validation."""
     return all(evaluate(run, step, split) for split in run.text.evaluated)
 

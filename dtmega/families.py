@@ -19,7 +19,7 @@ from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
 from dtmega.cost import Piece
 from dtmega.data import exported
-from dtmega.data.exported import Vocabulary
+from dtmega.data.exported import ExportedTokenizer
 from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Objective
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.formats.format import Format
@@ -168,7 +168,7 @@ class Family(Protocol):
         """
         ...
 
-    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary:
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
         """The vocabulary that goes with such a directory.
 
         Args:
@@ -226,7 +226,7 @@ class Own:
     objectives: Mapping[str, Objective] = field(default_factory=lambda: DECODER)
     show: Show = CONTINUATION
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    vocabulary_of: Callable[[Tokenizer, config.Data], Vocabulary] = exported.of_documents
+    vocabulary_of: Callable[[Tokenizer, config.Data], ExportedTokenizer] = exported.of_documents
 
     def resolve(self, cfg: config.Config) -> config.Config:
         return cfg
@@ -294,7 +294,7 @@ class Own:
     def folder(self, path: Path, model: config.Model) -> Source:
         return ours.opened(path, self.form(model, "hf"), model, self.model)
 
-    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary:
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
         return self.vocabulary_of(tokenizer, data)
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
@@ -406,7 +406,7 @@ class Transformers:
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
 
-    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> Vocabulary:
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
         return exported.of_documents(tokenizer, data)
 
     def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
@@ -422,16 +422,16 @@ class Transformers:
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF], "megatron": [megatron.BLOOM]}),
-    "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF], "megatron": [megatron.GPT]}),
+    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF], "megatron": [megatron.BLOOM_FORM]}),
+    "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF], "megatron": [megatron.GPT_FORM]}),
     "llama": Own(llama.Llama, llama_plan, {"hf": [llama.HF]}),
     "bert": Own(
-        *(bert.Bert, bert_plan, {"hf": bert.HF, "megatron": [megatron.BERT]}),
+        *(bert.Bert, bert_plan, {"hf": bert.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},
         show=FILLS,
     ),
     "t5": Own(
-        *(t5.T5, t5_plan, {"hf": [t5.HF], "megatron": [megatron.T5]}),
+        *(t5.T5, t5_plan, {"hf": [t5.HF], "megatron": [megatron.T5_FORM]}),
         objectives={"auto": SPANS, "separate-spans": SEPARATE_SPANS},
         show=ANSWERS,
         vocabulary_of=exported.of_spans,

@@ -141,7 +141,7 @@ def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
     return {name: rank_groups(sizes, axes) for name, axes in named.items()}
 
 
-def describe(sizes: dict[str, int]) -> str:
+def describe_groups(sizes: dict[str, int]) -> str:
     """Every group of the mesh with its ranks, one name a line."""
     lists = group_lists(sizes)
     return "\n".join(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in g) for name, g in lists.items())

@@ -34,7 +34,7 @@ from dtmega.cost import Piece
 from dtmega.output import counted
 from dtmega.trackers import Trackers
 
-Batch = TypeVar("Batch")
+Item = TypeVar("Item")
 
 
 class Metrics:
@@ -69,7 +69,7 @@ class Metrics:
         self._world_size = world_size
         data = config.data
         self._flops_per_token = cost.flops_per_token(pieces, data.seq_len, data.mask_prob, data.decoder_length)
-        self._peak_flops = world_size * peak_flops(device, config.precision.params)
+        self._peak_flops = world_size * reference_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
 
@@ -173,7 +173,7 @@ class Metrics:
         self._record(step, tokens=samples.stop * self._seq_len, skipped=True, reason=reason, sample_ids=ids)
         self._line(step, f"passed over: {reason} | samples {samples.start} to {samples.stop - 1}")
 
-    def evaluating(self, batches: Iterable[Batch], split: str, n: int) -> Iterable[Batch]:
+    def evaluating(self, batches: Iterable[Item], split: str, n: int) -> Iterable[Item]:
         """The `n` batches of an evaluation; on a terminal a bar of their own counts them, as they can take minutes."""
         if not self.write or not self._bar:
             return batches
@@ -280,7 +280,7 @@ class Metrics:
         return per_step * (self._total_steps - step)
 
 
-def describe(
+def describe_run(
     config: Config,
     pieces: Sequence[Piece],
     device: torch.device,
@@ -304,7 +304,7 @@ def describe(
     per_token = cost.flops_per_token(pieces, seq_len, config.data.mask_prob, config.data.decoder_length)
     return "\n".join(
         [
-            f"{config.model.name}: {cost.parameters(pieces):,} parameters, "
+            f"{config.model.name}: {cost.n_parameters(pieces):,} parameters, "
             f"{per_token / 1e6:,.1f} MFLOP/token, "
             f"{config.precision.params} on {world_size} x {device.type}",
             f"data: {counted(n_tokens, 'training token')}; {counted(end.steps, 'step')} of "
@@ -356,7 +356,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-def peak_flops(device: torch.device, dtype: str) -> float:
+def reference_flops(device: torch.device, dtype: str) -> float:
     """What MFU is a fraction of: the datasheet's FLOP/s for a GPU known to `cost`, else `matmul_flops`, measured here.
 
     The second makes MFU a ratio to what this machine can do, so such figures do not compare across machines.

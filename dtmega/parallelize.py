@@ -316,4 +316,4 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
         )
     if pp > 1:
         pieces = families.pieces(cfg.model)
-        schedule.check(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))
+        schedule.check_schedule(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))

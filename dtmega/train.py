@@ -22,13 +22,13 @@ from dtmega import config, durable, families, job, mesh, optim, output, trackers
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
-from dtmega.checkpoint.weights import load as load_weights
+from dtmega.checkpoint.weights import load_weights
 from dtmega.config import End
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.text import open_text, read_again
-from dtmega.evaluate import evaluate, show_sample, validate
+from dtmega.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.loss_scale import LossScale
-from dtmega.metrics import Metrics, describe, several
+from dtmega.metrics import Metrics, describe_run, several
 from dtmega.optim import Spikes
 from dtmega.parallelize import check, fitted, parallelize
 from dtmega.pipelining.draw import draw_schedule
@@ -74,7 +74,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
 
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
-        resume.named(cfg)  # before anything is made
+        resume.named_checkpoint(cfg)  # before anything is made
         data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
         batches = TrainBatches(
             text.rows("train"),
@@ -132,7 +132,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         metrics = Metrics(cfg, pieces, device, world.size, end, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
     samples = text.samples("train")
-    about = describe(cfg, pieces, device, world.size, samples.n_tokens, end.samples / samples.n_samples, at.step, end)
+    epochs = end.samples / samples.n_samples
+    about = describe_run(cfg, pieces, device, world.size, samples.n_tokens, epochs, at.step, end)
     lines = [about, *families.of(cfg.model).notes(cfg.model)]
     if loaded:
         overflowed = at.overflowed, at.overflowed_samples
@@ -170,7 +171,7 @@ def train(run: Run, at: Progress) -> int:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
     elif cfg.train.kill_switch and killed_before_it_began(run):
         stopping = KILLED
-    if not stopping and cfg.eval.interval and at.step == 0 and not validate(run, 0):
+    if not stopping and cfg.eval.interval and at.step == 0 and not evaluate_validation(run, 0):
         stopping = SIGNALLED
 
     while at.step < total_steps and not stopping:
@@ -192,7 +193,7 @@ def train(run: Run, at: Progress) -> int:
         if due(at.step, cfg.train.drift_interval):
             model.check_copies()
         if due(at.step, cfg.eval.interval) and at.step < total_steps:
-            validate(run, at.step)
+            evaluate_validation(run, at.step)
         stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
         last = at.step == total_steps or stopping != ""
         if due(at.step, cfg.checkpoint.interval) or stopping or (last and cfg.checkpoint.final):
@@ -218,7 +219,7 @@ def train(run: Run, at: Progress) -> int:
             newest = outcome.step
 
     if at.step >= total_steps:
-        whole = validate(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
+        whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
         stopping = "" if whole else SIGNALLED
     if stopping:
         metrics.message(
@@ -269,7 +270,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float)
 
 def evaluate_only(run: Run, at: Progress) -> int:
     """The losses on the other splits of the newest checkpoint, or of the weights that a new run would start with."""
-    whole = validate(run, at.step) and evaluate(run, at.step, "test")
+    whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test")
     return job.DONE if whole else job.PREEMPTED
 
 

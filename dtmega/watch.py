@@ -52,7 +52,7 @@ class Beat(NamedTuple):
         return max(0.0, time.time() - self.at_s)
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """The line of code that a main thread is in.
 
     Attributes:
@@ -124,7 +124,7 @@ class Watch:
             found = self._read(self._reader)
         except RuntimeError as error:
             return f"the store does not say who is behind: {error}"
-        groups: dict[tuple[int, int, str, Place], dict[int, float]] = {}
+        groups: dict[tuple[int, int, str, CodePlace], dict[int, float]] = {}
         for rank, (beat, place) in found.items():
             groups.setdefault((beat.step, beat.nth, beat.phase, place), {})[rank] = beat.age_s()
         silent = [rank for rank in range(self._size) if rank not in found]
@@ -176,7 +176,7 @@ class Watch:
         with suppress(RuntimeError):  # the report will say so
             self._reader.set(f"place/{self.rank}", f"{beat.step} {beat.nth} {int(waits)} {text}")
 
-    def _read(self, store: Store) -> dict[int, tuple[Beat, Place]]:
+    def _read(self, store: Store) -> dict[int, tuple[Beat, CodePlace]]:
         """The last beat of each rank that has been heard of, and where it was then in the code.
 
         Raises:
@@ -184,13 +184,13 @@ class Watch:
         """
         begun = [rank for rank in range(self._size) if store.check([f"beat/{rank}"])]
         beats = [_parse(text) for text in store.multi_get([f"beat/{rank}" for rank in begun])]
-        found = {rank: (beat, Place(False, "")) for rank, beat in zip(begun, beats, strict=True)}
+        found = {rank: (beat, CodePlace(False, "")) for rank, beat in zip(begun, beats, strict=True)}
         placed = [rank for rank in begun if store.check([f"place/{rank}"])]
         for rank, value in zip(placed, store.multi_get([f"place/{rank}" for rank in placed]), strict=True):
             step, nth, waits, text = value.decode().split(" ", 3)
             beat, _ = found[rank]
             if (beat.step, beat.nth) == (int(step), int(nth)):
-                found[rank] = beat, Place(waits == "1", text)
+                found[rank] = beat, CodePlace(waits == "1", text)
         return found
 
     def _watch(self) -> None:
@@ -260,10 +260,10 @@ def _parse(text: bytes) -> Beat:
     return Beat(int(step), int(nth), float(at_s), phase)
 
 
-def place_of(frame: FrameType | None) -> Place:
+def place_of(frame: FrameType | None) -> CodePlace:
     """The place of a thread whose innermost frame this is; it waits if it came there through torch.distributed."""
     if frame is None:
-        return Place(False, "")
+        return CodePlace(False, "")
     torch = getattr(sys.modules.get("torch"), "__path__", ["torch is not imported"])[0]
     of_torch = (torch, STANDARD_LIBRARY, "<frozen")
     innermost, waits, only_torch = frame, False, True
@@ -273,7 +273,7 @@ def place_of(frame: FrameType | None) -> Place:
         waits = waits or (only_torch and path.startswith(os.path.join(torch, "distributed")))
         frame = frame.f_back
     called_by = f", called by {_line(frame)}" if frame is not None and frame is not innermost else ""
-    return Place(waits, _line(innermost) + called_by)
+    return CodePlace(waits, _line(innermost) + called_by)
 
 
 def _is_library(path: str, of_torch: tuple[str, ...]) -> bool:

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from dtmega import config, cost, families, mesh, optim
-from dtmega.checkpoint.weights import load
+from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import TrainBatches
 from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.data.text import open_text
@@ -34,7 +34,7 @@ device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, world=1
 cfg = fitted(cfg, sizes)
 check(cfg, sizes, device)
 text = open_text(cfg, NEXT_TOKEN)
-n_parameters = cost.parameters(families.pieces(cfg.model))
+n_parameters = cost.n_parameters(families.pieces(cfg.model))
 print(f"{n_parameters:,} parameters on {device}; {text.samples('train').n_tokens:,} tokens to read")
 
 # %% [markdown]
@@ -46,7 +46,7 @@ weights = families.of(cfg.model).weights(cfg.model)
 if weights is None:
     model.draw(cfg.run.seed)
 else:
-    load(weights, model.named_parameters(), cfg.model.vocab_size)
+    load_weights(weights, model.named_parameters(), cfg.model.vocab_size)
 optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
 
 # %% [markdown]

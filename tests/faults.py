@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dtmega import config, mesh
 from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.resume import Progress, State
-from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
+from dtmega.checkpoint.run import Checkpoints, SaveOutcome, tensors_of
 from dtmega.optim import build_optimizer
 from dtmega.parallelize import parallelize
 
@@ -163,7 +163,7 @@ class Trained:
                 tensor = tensor.to_local()
             tensor.copy_(truth)
 
-    def save(self, step: int) -> list[Outcome]:
+    def save(self, step: int) -> list[SaveOutcome]:
         state = State.of(self.cfg.model_dump(), progress=Progress(step), updates=step, identity=IDENTITY)
         return self.checkpoints.save(self.tensors(), state)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from dtmega import config, families, mesh, optim, train
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
-from dtmega.checkpoint.weights import load
+from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import IGNORED, StepBatch
 from dtmega.hf.tp.verify import deviation
 from dtmega.mesh import World
@@ -179,7 +179,7 @@ def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, int]:
     """The model with the weights of its directory, and the bytes read for it."""
     model, source = parallelize(cfg, world), families.of(cfg.model).weights(cfg.model)
     assert source is not None
-    load(source, model.named_parameters(), cfg.model.vocab_size)
+    load_weights(source, model.named_parameters(), cfg.model.vocab_size)
     return model, source.bytes_read
 
 

@@ -18,7 +18,7 @@ from transformers.models.megatron_bert import modeling_megatron_bert
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
-from dtmega.checkpoint.weights import load
+from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.sources import Translated
 from dtmega.formats.whole import names
 from dtmega.models import bert
@@ -52,7 +52,7 @@ def ours_in(folder: Path, **keys: Any) -> bert.Bert:
     """The model of ours that a directory describes, with its weights."""
     _, section = families.open_folder(folder, None)
     model = bert.Bert(section.model_copy(update=keys))
-    load(families.of(section).folder(folder, section), model.named_parameters(), V)
+    load_weights(families.of(section).folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 

@@ -30,7 +30,7 @@ from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
-from dtmega.checkpoint.run import Checkpoints, Outcome, tensors_of
+from dtmega.checkpoint.run import Checkpoints, SaveOutcome, tensors_of
 from dtmega.checkpoint.staging import Stager
 from dtmega.loss_scale import ScaleState
 
@@ -78,7 +78,7 @@ class Run:
     def tensors(self) -> dict[str, Tensor]:
         return tensors_of(dict(self.model.named_parameters()), self.optimizer)
 
-    def save(self, step: int) -> list[Outcome]:
+    def save(self, step: int) -> list[SaveOutcome]:
         self.train()
         state = State.of(
             self.cfg.model_dump(), progress=Progress(step, 8 * step), updates=self.updates, identity=IDENTITY
@@ -87,7 +87,7 @@ class Run:
 
     def load(self, **keys: object) -> tuple[State | None, list[str]]:
         """With other keys of [checkpoint]; into this model."""
-        found, damage = resume.find(self.with_keys(**keys), IDENTITY)
+        found, damage = resume.find_checkpoints(self.with_keys(**keys), IDENTITY)
         return self.checkpoints.load(found, self.model.named_parameters(), self.optimizer, damage), damage
 
     def with_keys(self, **keys: object) -> config.Config:
@@ -157,7 +157,7 @@ def test_every_dtype_and_shape_is_read_back_to_the_bit(root, monkeypatch):
     assert checkpoint.tensors == {name: (t.dtype, tuple(t.shape)) for name, t in saved.items()}
     assert bits({name: checkpoint.read(name) for name in saved}) == bits(saved)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    tensor_files.load(checkpoint, loaded, group)
+    tensor_files.load_tensors(checkpoint, loaded, group)
     assert bits(loaded) == bits(saved)
 
 
@@ -231,7 +231,7 @@ def test_two_parameters_of_one_name_on_a_rank_are_both_filled(root):
     run, twin = Run(root), nn.Parameter(torch.zeros(3, 5))
     run.save(1)
     before = bits(run.tensors())
-    found, _ = resume.find(run.cfg, IDENTITY)
+    found, _ = resume.find_checkpoints(run.cfg, IDENTITY)
     named = [*run.model.named_parameters(), ("0.weight", twin)]
     optimizer = torch.optim.AdamW([p for _, p in named])
     run.checkpoints.load(found, named, optimizer, [])
@@ -567,7 +567,7 @@ def test_training_stands_still_for_a_copy_or_a_save_and_for_its_publication_and_
     monkeypatch.setattr(tensor_files, "save", takes(10, tensor_files.save))
     monkeypatch.setattr(manifest, "dump", takes(5, manifest.dump))
     run = Run(f"memory://{uuid4().hex}", mode=mode)
-    ended: list[Outcome] = []
+    ended: list[SaveOutcome] = []
     for step in (1, 2):
         ended += run.save(step)
         now_s[0] += 100
@@ -585,7 +585,7 @@ def test_a_writer_thread_that_fails_is_reported_before_the_next_save_and_the_old
     with monkeypatch.context() as full_disk:
         fill_the_disk(full_disk, type(run.files), "data-00000.bin")
         run.save(2)
-        ended: list[Outcome] = []
+        ended: list[SaveOutcome] = []
         while polls and not ended:
             ended = run.checkpoints.poll()
     assert run.finished() == [1]
@@ -655,7 +655,7 @@ def test_a_state_that_is_not_ours_is_damage_and_the_older_checkpoint_is_loaded(t
 @pytest.mark.parametrize("resumed", ["none", "auto"])
 def test_with_nothing_there_a_run_starts_anew_and_nothing_is_made(root, resumed):
     cfg = config.validate({"train": {"steps": 9}, "checkpoint": {"dir": root, "resume": resumed}}, "a test")
-    assert resume.find(cfg, IDENTITY) == ([], [])
+    assert resume.find_checkpoints(cfg, IDENTITY) == ([], [])
     fs, path = fsspec.url_to_fs(root)
     assert not fs.exists(path)
 
@@ -718,8 +718,8 @@ def test_another_seed_data_or_tokenizer_is_refused_unless_that_is_allowed(root, 
     run = Run(root)
     run.save(1)
     with pytest.raises(ValueError, match=f"{message}.*allow_changed_data"):
-        resume.find(run.cfg, identity)
-    assert len(resume.find(run.with_keys(allow_changed_data=True), identity)[0]) == 1
+        resume.find_checkpoints(run.cfg, identity)
+    assert len(resume.find_checkpoints(run.with_keys(allow_changed_data=True), identity)[0]) == 1
 
 
 def test_what_the_newest_checkpoint_was_of_is_what_counts(root):
@@ -728,10 +728,10 @@ def test_what_the_newest_checkpoint_was_of_is_what_counts(root):
     run.save(1)
     state = State.of(run.cfg.model_dump(), progress=Progress(2), identity=IDENTITY | {"data": "another"})
     run.checkpoints.save(run.tensors(), state)
-    found, _ = resume.find(run.cfg, IDENTITY | {"data": "another"})
+    found, _ = resume.find_checkpoints(run.cfg, IDENTITY | {"data": "another"})
     assert [checkpoint.manifest.step for checkpoint in found] == [2, 1]
     with pytest.raises(ValueError, match="data was another, is xxh3 of it"):
-        resume.find(run.cfg, IDENTITY)
+        resume.find_checkpoints(run.cfg, IDENTITY)
 
 
 @pytest.mark.parametrize("allow", [False, True])
@@ -740,7 +740,7 @@ def test_a_run_of_another_order_of_samples_is_never_continued(root, allow):
     run.save(1)
     cfg = run.with_keys(allow_changed_data=allow)
     with pytest.raises(ValueError, match=r"order number 1, .* 2: .* finish that run with the version that wrote it"):
-        resume.find(cfg, IDENTITY | {"order": 2})
+        resume.find_checkpoints(cfg, IDENTITY | {"order": 2})
 
 
 def test_another_model_is_refused_with_the_key(root):
@@ -748,7 +748,7 @@ def test_another_model_is_refused_with_the_key(root):
     run.save(1)
     cfg = run.cfg.model_copy(update={"model": run.cfg.model.model_copy(update={"hidden_size": 64})})
     with pytest.raises(ValueError, match=r"\[model\] hidden_size was 256, is 64"):
-        resume.find(cfg, IDENTITY)
+        resume.find_checkpoints(cfg, IDENTITY)
 
 
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(root):

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dtmega.checkpoint import manifest, resume, tensor_files
 from dtmega.checkpoint.files import Disk
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.checkpoint.run import Checkpoints, Outcome
+from dtmega.checkpoint.run import Checkpoints, SaveOutcome
 from dtmega.shards import local
 from tests import ranks
 from tests.faults import IDENTITY, Trained
@@ -32,7 +32,7 @@ def full(*args: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def saves(root: Path, mode: str, plant: Callable[[], object]) -> list[list[Outcome]]:
+def saves(root: Path, mode: str, plant: Callable[[], object]) -> list[list[SaveOutcome]]:
     """What each poll after a save of step 1 gives on this rank, up to the first that gives something."""
     plant()
     trained = Trained(root, mode)
@@ -95,7 +95,7 @@ def thread_of_rank_1_is_late(rank_0_is_done: Path) -> None:
             assert polled.wait(20)
         return written
 
-    def counted(self: Checkpoints) -> list[Outcome]:
+    def counted(self: Checkpoints) -> list[SaveOutcome]:
         n_polls[0] += rank_0_is_done.exists()
         if n_polls[0] == 4:
             polled.set()
@@ -119,7 +119,7 @@ def refused(root: Path) -> str:
     trained.save(1)
     if dist.get_rank() == 1:
         trained.parameters["head.weight"] = torch.nn.Parameter(torch.zeros(3))
-    candidates, _ = resume.find(trained.cfg, IDENTITY)
+    candidates, _ = resume.find_checkpoints(trained.cfg, IDENTITY)
     try:
         trained.checkpoints.load(candidates, trained.parameters.items(), trained.optimizer, [])
     except ValueError as error:
@@ -150,7 +150,7 @@ def from_layout_to_layout(root: Path) -> tuple[list[tuple[str, str]], int]:
     checkpoint, wrong = Checkpoint(files, "a"), []
     for now, cut in CUTS.items():
         loaded = {name: distribute_tensor(torch.zeros_like(FUSED), mesh, [cut], src_data_rank=None) for name in CUTS}
-        tensor_files.load(checkpoint, loaded, group)
+        tensor_files.load_tensors(checkpoint, loaded, group)
         wrong += [(then, now) for then in CUTS if not torch.equal(local(loaded[then]), local(saved[now]))]
     wrong += [(then, "read") for then in CUTS if not torch.equal(checkpoint.read(then), FUSED)]
     return wrong, len(checkpoint.manifest.tensors["in parts"].chunks)

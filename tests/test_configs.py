@@ -68,7 +68,7 @@ def test_megatrons_worked_example_has_the_parameters_of_its_shapes():
     embeddings = (rows + 512 + 2) * d
     layers = 24 * (12 * d * d + 13 * d)
     heads = 2 * d * d + 8 * d + rows + 2
-    assert cost.parameters(families.pieces(model)) == embeddings + layers + heads
+    assert cost.n_parameters(families.pieces(model)) == embeddings + layers + heads
 
 
 def load(size: str) -> config.Config:
@@ -86,7 +86,7 @@ def test_every_published_size_has_a_config():
 
 @pytest.mark.parametrize(("size", "parameters"), [row[:2] for row in PUBLISHED])
 def test_a_published_model_has_its_published_number_of_parameters(size: str, parameters: int):
-    assert cost.parameters(families.pieces(load(size).model)) == parameters
+    assert cost.n_parameters(families.pieces(load(size).model)) == parameters
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=SIZES)
@@ -123,7 +123,7 @@ def test_every_published_gpt2_has_a_config():
 @pytest.mark.parametrize("row", GPT2, ids=[row[0] for row in GPT2])
 def test_a_published_gpt2_has_its_published_sizes_and_the_recipe_of_the_gpt3_of_its_size(row):
     name, parameters, n_layers, hidden_size, n_heads, lr, global_batch_size = row
-    assert cost.parameters(families.pieces(config.load(["--config", name]).model)) == parameters
+    assert cost.n_parameters(families.pieces(config.load(["--config", name]).model)) == parameters
     assert tomli.loads((config.CONFIGS_DIR / f"{name}.toml").read_text()) == {
         "run": {"dir": f"runs/{name}"},
         "model": {
@@ -154,7 +154,7 @@ def test_a_published_bert_has_its_published_sizes_and_recipe(row):
     cfg = config.load(["--config", f"{name}.toml"])
     model = cfg.model
     assert isinstance(model, config.Bert)
-    assert cost.parameters(families.pieces(model)) == parameters
+    assert cost.n_parameters(families.pieces(model)) == parameters
     assert (model.n_layers, model.hidden_size, model.n_heads, model.ffn) == (
         n_layers,
         hidden_size,
@@ -181,7 +181,7 @@ def test_a_published_t5_has_its_published_sizes_and_form(row):
     cfg = config.load(["--config", name])
     model = cfg.model
     assert isinstance(model, config.T5)
-    assert cost.parameters(families.pieces(model)) == parameters
+    assert cost.n_parameters(families.pieces(model)) == parameters
     sizes = (model.hidden_size, model.n_layers, model.decoder_layers, model.n_heads, model.head_dim, model.ffn)
     assert sizes == (hidden_size, n_layers, n_layers, n_heads, kv_channels, ffn)
     assert (model.vocab_size, cfg.data.seq_len) == (32_128, 512)
@@ -200,7 +200,7 @@ def test_megatrons_worked_example_of_a_t5_has_the_parameters_of_its_shapes():
     mlp = 2 * 4 * d * d + 5 * d
     encoder = 12 * (attention + mlp + 2 * norm) + norm
     decoder = 12 * (2 * attention + mlp + 3 * norm) + norm
-    assert cost.parameters(families.pieces(model)) == (rows + 512) * d + encoder + decoder + rows
+    assert cost.n_parameters(families.pieces(model)) == (rows + 512) * d + encoder + decoder + rows
 
 
 def test_every_published_llama_has_a_config():
@@ -213,7 +213,7 @@ def test_a_published_llama_has_its_published_sizes_and_recipe(row):
     cfg = config.load(["--config", f"llama-{name}.toml"])
     model = cfg.model
     assert isinstance(model, config.Llama)
-    assert cost.parameters(families.pieces(model)) == parameters
+    assert cost.n_parameters(families.pieces(model)) == parameters
     assert (model.vocab_size, model.hidden_size, model.n_layers) == (vocab_size, hidden_size, n_layers)
     assert (model.n_heads, model.kv_heads, model.ffn) == (n_heads, kv_heads, ffn)
     assert (model.max_position_embeddings, model.rope_theta, model.rms_norm_eps) == (longest, theta, 1e-5)

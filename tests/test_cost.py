@@ -46,14 +46,14 @@ def test_the_pieces_of_a_bloom_are_the_closed_forms(keys: dict[str, Any]):
     for layer in layers:
         assert layer.elements == closed_forms.layer_elements(model)
         assert layer.flops_per_token(SEQ_LEN) == closed_forms.layer_flops_per_token(model, SEQ_LEN)
-    assert cost.parameters([embed, *layers, head]) == closed_forms.elements(model)
+    assert cost.n_parameters([embed, *layers, head]) == closed_forms.elements(model)
     assert cost.flops_per_token([embed, *layers, head], SEQ_LEN) == closed_forms.flops_per_token(model, SEQ_LEN)
 
 
 def test_rows_that_pad_the_vocabulary_are_there_but_do_not_multiply():
     model = Bloom(vocab_size=99, hidden_size=48, n_layers=1, n_heads=6)
     padded = families.pieces(model.model_copy(update={"pad_vocab_to_multiple": 64}))
-    assert cost.parameters(padded) == closed_forms.elements(model) + (128 - 99) * 48
+    assert cost.n_parameters(padded) == closed_forms.elements(model) + (128 - 99) * 48
     assert cost.flops_per_token(padded, SEQ_LEN) == closed_forms.flops_per_token(model, SEQ_LEN)
 
 
@@ -67,7 +67,7 @@ def test_pieces_of_transformers_have_its_parameters_and_the_flops_that_pytorch_c
     config._attn_implementation = "eager"
     found = counted(tmp_path, config)
     theirs = transformers.AutoModelForCausalLM.from_config(config)
-    assert cost.parameters(found) == elements_of(theirs)
+    assert cost.n_parameters(found) == elements_of(theirs)
     with FlopCounterMode(display=False) as counter:
         theirs(torch.zeros(2, SEQ_LEN, dtype=torch.long), use_cache=False).logits.sum().backward()
     # It multiplies all S x S pairs, of which we count half, and angles by a product of matrices, which we do not.
@@ -84,7 +84,7 @@ def test_the_pieces_of_a_bert_have_the_parameters_and_the_flops_of_transformers(
     described = families.FAMILIES["bert"].formats["hf"][norm == "pre"].described(model)
     theirs = getattr(transformers, described["architectures"][0])
     theirs = theirs(theirs.config_class(**described, attn_implementation="eager"))
-    assert cost.parameters(found) == elements_of(theirs)
+    assert cost.n_parameters(found) == elements_of(theirs)
     with FlopCounterMode(display=False) as counter:
         out = theirs(torch.ones(2, SEQ_LEN, dtype=torch.long))
         (out.prediction_logits.sum() + out.seq_relationship_logits.sum()).backward()
@@ -99,7 +99,7 @@ def test_llama_3_8b_has_its_published_number_of_parameters(tmp_path: Path):
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     config = transformers.LlamaConfig(vocab_size=128256, num_key_value_heads=8, **sizes)
     found = counted(tmp_path, config)
-    assert cost.parameters(found) == 8_030_261_248
+    assert cost.n_parameters(found) == 8_030_261_248
     # GQA: queries and outputs D^2, keys and values D^2 / 4; gated MLP 3 DF; the head VD.
     matrices = 32 * (2.5 * 4096**2 + 3 * 4096 * 14336) + 128256 * 4096
     assert cost.flops_per_token(found, 8192) == 6 * matrices + 32 * 6 * 8192 * 4096

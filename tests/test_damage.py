@@ -103,7 +103,7 @@ class Victim:
     def load(self, root: Path) -> tuple[State | None, list[str]]:
         """As a run in that folder would: into `reader`."""
         there = self.reader.cfg.checkpoint.model_copy(update={"dir": str(root)})
-        candidates, damage = resume.find(self.reader.cfg.model_copy(update={"checkpoint": there}), IDENTITY)
+        candidates, damage = resume.find_checkpoints(self.reader.cfg.model_copy(update={"checkpoint": there}), IDENTITY)
         loaded = self.reader.checkpoints.load(candidates, self.reader.parameters.items(), self.reader.optimizer, damage)
         return loaded, damage
 

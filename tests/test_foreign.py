@@ -33,7 +33,7 @@ from dtmega.foreign import torch_save
 from dtmega.foreign.dcp import DCPFolder
 from tests import ranks
 
-DTYPES = sorted(torch_save.DTYPES.values(), key=str)
+DTYPES = sorted(torch_save.PICKLED_DTYPES.values(), key=str)
 
 
 def save(folder: Path, state: dict[str, Any], **options: Any) -> Path:
@@ -786,7 +786,7 @@ def test_all_is_read_where_the_kernel_gives_a_part_at_a_time(plain, monkeypatch)
     folder, state = plain
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:100]], at))
-    monkeypatch.setattr(torch_save, "BLOCK_BYTES", 64)  # of which a checksum is computed at a time
+    monkeypatch.setattr(torch_save, "READ_BYTES", 64)  # of which a checksum is computed at a time
     assert torch.equal(DCPFolder(folder).read("rng"), state["rng"])
 
 

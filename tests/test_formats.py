@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtmega import config, families
 from dtmega.formats.format import Format
-from dtmega.formats.rules import Heads, Rule, Translation, translate
+from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import BY_TOKEN, Translated
 from dtmega.formats.whole import as_theirs
 from dtmega.hf.files import export, ours
@@ -137,10 +137,10 @@ FORMS: dict[str, tuple[Rule, Heads, Callable[[], tuple[Tensors, Tensors]]]] = {
 }
 
 
-def sides(form: str) -> tuple[Translation, Tensors, Tensors]:
+def sides(form: str) -> tuple[Directions, Tensors, Tensors]:
     rule, heads, make = FORMS[form]
     ours, theirs = make()
-    return translate([rule], {name: tuple(t.shape) for name, t in ours.items()}, heads), ours, theirs
+    return directions([rule], {name: tuple(t.shape) for name, t in ours.items()}, heads), ours, theirs
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -187,7 +187,7 @@ def test_parts_of_several_dtypes_become_one_that_holds_them_all():
 def test_names_are_in_the_order_of_ours_with_layers_by_number():
     shapes = {f"layers.{i}.up.weight": (2, 2) for i in (10, 9, 0)} | {"embed.weight": (3, 2)}
     rules = [Rule("layers.{}.up.", "h.{}.fc."), Rule("embed.", "wte.")]
-    theirs = translate(rules, shapes, Heads(1, 1)).theirs
+    theirs = directions(rules, shapes, Heads(1, 1)).theirs
     assert [*theirs] == ["wte.weight", "h.0.fc.weight", "h.9.fc.weight", "h.10.fc.weight"]
 
 
@@ -203,7 +203,7 @@ def test_names_are_in_the_order_of_ours_with_layers_by_number():
 )
 def test_tensors_that_do_not_fit_the_rules_are_refused(rule: Rule, shapes: dict[str, tuple[int, ...]], message: str):
     with pytest.raises(ValueError, match=message):
-        translate([rule], shapes, Heads(2, 2))
+        directions([rule], shapes, Heads(2, 2))
 
 
 # ------------------------------------------------------------------------------ a GPT-2, whose tensors have all forms

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 from dtmega import config, families
 from dtmega.__main__ import main as command
-from dtmega.checkpoint.weights import load
+from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.whole import as_theirs
 from dtmega.models import gpt
 from dtmega.models.generate import generate
@@ -47,7 +47,7 @@ def ours_in(folder: Path, **keys: Any) -> gpt.GPT:
     section = section.model_copy(update=keys)
     assert isinstance(section, config.GPT)
     model = gpt.GPT(section)
-    load(families.of(section).folder(folder, section), model.named_parameters(), V)
+    load_weights(families.of(section).folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 

@@ -124,7 +124,7 @@ def test_every_other_collective_of_the_loop_is_handed_to_its_group(pretend, monk
 def test_over_the_shards_each_element_of_the_model_comes_once_but_all_here_are_clipped(pretend):
     # As many shards as there are tp ranks would hide who counts what: half of it twice is all of it.
     cfg = cfg_of(model={"vocab_size": 32}, mesh={"pp": 2, "dp_shard": 3})
-    everything = cost.parameters(families.pieces(cfg.model))
+    everything = cost.n_parameters(families.pieces(cfg.model))
     n_weights = n_gradients = 0
     for rank in [rank for rank in range(N) if rank // 6 % 2 == 0]:  # of one replica
         pretend(rank)

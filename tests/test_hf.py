@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtmega import config, families, mesh
-from dtmega.checkpoint.weights import load
+from dtmega.checkpoint.weights import load_weights
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 from dtmega.hf.files import config_json
@@ -141,7 +141,7 @@ def test_a_folder_of_any_form_gives_the_weights_and_logits_of_hugging_face(folde
     assert (len(list(folders[kind].glob("*.safetensors"))) > 2) == (kind in ("many", "cache"))
     loaded = empty_model()
     source = opened(folders[kind])
-    load(source, loaded.named_parameters(), vocab=131)
+    load_weights(source, loaded.named_parameters(), vocab=131)
     truth = parameters(ours)
     assert all(torch.equal(p, truth[name]) for name, p in parameters(loaded).items())
     assert {name: shape for name, (_, shape) in source.tensors.items()} == {n: tuple(t.shape) for n, t in truth.items()}
@@ -167,13 +167,13 @@ def load_on_two_layouts(folder: str) -> list[tuple]:
         cfg = config.validate(sections | {"batch": {"micro_batch_size": 1, "global_batch_size": 8}}, "test")
         model = parallelize(cfg, mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, 4)))
         source = opened(folder, cfg.model)
-        load(source, model.named_parameters(), vocab=131)
+        load_weights(source, model.named_parameters(), vocab=131)
         named = list(model.named_parameters())
         held = sum(p.to_local().numel() * 4 for _, p in named if isinstance(p, DTensor))
         results.append(([(name, whole(p)) for name, p in named], source.bytes_read, held))
         dist.barrier()
     small = distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (4,)), [Shard(0)])
-    load(Memory({"norm.weight": torch.tensor([1.0, 2.0, 3.0])}), [("norm.weight", small)], vocab=131)
+    load_weights(Memory({"norm.weight": torch.tensor([1.0, 2.0, 3.0])}), [("norm.weight", small)], vocab=131)
     results.append(whole(small))
     return results
 
@@ -203,7 +203,7 @@ def test_each_rank_reads_its_share_and_together_they_hold_the_file(folders, pair
 def test_bf16_weights_fill_fp32_parameters(pair):
     truth = {name: t.bfloat16() for name, t in parameters(pair[0]).items()}
     loaded = empty_model()
-    load(Memory(truth), loaded.named_parameters(), vocab=131)
+    load_weights(Memory(truth), loaded.named_parameters(), vocab=131)
     assert all(p.dtype == torch.float32 and torch.equal(p, truth[n].float()) for n, p in parameters(loaded).items())
 
 
@@ -213,7 +213,7 @@ def test_padding_of_the_vocabulary_may_differ_and_new_rows_are_zero(pair, there,
     embed = weights["embed.weight"]
     source = Memory(weights | {"embed.weight": torch.cat([embed, torch.ones(there - 131, 64)])})
     loaded = empty_model(config.Bloom.model_validate(SHAPE | {"pad_vocab_to_multiple": here}))
-    load(source, loaded.named_parameters(), vocab=131)
+    load_weights(source, loaded.named_parameters(), vocab=131)
     filled = parameters(loaded)["embed.weight"]
     assert filled.shape == (here, 64)
     assert torch.equal(filled[:131], embed)
@@ -235,7 +235,7 @@ def test_weights_of_another_shape_are_refused(pair, name, shape, message):
     del weights[name]
     source = Memory(weights | ({} if shape is None else {name: torch.zeros(shape)}))
     with pytest.raises(ValueError, match=message):
-        load(source, empty_model().named_parameters(), vocab=131)
+        load_weights(source, empty_model().named_parameters(), vocab=131)
 
 
 SECOND = "model-00002-of-"

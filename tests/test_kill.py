@@ -58,7 +58,7 @@ class Crash:
         expected = 2 if rank == 0 and PUBLISHES in self.events[0][:k] else 1
 
         trained = self._next
-        candidates, damage = resume.find(trained.cfg, IDENTITY)
+        candidates, damage = resume.find_checkpoints(trained.cfg, IDENTITY)
         trained.fill(0)
         state = trained.checkpoints.load(candidates, trained.parameters.items(), trained.optimizer, damage)
         assert state is not None

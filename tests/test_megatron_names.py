@@ -9,7 +9,7 @@ import torch
 
 from dtmega import config, families
 from dtmega.formats.format import Format
-from dtmega.formats.rules import translate
+from dtmega.formats.rules import directions
 from dtmega.formats.whole import aliases, as_ours
 from dtmega.megatron import forms, names
 from dtmega.models.bert import Bert
@@ -26,11 +26,11 @@ T5_OF_MEGATRON: dict[str, Any] = {
     **{"init": "normal", "activation": "gelu_tanh", "max_position_embeddings": S, "norm_eps": 1e-5},
 }
 MODELS: dict[str, tuple[Format, config.Model, Any]] = {
-    "gpt": (forms.GPT, config.GPT(**SIZES, max_position_embeddings=S), GPT),
-    "gpt untied": (forms.GPT, config.GPT(**SIZES, max_position_embeddings=S, tied=False), GPT),
-    "bert": (forms.BERT, config.Bert(**SIZES, max_position_embeddings=S, gelu="tanh"), Bert),
-    "t5": (forms.T5, config.T5(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
-    "bloom": (forms.BLOOM, config.Bloom(**SIZES), Bloom),
+    "gpt": (forms.GPT_FORM, config.GPT(**SIZES, max_position_embeddings=S), GPT),
+    "gpt untied": (forms.GPT_FORM, config.GPT(**SIZES, max_position_embeddings=S, tied=False), GPT),
+    "bert": (forms.BERT_FORM, config.Bert(**SIZES, max_position_embeddings=S, gelu="tanh"), Bert),
+    "t5": (forms.T5_FORM, config.T5(**SIZES, **T5_OF_MEGATRON, n_decoder_layers=1), T5),
+    "bloom": (forms.BLOOM_FORM, config.Bloom(**SIZES), Bloom),
 }
 # The args that a pre-training of each saves, with the defaults of January 2022.
 ARGS: dict[str, Any] = {
@@ -105,7 +105,7 @@ def test_the_tensors_of_a_model_are_megatrons_by_name_shape_and_cut(kind: str):
     form, model, build = MODELS[kind]
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for p, known_as in aliases(build(model)) for name in known_as}
-    theirs = translate((*form.rules, *form.rules_of(model)), shapes, form.heads(model)).theirs
+    theirs = directions((*form.rules, *form.rules_of(model)), shapes, form.heads(model)).theirs
     assert {name: (made.shape, names.cut_dim(name)) for name, made in theirs.items()} == TENSORS[kind]
 
 
@@ -195,22 +195,22 @@ OF_BLOOM = {"position_embedding_type": "alibi", "embed_layernorm": True}
 @pytest.mark.parametrize(
     ("form", "args", "expected"),
     [
-        (forms.GPT, {}, {"layer_norm_eps": 1e-5, "tied": True, "query_key_layer_scaling": False}),
+        (forms.GPT_FORM, {}, {"layer_norm_eps": 1e-5, "tied": True, "query_key_layer_scaling": False}),
         (
-            forms.GPT,
+            forms.GPT_FORM,
             {"fp16": True, "layernorm_epsilon": 1e-6},
             {"query_key_layer_scaling": True, "layer_norm_eps": 1e-6},
         ),
-        (forms.GPT, {"ffn_hidden_size": None, "kv_channels": None}, {"ffn_hidden_size": 0}),  # before version 3
-        (forms.BERT, {}, {"norm": "pre", "gelu": "tanh", "head_gelu": "erf"}),
-        (forms.BERT, {"bias_gelu_fusion": False}, {"gelu": "erf", "head_gelu": "erf"}),
-        (forms.BERT, {"bias_gelu_fusion": None}, {"gelu": "erf", "head_gelu": "erf"}),  # before October 2020
-        (forms.BERT, {"bias_gelu_fusion": False, "openai_gelu": True}, {"gelu": "tanh", "head_gelu": "tanh"}),
-        (forms.BERT, {"apply_residual_connection_post_layernorm": True}, {"norm": "pre", "gelu": "tanh"}),
-        (forms.T5, {}, {"activation": "gelu_tanh", "norm_eps": 1e-5, "scale_head": False}),
-        (forms.T5, {"bias_gelu_fusion": False}, {"activation": "gelu_erf"}),
-        (forms.T5, {"kv_channels": 6}, {"kv_channels": 6}),
-        (forms.BLOOM, OF_BLOOM, {"hidden_size": D, "vocab_size": V}),
+        (forms.GPT_FORM, {"ffn_hidden_size": None, "kv_channels": None}, {"ffn_hidden_size": 0}),  # before version 3
+        (forms.BERT_FORM, {}, {"norm": "pre", "gelu": "tanh", "head_gelu": "erf"}),
+        (forms.BERT_FORM, {"bias_gelu_fusion": False}, {"gelu": "erf", "head_gelu": "erf"}),
+        (forms.BERT_FORM, {"bias_gelu_fusion": None}, {"gelu": "erf", "head_gelu": "erf"}),  # before October 2020
+        (forms.BERT_FORM, {"bias_gelu_fusion": False, "openai_gelu": True}, {"gelu": "tanh", "head_gelu": "tanh"}),
+        (forms.BERT_FORM, {"apply_residual_connection_post_layernorm": True}, {"norm": "pre", "gelu": "tanh"}),
+        (forms.T5_FORM, {}, {"activation": "gelu_tanh", "norm_eps": 1e-5, "scale_head": False}),
+        (forms.T5_FORM, {"bias_gelu_fusion": False}, {"activation": "gelu_erf"}),
+        (forms.T5_FORM, {"kv_channels": 6}, {"kv_channels": 6}),
+        (forms.BLOOM_FORM, OF_BLOOM, {"hidden_size": D, "vocab_size": V}),
     ],
 )
 def test_the_model_that_arguments_describe(form: Format, args: dict[str, Any], expected: dict[str, Any]):
@@ -223,15 +223,19 @@ def test_the_model_that_arguments_describe(form: Format, args: dict[str, Any], e
 @pytest.mark.parametrize(
     ("form", "args", "message"),
     [
-        (forms.GPT, {"num_layers": None}, "file has no 'num_layers'"),
-        (forms.GPT, {"bias_gelu_fusion": False}, "the GELU with erf .* differ by up to 5e-4"),
-        (forms.GPT, {"kv_channels": 3}, "kv_channels=3 of 2 heads, expected hidden_size / num_attention_heads, 8 / 2"),
-        (forms.GPT, {"position_embedding_type": "rotary"}, "='rotary', expected one of None, 'absolute'"),
-        (forms.GPT, {"swiglu": True}, "file has swiglu=True, expected False"),
-        (forms.GPT, {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True, expected False"),
-        (forms.BERT, {"bert_binary_head": False}, "file has bert_binary_head=False, expected True"),
-        (forms.BLOOM, OF_BLOOM | {"glu_activation": "geglu"}, "file has glu_activation='geglu', expected None"),
-        (forms.BLOOM, {"position_embedding_type": "absolute"}, "='absolute', expected one of 'alibi'"),
+        (forms.GPT_FORM, {"num_layers": None}, "file has no 'num_layers'"),
+        (forms.GPT_FORM, {"bias_gelu_fusion": False}, "the GELU with erf .* differ by up to 5e-4"),
+        (
+            forms.GPT_FORM,
+            {"kv_channels": 3},
+            "kv_channels=3 of 2 heads, expected hidden_size / num_attention_heads, 8 / 2",
+        ),
+        (forms.GPT_FORM, {"position_embedding_type": "rotary"}, "='rotary', expected one of None, 'absolute'"),
+        (forms.GPT_FORM, {"swiglu": True}, "file has swiglu=True, expected False"),
+        (forms.GPT_FORM, {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True, expected False"),
+        (forms.BERT_FORM, {"bert_binary_head": False}, "file has bert_binary_head=False, expected True"),
+        (forms.BLOOM_FORM, OF_BLOOM | {"glu_activation": "geglu"}, "file has glu_activation='geglu', expected None"),
+        (forms.BLOOM_FORM, {"position_embedding_type": "absolute"}, "='absolute', expected one of 'alibi'"),
     ],
 )
 def test_arguments_of_another_model_are_refused(form: Format, args: dict[str, Any], message: str):
@@ -251,8 +255,12 @@ def test_a_model_is_described_by_arguments_that_describe_it(kind: str):
 @pytest.mark.parametrize(
     ("form", "model", "message"),
     [
-        (forms.GPT, config.GPT(**SIZES, glu="geglu"), "Megatron orders the rows of a gated feed-forward by its ranks"),
-        (forms.BERT, config.Bert(**SIZES, head_gelu="tanh"), "expected head_gelu='erf', got 'tanh'"),
+        (
+            forms.GPT_FORM,
+            config.GPT(**SIZES, glu="geglu"),
+            "Megatron orders the rows of a gated feed-forward by its ranks",
+        ),
+        (forms.BERT_FORM, config.Bert(**SIZES, head_gelu="tanh"), "expected head_gelu='erf', got 'tanh'"),
     ],
 )
 def test_a_model_that_megatron_does_not_have_is_refused(form: Format, model: config.Model, message: str):

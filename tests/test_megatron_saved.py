@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtmega.foreign.inert import Made
+from dtmega.foreign.inert import PickledObject
 from dtmega.megatron.saved import SavedFile, check_apart, entries, plain
 
 
@@ -130,7 +130,7 @@ def test_what_else_a_checkpoint_holds_is_passed_over(save):
 
 
 def test_a_member_of_an_enum_that_was_pickled_by_its_name_is_known():
-    by_name = Made("__builtin__ getattr", (Made("megatron.enums PositionEmbeddingType"), "alibi"))
+    by_name = PickledObject("__builtin__ getattr", (PickledObject("megatron.enums PositionEmbeddingType"), "alibi"))
     assert plain(by_name) == "alibi"
 
 

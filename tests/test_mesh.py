@@ -36,7 +36,7 @@ def test_ranks_are_grouped_as_megatron_groups_them(axes, lists):
 
 
 def test_the_description_prints_every_group():
-    text = mesh.describe(MEGATRON)
+    text = mesh.describe_groups(MEGATRON)
     assert "tp           [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]" in text
     assert "model        [0,1,4,5,8,9,12,13] [2,3,6,7,10,11,14,15]" in text
     assert [line.split()[0] for line in text.splitlines()] == [

@@ -93,15 +93,15 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(start: Start, tmp_path: Pat
 
 def test_mfu_of_a_known_gpu_refers_to_its_datasheet(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert metrics.peak_flops(torch.device("cuda", 0), "bfloat16") == 989e12
+    assert metrics.reference_flops(torch.device("cuda", 0), "bfloat16") == 989e12
 
 
 def test_mfu_of_an_unknown_gpu_refers_to_a_measurement(monkeypatch: pytest.MonkeyPatch):
     measured = {torch.bfloat16: 1e12, torch.float32: 1e11}
     monkeypatch.setattr(metrics, "matmul_flops", lambda device, dtype: measured[dtype])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Something New")
-    assert metrics.peak_flops(torch.device("cuda", 0), "bfloat16") == 1e12
-    assert metrics.peak_flops(torch.device("cuda", 0), "float32") == 1e11
+    assert metrics.reference_flops(torch.device("cuda", 0), "bfloat16") == 1e12
+    assert metrics.reference_flops(torch.device("cuda", 0), "float32") == 1e11
 
 
 @pytest.mark.parametrize("flops_per_s", [1e9, 1e12, 1e16])

@@ -147,7 +147,7 @@ def row_bias_on_every_rank() -> None:
 
     def forward(self, module, x):
         out = honest(self, module, x)
-        return out + styles.local(module.bias)  # of the second of two ranks
+        return out + styles.local_part(module.bias)  # of the second of two ranks
 
     styles.Row.forward = forward
 

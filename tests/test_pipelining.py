@@ -30,7 +30,7 @@ from dtmega.models.bloom import Bloom
 from dtmega.pipelining import schedule as schedule_room
 from dtmega.pipelining import tied as tied_room
 from dtmega.pipelining.draw import draw, draw_schedule
-from dtmega.pipelining.schedule import Pipeline, check
+from dtmega.pipelining.schedule import Pipeline, check_schedule
 from dtmega.pipelining.split import Cost, balanced, pieces_of_stages, plan_stages, stages_of_ranks
 from dtmega.pipelining.table import SCHEDULES, Action, csv_table, make_table, named_table, simulate, stages_in
 from dtmega.pipelining.tied import Tied, shared
@@ -251,7 +251,7 @@ def test_more_stages_per_rank_shrink_the_bubble_of_interleaving():
 
 def refused(cfg: config.Config, pp: int) -> str:
     try:
-        check(cfg, PIECES, pp, data_size=1, compiled=False)
+        check_schedule(cfg, PIECES, pp, data_size=1, compiled=False)
     except ValueError as error:
         return str(error)
     return ""
@@ -430,7 +430,7 @@ def test_a_file_that_is_not_there_is_refused():
 def test_what_a_schedule_cannot_run_is_refused(sections: dict[str, Any], message: str):
     cfg = settings(**({"batch": {"micro_batch_size": 1, "global_batch_size": 16}} | sections))
     with pytest.raises(ValueError, match=message):
-        check(cfg, PIECES, pp=4, data_size=2, compiled=cfg.compile.enable is True)
+        check_schedule(cfg, PIECES, pp=4, data_size=2, compiled=cfg.compile.enable is True)
 
 
 def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
@@ -441,12 +441,12 @@ def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
     with pytest.raises(
         ValueError, match=r"= 3 microbatches, but schedule '.*schedule.csv' needs the 2 that are written"
     ):
-        check(cfg, PIECES, pp=2, data_size=1, compiled=False)
+        check_schedule(cfg, PIECES, pp=2, data_size=1, compiled=False)
     with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0\], \[1\]\]"):
-        check(settings(pipeline=wanted | {"virtual_stages": 2}), PIECES, pp=2, data_size=1, compiled=False)
+        check_schedule(settings(pipeline=wanted | {"virtual_stages": 2}), PIECES, pp=2, data_size=1, compiled=False)
     path.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
     with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0, 2\], \[1\]\]"):
-        check(settings(pipeline=wanted | {"virtual_stages": 2}), PIECES, pp=2, data_size=1, compiled=False)
+        check_schedule(settings(pipeline=wanted | {"virtual_stages": 2}), PIECES, pp=2, data_size=1, compiled=False)
 
 
 @pytest.mark.parametrize("cell", ["1B1", "1I1,1W1"])
@@ -456,17 +456,17 @@ def test_a_file_with_backwards_in_two_parts_is_refused_with_what_they_would_run_
     batch = {"micro_batch_size": 1, "global_batch_size": 2}
     split = contextlib.nullcontext() if "B" in cell else pytest.raises(ValueError, match="runs backward in two parts")
     with split:
-        check(settings(pipeline={"csv": str(path)}, batch=batch), PIECES, pp=2, data_size=1, compiled=True)
+        check_schedule(settings(pipeline={"csv": str(path)}, batch=batch), PIECES, pp=2, data_size=1, compiled=True)
     with split:
         recomputed = settings(pipeline={"csv": str(path)}, batch=batch, recompute={"mode": "selective"})
-        check(recomputed, PIECES, pp=2, data_size=1, compiled=False)
-    check(settings(pipeline={"csv": str(path)}, batch=batch), PIECES, pp=2, data_size=1, compiled=False)
+        check_schedule(recomputed, PIECES, pp=2, data_size=1, compiled=False)
+    check_schedule(settings(pipeline={"csv": str(path)}, batch=batch), PIECES, pp=2, data_size=1, compiled=False)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_every_schedule_can_run_passes(schedule: str):
     cfg = settings(pipeline={"schedule": schedule}, batch={"micro_batch_size": 1, "global_batch_size": 32})
-    check(cfg, PIECES, pp=4, data_size=2, compiled=False)
+    check_schedule(cfg, PIECES, pp=4, data_size=2, compiled=False)
 
 
 # ---- the picture

@@ -16,7 +16,7 @@ import torch
 from dtmega.__main__ import main as command
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.cover import cover
-from dtmega.checkpoint.manifest import Chunk, Entry, Manifest
+from dtmega.checkpoint.manifest import Entry, Manifest, StoredChunk
 from dtmega.config import Bloom
 from dtmega.convert import to_checkpoint
 from dtmega.data.tokenizer import load_tokenizer
@@ -186,7 +186,7 @@ def halved(box: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], ...]
 def test_the_work_for_a_manifest_grows_as_its_chunks_do():
     def lines(n: int) -> int:
         """Executed to check a tensor of n columns, a chunk each."""
-        chunks = tuple(Chunk((0, i), (2, 1), "data-00000.bin", 8 * i, ("",)) for i in range(n))
+        chunks = tuple(StoredChunk((0, i), (2, 1), "data-00000.bin", 8 * i, ("",)) for i in range(n))
         entry = Entry(torch.float32, (2, n), chunks)
         checked = Manifest(0, {}, {"data-00000.bin": 8 * n}, {"x": entry})
         count = 0

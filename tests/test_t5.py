@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from dtmega import config, cost, families
-from dtmega.checkpoint.weights import load
+from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.sources import Translated
 from dtmega.formats.whole import names
 from dtmega.hf.files import config_json
@@ -64,7 +64,7 @@ def ours_in(folder: Path, **keys: Any) -> t5.T5:
     """The model of ours that a directory describes, with its weights."""
     section = section_of(folder)
     model = t5.T5(section.model_copy(update=keys))
-    load(FAMILY.folder(folder, section), model.named_parameters(), V)
+    load_weights(FAMILY.folder(folder, section), model.named_parameters(), V)
     model.init_buffers(SEED)
     return model
 

@@ -599,7 +599,7 @@ def test_a_few_bytes_that_decompress_to_one_endless_document_are_refused_long_be
     del endless
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"the document in line 1 has more than 8,388,608 bytes when decompressed"):
-        list(text_files.read(text_files.find([str(tmp_path / f"in{suffix}")]), "text"))
+        list(text_files.read_batches(text_files.find_files([str(tmp_path / f"in{suffix}")]), "text"))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 160 << 20
@@ -629,13 +629,13 @@ def test_the_position_in_all_files_rises_to_their_size(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PARQUET_ROWS", 1)
     names = [write_kind(tmp_path, kind) for kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")]
     (tmp_path / "in.txt").write_bytes(b"a\n\n" * 20)
-    files = text_files.find([str(tmp_path / name) for name in [*names, "in.txt"]])
+    files = text_files.find_files([str(tmp_path / name) for name in [*names, "in.txt"]])
     for at_blank_lines in (False, True):
         before_bytes = 0
         for file in files:
             read = [
                 b.position_bytes
-                for b in text_files.read(files, "text", at_blank_lines=at_blank_lines)
+                for b in text_files.read_batches(files, "text", at_blank_lines=at_blank_lines)
                 if b.path == file.path
             ]
             assert before_bytes < read[0] <= read[-1] == before_bytes + file.n_bytes
@@ -692,12 +692,12 @@ from dtmega.data import text_files
 
 def endless(files, column, at_blank_lines):
     for i in range(10**9):
-        yield text_files.Batch("in.jsonl", ".jsonl", i, b'{"text": "a"}', False, 0)
+        yield text_files.RecordBatch("in.jsonl", ".jsonl", i, b'{"text": "a"}', False, 0)
         if i == 20:
             print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 
 if __name__ == "__main__":
-    text_files.read = endless
+    text_files.read_batches = endless
     sys.exit(main(["tokenize", *sys.argv[1:]]))
 """
 

@@ -24,7 +24,7 @@ from torch.optim import AdamW
 
 from dtmega import job, optim, train
 from dtmega.models.bloom import Block
-from dtmega.watch import Place, Watch, place_of
+from dtmega.watch import CodePlace, Watch, place_of
 from tests.layouts import DEBUG, write_text
 from tests.ranks import forks
 from tests.resumed import flags
@@ -233,7 +233,7 @@ def test_a_rank_that_hangs_inside_a_step_is_named_with_the_part_of_the_step_and_
 
 
 def test_a_thread_waits_if_it_came_to_its_innermost_frame_through_torch_distributed(monkeypatch):
-    def place(*files: str) -> Place:
+    def place(*files: str) -> CodePlace:
         frame: Any = None
         for file in files:
             frame = SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="f"), f_lineno=7, f_back=frame)
@@ -260,7 +260,7 @@ def test_ranks_that_wait_in_different_places_are_told_apart(watches, monkeypatch
     for watch in watches:
         watch.share(store, 4)
         watch.beat(7, "forward")
-    places = [Place(True, "a"), Place(True, "b"), Place(True, "b"), Place(False, "c")]
+    places = [CodePlace(True, "a"), CodePlace(True, "b"), CodePlace(True, "b"), CodePlace(False, "c")]
     for watch, place in zip(watches, places, strict=True):
         monkeypatch.setattr("dtmega.watch.place_of", lambda frame, place=place: place)
         watch._publish_place()

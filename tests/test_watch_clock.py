@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from dtmega import job, watch
-from dtmega.watch import SAVING, Place, Watch
+from dtmega.watch import SAVING, CodePlace, Watch
 from tests.ranks import forks
 
 REAL_S = 60.0  # the longest that a thread is waited for
@@ -366,7 +366,7 @@ def test_the_furthest_is_who_is_in_the_later_step_then_who_has_come_to_more_phas
     ]
 
 
-def published(one: Watch, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def published(one: Watch, place: CodePlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "place_of", lambda frame: place)
     one._publish_place()
 
@@ -374,7 +374,7 @@ def published(one: Watch, place: Place, monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_that_came_equally_far_and_all_wait_or_all_do_not_are_not_told_apart(four, monkeypatch):
     _, watches = four
     for one in watches[:3]:
-        published(one, Place(True, f"collective {one.rank // 2}"), monkeypatch)
+        published(one, CodePlace(True, f"collective {one.rank // 2}"), monkeypatch)
     assert re.sub(r", for \d+ s", "", watches[0].who_is_behind()).splitlines() == [
         "rank 3 as far as others: step 7 in data",
         "ranks 0, 1 as far as others: step 7 in data, in collective 0",
@@ -384,8 +384,8 @@ def test_ranks_that_came_equally_far_and_all_wait_or_all_do_not_are_not_told_apa
 
 def test_a_rank_whose_place_is_not_known_is_not_said_to_hang(four, monkeypatch):
     _, watches = four
-    published(watches[0], Place(True, "a collective"), monkeypatch)
-    published(watches[1], Place(False, "a loop"), monkeypatch)
+    published(watches[0], CodePlace(True, "a collective"), monkeypatch)
+    published(watches[1], CodePlace(False, "a loop"), monkeypatch)
     assert re.sub(r", for \d+ s", "", watches[0].who_is_behind()).splitlines() == [
         "ranks 2, 3 as far as others: step 7 in data",
         "rank 1 hanging: step 7 in data, in a loop",
@@ -399,7 +399,7 @@ def test_a_place_of_an_earlier_beat_is_not_shown(four, monkeypatch, earlier):
     step, nth = earlier
     for _ in range(nth + 1):
         watches[0].beat(step, "data")
-    published(watches[0], Place(False, "there"), monkeypatch)
+    published(watches[0], CodePlace(False, "there"), monkeypatch)
     assert "there" in watches[0].who_is_behind()
     for _ in range(2 if step == 7 else 1):
         watches[0].beat(7, "data")

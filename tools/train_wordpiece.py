@@ -24,7 +24,7 @@ def train(texts: list[str], vocab_size: int) -> list[str]:
     Raises:
         ValueError: the texts are too few for so many.
     """
-    tokenizer = wordpiece.build(list(wordpiece.REQUIRED), lower=False)
+    tokenizer = wordpiece.make_tokenizer(list(wordpiece.REQUIRED), lower=False)
     # The trainer numbers characters within words in the order of a hash table, another one in each process, and breaks
     # ties by these numbers. What it is told first keeps its place.
     first = [*wordpiece.REQUIRED, *alphabet(words(texts))]
@@ -38,7 +38,7 @@ def train(texts: list[str], vocab_size: int) -> list[str]:
 
 def words(texts: Iterable[str]) -> set[str]:
     """Each word or mark of the texts."""
-    tokenizer = wordpiece.build(list(wordpiece.REQUIRED), lower=False)
+    tokenizer = wordpiece.make_tokenizer(list(wordpiece.REQUIRED), lower=False)
     clean, cut = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
     return {word for text in texts for word, _ in cut(clean(text))}
 

@@ -16,7 +16,7 @@ from dtmega import optim
 from dtmega.config import Config
 from dtmega.declared import Section
 
-Kind = Literal["free", "printed", "refused"]
+Treatment = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {
     "run": ("dir", "device", "timeout_s", "grace_s"),
     "data": ("validation", "test", "num_workers"),
@@ -76,7 +76,7 @@ class Change(NamedTuple):
         return self.key in table.get(self.section, ())
 
 
-def kind_of(section: str, key: str) -> Kind:
+def kind_of(section: str, key: str) -> Treatment:
     if key in FREE.get(section, ()):
         return "free"
     return "printed" if key in PRINTED.get(section, ()) else "refused"
@@ -95,7 +95,7 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
             yield change
 
 
-def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Kind) -> list[Change]:
+def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
     """Keys of this kind, in all sections."""
     every = (differing(section, then.get(section, {}), getattr(now, section)) for section in Config.model_fields)
     return [change for found in every for change in found if kind_of(change.section, change.key) == kind]

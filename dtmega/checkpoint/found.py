@@ -52,9 +52,9 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> Found:
     """Raises:
-    ValueError: as `resume.find`; or nothing can be written where checkpoints are.
+    ValueError: as `resume.find_checkpoints`; or nothing can be written where checkpoints are.
     """
-    checkpoints, damage = resume.find(cfg, identity, digest)
+    checkpoints, damage = resume.find_checkpoints(cfg, identity, digest)
     return Found([checkpoint.path for checkpoint in checkpoints], damage, _leave_probe(open_root(resume.root_of(cfg))))
 
 
@@ -69,7 +69,7 @@ def see(cfg: config.Config, found: Found) -> list[Checkpoint]:
     if found.probe not in files.folders():
         raise ValueError(f"cannot see what rank 0 has written in {files.path('')}: {advice}")
     try:
-        return [Checkpoint(*resume.split(path)) for path in found.paths]
+        return [Checkpoint(*resume.split_path(path)) for path in found.paths]
     except Damaged as error:
         raise ValueError(f"cannot read what rank 0 has found, {', '.join(found.paths)}: {error}; {advice}") from None
 

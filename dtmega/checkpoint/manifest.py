@@ -50,7 +50,7 @@ class OtherFormat(ValueError):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor and where its bytes are.
 
     Attributes:
@@ -72,7 +72,7 @@ class Entry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
     @property
     def n_bytes(self) -> int:
@@ -168,7 +168,7 @@ def _entry(entry: dict[str, Any]) -> Entry:
     if math.prod(max(n, 1) for n in shape) >= MAX_COUNT:
         raise TypeError(f"expected a shape, got {list(shape)}")
     chunks = tuple(
-        Chunk(_counts(offsets), _counts(sizes), _file_name(file), _count(start), tuple(_typed(digests, list)))
+        StoredChunk(_counts(offsets), _counts(sizes), _file_name(file), _count(start), tuple(_typed(digests, list)))
         for offsets, sizes, file, start, digests in entry["chunks"]
     )
     return Entry(DTYPES[entry["dtype"]], shape, chunks)
@@ -202,7 +202,7 @@ def _check_places(manifest: Manifest) -> None:
             raise Damaged(f"{NAME}: an entry ends at byte {end} of {file}, which has {manifest.files[file]}")
 
 
-def _fits(chunk: Chunk, shape: Sequence[int]) -> bool:
+def _fits(chunk: StoredChunk, shape: Sequence[int]) -> bool:
     """Tell whether a chunk lies within a tensor of this shape."""
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         return False

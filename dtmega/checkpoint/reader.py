@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
-from dtmega.checkpoint.manifest import Chunk, Damaged
+from dtmega.checkpoint.manifest import Damaged, StoredChunk
 
 SPARE_FILES = 256  # of those that a process may open: for all that is no data file
 
@@ -84,7 +84,7 @@ class Checkpoint:
                 result[here] = self.read_chunk(name, chunk, there)
         return result
 
-    def read_chunk(self, name: str, chunk: Chunk, box: tuple[slice, ...]) -> Tensor:
+    def read_chunk(self, name: str, chunk: StoredChunk, box: tuple[slice, ...]) -> Tensor:
         """A box of a chunk: reads and verifies the blocks that hold its rows."""
         dtype = self.manifest.tensors[name].dtype
         rows = box[0] if box else slice(0, 1)

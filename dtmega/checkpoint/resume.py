@@ -115,7 +115,7 @@ def root_of(cfg: config.Config) -> str:
     return cfg.checkpoint.dir or str(Path(cfg.run.dir, "checkpoints"))
 
 
-def split(path: str) -> tuple[Disk | Remote, str]:
+def split_path(path: str) -> tuple[Disk | Remote, str]:
     """A checkpoint's path -> what holds it, and its name in there."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
@@ -131,7 +131,7 @@ def open_checkpoint(path: str) -> Checkpoint:
         ValueError: nothing like that there.
         Damaged: nothing intact.
     """
-    files, folder = split(path)
+    files, folder = split_path(path)
     if folder in files.folders() and manifest.NAME in files.sizes(folder):
         return Checkpoint(files, folder).hold()
     damage: list[str] = []
@@ -174,7 +174,7 @@ def _dir_of_run(run_dir: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def named(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
+def named_checkpoint(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
     """The checkpoint that `[checkpoint] resume` names, if it names one.
 
     Raises:
@@ -183,13 +183,15 @@ def named(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
     path = cfg.checkpoint.resume
     if path in ("auto", "none"):
         return []
-    files, folder = split(path)
+    files, folder = split_path(path)
     if folder not in files.folders():
         raise ValueError(f"{path} is not a checkpoint: no such folder ([checkpoint] resume)")
     return [(files, folder)]
 
 
-def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> tuple[list[Checkpoint], list[str]]:
+def find_checkpoints(
+    cfg: config.Config, identity: Mapping[str, Any], digest: str = ""
+) -> tuple[list[Checkpoint], list[str]]:
     """The checkpoints that `[checkpoint] resume` allows to go on from, the newest first; what is wrong with others.
 
     Raises:
@@ -199,7 +201,7 @@ def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> t
     resume, restarted = cfg.checkpoint.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     own = open_root(root_of(cfg))
     places = [(own, folder) for folder in finished(own)[::-1]] if resume == "auto" or restarted else []
-    places += named(cfg)
+    places += named_checkpoint(cfg)
     found, damage = [], []
     for files, folder in places:
         try:

@@ -31,7 +31,7 @@ from dtmega.checkpoint.tensor_files import Failed
 from dtmega.shards import local
 
 
-class Outcome(NamedTuple):
+class SaveOutcome(NamedTuple):
     """Of one save.
 
     Attributes:
@@ -67,7 +67,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
 
-    def save(self, tensors: Mapping[str, Tensor], state: State) -> list[Outcome]:
+    def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
         """Save now, or start to. Returns what has ended meanwhile: this save or, of an asynchronous run, the last."""
         ended, step = self.wait(), state.progress.step
         started = time.perf_counter()  # what `wait` took is in the outcome of the last save
@@ -85,7 +85,7 @@ class Checkpoints:
         self._in_flight = step, time.perf_counter() - started, future
         return ended
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """Publish what a thread has finished writing, on all ranks or on none."""
         if self._in_flight is None:
             return []
@@ -93,7 +93,7 @@ class Checkpoints:
         dist.all_reduce(done, dist.ReduceOp.MIN)
         return self.wait() if done.item() else []
 
-    def wait(self) -> list[Outcome]:
+    def wait(self) -> list[SaveOutcome]:
         """`poll` that waits for the thread."""
         if self._in_flight is None:
             return []
@@ -116,7 +116,7 @@ class Checkpoints:
         # Rank 0 alone knows how it went.
         told = [error, warning]
         dist.broadcast_object_list(told, src=0, group=self._group)
-        return [Outcome(step, stall_s + time.perf_counter() - started, *told)]
+        return [SaveOutcome(step, stall_s + time.perf_counter() - started, *told)]
 
     def _remove_unfinished(self, step: int) -> None:
         """Remove what a failed save of this step has left; the next one tries again where that fails."""
@@ -149,7 +149,9 @@ class Checkpoints:
             try:
                 state = state_of(checkpoint)
                 targets = self._targets(checkpoint, parameters, optimizer, state.updates)
-                tensor_files.load(checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group, pace)
+                tensor_files.load_tensors(
+                    checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group, pace
+                )
             except Damaged as error:
                 damage.append(f"damaged: {checkpoint.path}: {error}")
                 continue

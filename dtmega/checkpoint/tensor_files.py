@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
-from dtmega.checkpoint.manifest import BLOCK_BYTES, Chunk, Damaged, Entry, Manifest
+from dtmega.checkpoint.manifest import BLOCK_BYTES, Damaged, Entry, Manifest, StoredChunk
 from dtmega.checkpoint.pieces import PiecesLoadPlanner, PiecesSavePlanner
 from dtmega.checkpoint.reader import Checkpoint
 
@@ -65,7 +65,7 @@ class DataFile:
     def __init__(self, name: str, file: Any) -> None:
         self.name, self.n_bytes, self._file = name, 0, file
 
-    def add(self, tensor: Tensor, offsets: Iterable[int]) -> Chunk:
+    def add(self, tensor: Tensor, offsets: Iterable[int]) -> StoredChunk:
         """`tensor` is the box at `offsets` of a larger one."""
         data = _bytes(tensor.detach().cpu().contiguous())
         digests = []
@@ -73,7 +73,7 @@ class DataFile:
             block = data[i : i + BLOCK_BYTES]
             digests.append(manifest.digest(block))
             self._file.write(block)
-        chunk = Chunk(tuple(offsets), tuple(tensor.shape), self.name, self.n_bytes, tuple(digests))
+        chunk = StoredChunk(tuple(offsets), tuple(tensor.shape), self.name, self.n_bytes, tuple(digests))
         self.n_bytes += len(data)
         return chunk
 
@@ -99,7 +99,7 @@ def save(
     return writer.manifest
 
 
-def load(
+def load_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, pace: Pace | None = None
 ) -> None:
     """Fill tensors in place, each rank with what it holds. All ranks call it, with the names that are theirs.
@@ -169,7 +169,7 @@ class _Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        chunks: dict[str, list[StoredChunk]] = defaultdict(list)
         files: dict[str, int] = defaultdict(int)
         for result in (result for each in results for result in each):
             chunks[result.index.fqn].append(result.storage_data)

@@ -67,7 +67,7 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
 
 
 @torch.no_grad()
-def load(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
+def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
     """Fill parameters in place, each rank with the part it holds; of two of one name, both. Casts to their dtype.
 
     Args:

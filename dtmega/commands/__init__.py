@@ -32,7 +32,7 @@ COMMANDS = {
 }
 
 
-def find(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
     """The module of a command."""
     return importlib.import_module(f"dtmega.commands.{name.replace('-', '_')}")
 
@@ -44,5 +44,5 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=line, description=line)
         if argv[:1] == [name] != ["train"]:
-            find(name).add_arguments(subparser)
+            module_of(name).add_arguments(subparser)
     return parser.parse_args(argv)

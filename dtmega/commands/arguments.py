@@ -57,7 +57,7 @@ def prefix(text: str) -> str:
     return text
 
 
-def cut(text: str) -> str | int:
+def places_to_cut(text: str) -> str | int:
     """The places to cut a text into documents at: blank lines, or every so many tokens."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)

@@ -44,7 +44,7 @@ def explained(error: BaseException) -> tuple[str, int]:
     return str(error), getattr(error, "exit_code", job.REFUSED)
 
 
-def written(write: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
+def write_output(write: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
     """Print the summary that `write` returns; the exit code.
 
     Raises:

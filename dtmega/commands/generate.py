@@ -36,7 +36,7 @@ def command(args: argparse.Namespace) -> int:
     from dtmega import families, mesh
     from dtmega.checkpoint import manifest
     from dtmega.checkpoint.resume import open_checkpoint, state_of
-    from dtmega.checkpoint.weights import Weights, load
+    from dtmega.checkpoint.weights import Weights, load_weights
     from dtmega.data.tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(args.run)
@@ -53,7 +53,7 @@ def command(args: argparse.Namespace) -> int:
     model = family.build(described).to(mesh.pick_device(cfg.run.device))
     model.init_buffers(cfg.run.seed)
     named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
-    load(Weights(checkpoint), named, cfg.model.padded_vocab_size)
+    load_weights(Weights(checkpoint), named, cfg.model.padded_vocab_size)
     of_data = {key: getattr(cfg.data, key) for key in family.show.reads}
     print(family.show.text(model, tokenizer, args.prompt, **given, **of_data))
     return job.DONE

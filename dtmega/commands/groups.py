@@ -21,5 +21,5 @@ def command(args: argparse.Namespace) -> int:
     from dtmega import mesh
 
     sizes = {axis: getattr(args, axis) for axis in mesh.AXES}
-    print(mesh.describe(mesh.resolve(config.Mesh.model_construct(**sizes), args.world)))
+    print(mesh.describe_groups(mesh.resolve(config.Mesh.model_construct(**sizes), args.world)))
     return job.DONE

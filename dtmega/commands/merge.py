@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dtmega.commands.arguments import prefix
-from dtmega.commands.endings import written
+from dtmega.commands.endings import write_output
 from dtmega.data import merge
 
 
@@ -19,4 +19,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    return written(merge.write, args)
+    return write_output(merge.write, args)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from dtmega.commands.arguments import cut, integer, prefix
-from dtmega.commands.endings import written
+from dtmega.commands.arguments import integer, places_to_cut, prefix
+from dtmega.commands.endings import write_output
 from dtmega.data import tokenize
 from dtmega.data.sentences import BLOCKS, PROSE
 from dtmega.data.text_files import KINDS
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--append-eod", action="store_true", help="close each document with the end-of-document id")
     parser.add_argument(
         "--split-documents",
-        type=cut,
+        type=places_to_cut,
         metavar="WHERE",
         help="cut each .txt, else one document, at its blank lines (blank-lines) or every N tokens (a number)",
     )
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    return written(tokenize.write, args)
+    return write_output(tokenize.write, args)
 
 
 def _n_cpus() -> int:

@@ -29,7 +29,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
         found = list(differences(checkpoint, open_checkpoint(other)))
         print("\n".join(map(printable, found)) or "no differences")
         return 1 if found else job.DONE
-    print("\n".join(map(printable, describe(checkpoint))))
+    print("\n".join(map(printable, describe_checkpoint(checkpoint))))
     if verify:
         started = time.perf_counter()
         checkpoint.verify()
@@ -38,7 +38,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
     return job.DONE
 
 
-def describe(checkpoint: Checkpoint) -> list[str]:
+def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
     """One line per fact."""
     written, state = checkpoint.manifest, state_of(checkpoint)
     weights = {n: e for n, e in written.tensors.items() if n.startswith("model/")}

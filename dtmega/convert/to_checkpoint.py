@@ -10,7 +10,7 @@ from dtmega import config
 from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import Entry, Manifest
-from dtmega.checkpoint.resume import ELSEWHERE, Progress, State, split
+from dtmega.checkpoint.resume import ELSEWHERE, Progress, State, split_path
 from dtmega.checkpoint.tensor_files import DataFile
 from dtmega.formats.sources import Source
 from dtmega.loss_scale import ScaleState
@@ -61,7 +61,7 @@ def write(
             identity=ELSEWHERE,
             digest=digest,
         )
-    files, folder = split(path)
+    files, folder = split_path(path)
     if folder in files.folders():
         raise ValueError(f"{path} is there already (--to)")
     aside = f".tmp-{folder}" if isinstance(files, Disk) else folder

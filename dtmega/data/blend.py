@@ -104,7 +104,7 @@ class Blend:
         return Blend, (self.parts, self.weights)
 
 
-class Rule(NamedTuple):
+class SplitRule(NamedTuple):
     """How a corpus is cut into parts.
 
     Attributes:
@@ -116,10 +116,10 @@ class Rule(NamedTuple):
     split: Callable[[int, Sequence[float]], list[tuple[int, int]]]
 
 
-BY_DOCUMENT = Rule(lambda dataset: len(dataset.document_index) - 1, split_documents)
+BY_DOCUMENT = SplitRule(lambda dataset: len(dataset.document_index) - 1, split_documents)
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """Some documents of one corpus, in a split.
 
     Attributes:
@@ -146,29 +146,33 @@ class Splits(NamedTuple):
     notes: list[str]
 
 
-def parts_of(data: Data, datasets: Sequence[IndexedDataset], rule: Rule = BY_DOCUMENT) -> dict[str, list[Part]]:
+def parts_of(
+    data: Data, datasets: Sequence[IndexedDataset], rule: SplitRule = BY_DOCUMENT
+) -> dict[str, list[CorpusPart]]:
     """The corpora of [data] path, each split by document; a split with weight 0 has no parts."""
-    parts: dict[str, list[Part]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[CorpusPart]] = {split: [] for split in SPLITS}
     for corpus, dataset in enumerate(datasets):
         ranges = rule.split(rule.size(dataset), data.split_weights)
         weight = data.weights[corpus] if data.weights else None
         for split, split_weight, documents in zip(SPLITS, data.split_weights, ranges, strict=True):
             if split_weight > 0:
-                parts[split].append(Part(corpus, dataset, documents, weight))
+                parts[split].append(CorpusPart(corpus, dataset, documents, weight))
     return parts
 
 
-def parts_of_mixture(mixture: Mixture, opened: Callable[[str], IndexedDataset], rule: Rule = BY_DOCUMENT) -> list[Part]:
+def parts_of_mixture(
+    mixture: Mixture, opened: Callable[[str], IndexedDataset], rule: SplitRule = BY_DOCUMENT
+) -> list[CorpusPart]:
     """The parts of a mixture; `opened`: prefix -> data set. A single one has no weight."""
     parts = []
     for corpus, share in enumerate(mixture.shares):
         dataset = opened(share.prefix)
         weight = share.weight if len(mixture.shares) > 1 else None
-        parts.append(Part(corpus, dataset, share.documents(rule.size(dataset)), weight))
+        parts.append(CorpusPart(corpus, dataset, share.documents(rule.size(dataset)), weight))
     return parts
 
 
-def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequence[Part]], seed: int) -> Splits:
+def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequence[CorpusPart]], seed: int) -> Splits:
     """The samples of each split, blended where it has several parts.
 
     A small corpus may have no sample in the validation or the test part; the others are then blended without it.
@@ -183,11 +187,11 @@ def build_samples(objective: Objective, data: Data, splits: Mapping[str, Sequenc
     return found
 
 
-def _blend(objective: Objective, data: Data, split: str, parts: Sequence[Part], seed: int, found: Splits) -> None:
+def _blend(objective: Objective, data: Data, split: str, parts: Sequence[CorpusPart], seed: int, found: Splits) -> None:
     """Add the samples of one split, and what is to be said of them."""
     samples: list[AnySamples] = []
     weights: list[float] = []
-    refusals: list[tuple[Part, ValueError]] = []
+    refusals: list[tuple[CorpusPart, ValueError]] = []
     for part in parts:
         try:
             samples.append(objective.samples(part.dataset, part.documents, data, seed, split, part.corpus))

@@ -27,7 +27,7 @@ from dtmega import keyed
 from dtmega.data import cache_dir
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.record import LONGEST_SENTENCE
-from dtmega.data.shared_file import DIGEST_BYTES, SharedFile, index_path, state_of
+from dtmega.data.shared_file import DIGEST_BYTES, SharedFile, index_path, index_state
 
 FORMAT = 1  # raise it when the same documents and targets give another table
 CHUNK = 1 << 20  # sentences or documents that are cut at a time, which bounds the memory, but for a longer document
@@ -96,7 +96,7 @@ def _from_file(
     name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{targets}".encode()).hexdigest()[:16]
     path = cache_dir() / f"pairs-{name}.bin"
     about = f"cutting documents {documents[0]} to {documents[1]} of {dataset.prefix} into samples"
-    made_from = f"{state_of(dataset)} {documents} {targets} {FORMAT}"
+    made_from = f"{index_state(dataset)} {documents} {targets} {FORMAT}"
     SharedFile(path, made_from, pieces, about).read_or_make()
     n = (path.stat().st_size - DIGEST_BYTES) // (3 * dtype.itemsize)
     return np.asarray(np.memmap(path, dtype, "r", shape=(n, 3))) if n else np.zeros((0, 3), dtype)

@@ -14,7 +14,7 @@ from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.tokenizer_json import to_json
 
 
-class Vocabulary(NamedTuple):
+class ExportedTokenizer(NamedTuple):
     """Attributes:
     json: the text of a tokenizer.json.
     ids: those of it that have a name in transformers' configurations: eos_token_id and others.
@@ -24,12 +24,14 @@ class Vocabulary(NamedTuple):
     ids: Mapping[str, int]
 
 
-def of_documents(tokenizer: Tokenizer, data: Data) -> Vocabulary:
+def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """For models of running text: in training an end-of-document stands before a document and after it."""
-    return Vocabulary(to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id})
+    return ExportedTokenizer(
+        to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
+    )
 
 
-def of_spans(tokenizer: Tokenizer, data: Data) -> Vocabulary:
+def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """For models of hidden spans: also with the marks that training put behind the tokenizer's last id.
 
     What it encodes gets an end, as what an encoder has read in training.
@@ -53,4 +55,4 @@ def of_spans(tokenizer: Tokenizer, data: Data) -> Vocabulary:
     assert end is not None
     whole.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, known.end)])
     ids = {"eos_token_id": known.end, "pad_token_id": known.pad, "decoder_start_token_id": known.start}
-    return Vocabulary(whole.to_str(), ids)
+    return ExportedTokenizer(whole.to_str(), ids)

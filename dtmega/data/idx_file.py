@@ -35,7 +35,7 @@ def _codes(names: dict[int, str]) -> dict[int, np.dtype[Any]]:
 
 
 _INTEGERS = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-DTYPES = _codes({**_INTEGERS, 6: "<f8", 7: "<f4"})
+DTYPE_OF_CODE = _codes({**_INTEGERS, 6: "<f8", 7: "<f4"})
 LEGACY_DTYPES = _codes({**_INTEGERS, 6: "<f8", 7: "<f8"})  # np.float and np.double, both of 8 bytes
 
 
@@ -74,7 +74,7 @@ def _mmap(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
             f"{min(len(start), HEADER.size)} bytes that start with {start[: len(MAGIC)]!r}"
         )
     _, version, code, n, n_doc = HEADER.unpack(start[: HEADER.size])
-    dtype = _dtype(path, version, code, DTYPES)
+    dtype = _dtype(path, version, code, DTYPE_OF_CODE)
     expected = HEADER.size + 12 * n + 8 * n_doc
     if len(index) != expected:
         raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.data.idx_file import DTYPES, HEADER, MAGIC, read_index
+from dtmega.data.idx_file import DTYPE_OF_CODE, HEADER, MAGIC, read_index
 from dtmega.durable import sync_folder
 
 CHUNK = 1 << 20  # entries checked at a time: bounds the memory that opening a file of any size takes
@@ -166,7 +166,7 @@ class IndexedWriter:
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
-        codes = {known: code for code, known in DTYPES.items() if known.kind in "iu"}
+        codes = {known: code for code, known in DTYPE_OF_CODE.items() if known.kind in "iu"}
         if self.dtype not in codes:
             raise ValueError(f"{self.prefix}: expected a dtype in {[str(d) for d in codes]}, got {self.dtype}")
         self._code = codes[self.dtype]

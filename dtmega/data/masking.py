@@ -36,7 +36,7 @@ class Vocabulary(NamedTuple):
     ordinary: NDArray[np.int64]
 
 
-class Masked(NamedTuple):
+class MaskedTokens(NamedTuple):
     """Attributes:
     tokens: int64 [B, S], with masks.
     hidden: bool [B, S], to be predicted.
@@ -46,7 +46,7 @@ class Masked(NamedTuple):
     hidden: NDArray[np.bool_]
 
 
-def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> Masked:
+def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
     """Hide `mask_prob` of the tokens of each sample, as far as n-grams fit, all samples at once."""
     words = words_of(pairs.tokens, pairs.segments, vocabulary.continuing)
     lengths = (~pairs.padding).sum(1)  # with special tokens, as in the original
@@ -54,7 +54,7 @@ def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int)
     n_words = _drawn_lengths(drawn, words.in_segment, max_ngram)
     grams = choose(words, n_words, max_ngram, n_to_hide(mask_prob, lengths), pairs.keys)
     hidden = (pairs.segments > 0) & np.take_along_axis(grams.words, words.numbers, 1)
-    return Masked(_replaced(pairs, hidden, vocabulary), hidden)
+    return MaskedTokens(_replaced(pairs, hidden, vocabulary), hidden)
 
 
 def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngram: int) -> NDArray[np.int64]:

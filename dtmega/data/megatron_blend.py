@@ -51,7 +51,7 @@ class MegatronBlend:
         self.parts, self.weights, self.n = list(parts), list(weights), n
         self.n_tokens = sum(part.n_tokens for part in parts)
         self.n_samples = sum(part.n_samples for part in parts)
-        self._choices = choices_of(np.array(self.weights), n)
+        self._choices = blend_choices(np.array(self.weights), n)
         self._counts = _counts(self._choices, len(self.parts))
         for part, taken in zip(self.parts, self._counts[-1], strict=True):
             if taken > len(part):
@@ -88,7 +88,7 @@ def _counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
     return np.cumsum(rows, axis=0)
 
 
-def choices_of(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
+def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     """`greedy`, of which a long result is made once per node, in a file that every process there maps."""
     if n >= LONG and len(weights) > 1:
         try:

@@ -25,7 +25,7 @@ NAMED = ("doc_idx", "sample_idx", "shuffle_idx")
 DESCRIBED = ("document_index", "sample_index", "shuffle_index")
 
 
-class Found(NamedTuple):
+class FoundIndices(NamedTuple):
     """The files that lie beside the data.
 
     Attributes:
@@ -37,7 +37,7 @@ class Found(NamedTuple):
     note: str
 
 
-class Place(NamedTuple):
+class OrderName(NamedTuple):
     """How the original calls the order of a part.
 
     Attributes:
@@ -52,14 +52,14 @@ class Place(NamedTuple):
     matrix: tuple[tuple[float, float] | None, ...] | None
     is_described: bool
 
-    def find(self, asked: Asked) -> Found:
+    def find(self, asked: Asked) -> FoundIndices:
         """Raises:
         ValueError: a cache is there, and damaged or of other data.
         """
-        return described(asked, self.split, self.matrix) if self.is_described else named(asked, self.name)
+        return described_caches(asked, self.split, self.matrix) if self.is_described else named_caches(asked, self.name)
 
 
-def named(asked: Asked, name: str) -> Found:
+def named_caches(asked: Asked, name: str) -> FoundIndices:
     """The cache of Megatron-LM and Megatron-DeepSpeed for the split of that name.
 
     Raises:
@@ -70,16 +70,16 @@ def named(asked: Asked, name: str) -> Found:
     paths = [f"{wanted}_{index}.npy" for index in NAMED]
     missing = [path for path in paths if not Path(path).is_file()]
     if not missing:
-        return Found(_load(paths, asked), f"the order of '{name}' is that of {wanted}_*.npy")
+        return FoundIndices(_load(paths, asked), f"the order of '{name}' is that of {wanted}_*.npy")
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
-        return Found(None, "")
+        return FoundIndices(None, "")
     there = others[0].removesuffix("_doc_idx.npy")
     expected = missing[0] if there == wanted else f"{wanted}_*.npy"
-    return Found(None, f"the order of '{name}' is computed: expected {expected}, there is {there}_*.npy")
+    return FoundIndices(None, f"the order of '{name}' is computed: expected {expected}, there is {there}_*.npy")
 
 
-def described(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | None] | None) -> Found:
+def described_caches(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | None] | None) -> FoundIndices:
     """megatron-core's cache for "train", "valid" or "test".
 
     Args:
@@ -89,7 +89,7 @@ def described(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | N
         ValueError: it is there, and damaged or of other data.
     """
     if matrix is None and asked.sequences != (0, len(asked.dataset)):
-        return Found(None, "")  # it has no ranges of corpora
+        return FoundIndices(None, "")  # it has no ranges of corpora
     folder = Path(asked.dataset.prefix, "cache", "GPTDataset_indices")
     wanted = {
         "class": "GPTDataset",
@@ -105,11 +105,11 @@ def described(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | N
         stem = str(path).removesuffix("-description.txt")
         paths = [f"{stem}-{index}.npy" for index in DESCRIBED]
         if all(found.get(key) == value for key, value in wanted.items()) and all(Path(p).is_file() for p in paths):
-            return Found(_load(paths, asked), f"the order of '{split}' is that of {stem}-*.npy")
+            return FoundIndices(_load(paths, asked), f"the order of '{split}' is that of {stem}-*.npy")
     if not descriptions and not any(folder.glob(f"*-GPTDataset-{split}-*.npy")):
-        return Found(None, "")
+        return FoundIndices(None, "")
     there = descriptions[0] if descriptions else f"{folder}, without a description"
-    return Found(None, f"the order of '{split}' is computed: expected {json.dumps(wanted)}, there is {there}")
+    return FoundIndices(None, f"the order of '{split}' is computed: expected {json.dumps(wanted)}, there is {there}")
 
 
 def _load(paths: list[str], asked: Asked) -> Indices:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed import CHUNK, IndexedDataset
-from dtmega.data.shared_file import SharedFile, index_path, state_of
+from dtmega.data.shared_file import SharedFile, index_path, index_state
 
 FORMAT = 1  # raise it when the same arguments give other indices
 LONG = 1 << 20  # entries from which on indices are worth a file: below, they are made in 0.1 s
@@ -146,7 +146,7 @@ def _from_file(asked: Asked, epochs: Epochs, n_entries: int) -> Indices:
     name = hashlib.sha256(f"{index_path(asked.dataset)}/{settings}".encode()).hexdigest()[:16]
     path = cache_dir() / f"megatron-order-{name}.bin"
     about = f"ordering {epochs.samples} samples of {asked.dataset.prefix} as Megatron does"
-    made_from = f"{state_of(asked.dataset)} {settings}"
+    made_from = f"{index_state(asked.dataset)} {settings}"
     SharedFile(path, made_from, lambda: _pieces(asked, epochs), about).read_or_make()
     place, number = _sample_dtype(asked, n_entries), _shuffle_dtype(epochs.samples)
     documents = np.memmap(path, np.int32, "r", shape=(n_entries,))

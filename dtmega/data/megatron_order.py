@@ -23,9 +23,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from dtmega.config import Config
-from dtmega.data.blend import SPLITS, Part, Rule, Splits, split_documents
+from dtmega.data.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 from dtmega.data.megatron_blend import MegatronBlend
-from dtmega.data.megatron_cache import Place
+from dtmega.data.megatron_cache import OrderName
 from dtmega.data.megatron_index import Asked, index_of
 from dtmega.data.samples import AnySamples
 
@@ -50,8 +50,8 @@ class Fork(NamedTuple):
     is_core: bool = False
 
     @property
-    def rule(self) -> Rule:
-        return Rule(len, self.split)
+    def rule(self) -> SplitRule:
+        return SplitRule(len, self.split)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
@@ -108,7 +108,7 @@ class MegatronSamples:
         place: under which name the original would have kept it.
     """
 
-    def __init__(self, asked: Asked, place: Place) -> None:
+    def __init__(self, asked: Asked, place: OrderName) -> None:
         self.asked, self.place = asked, place
         self.dataset = asked.dataset
         self.n_tokens = asked.epoch_tokens
@@ -138,7 +138,7 @@ class MegatronSamples:
             )
         return tokens
 
-    def __reduce__(self) -> tuple[type[MegatronSamples], tuple[Asked, Place]]:
+    def __reduce__(self) -> tuple[type[MegatronSamples], tuple[Asked, OrderName]]:
         # A worker process opens the same files; indices that are in no file are made there again.
         return MegatronSamples, (self.asked, self.place)
 
@@ -175,7 +175,7 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
     }
 
 
-def ordered(cfg: Config, splits: Mapping[str, Sequence[Part]]) -> Splits:
+def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
     """The samples of each split as the original orders them.
 
     Raises:
@@ -207,10 +207,10 @@ class _Builder:
         has_split = cfg.data.train_mixture is None and split in SPLITS
         matrix = tuple(_core_matrix(cfg.data.split_weights)) if has_split else None
         name = mixture.name if mixture else split
-        self._place = Place(name, role, matrix, self._fork.is_core)
+        self._place = OrderName(name, role, matrix, self._fork.is_core)
         self.notes: list[str] = []
 
-    def samples(self, parts: Sequence[Part]) -> AnySamples | None:
+    def samples(self, parts: Sequence[CorpusPart]) -> AnySamples | None:
         """None: there are no sequences, and the original goes without."""
         empty = [part for part in parts if part.documents[0] >= part.documents[1]]
         if len(parts) == 1 and empty and self._split != "train" and not self._fork.is_core:
@@ -225,14 +225,14 @@ class _Builder:
             return self._of(parts[0], self._n)
         return self._blend(parts)
 
-    def _of(self, part: Part, n: int) -> MegatronSamples:
+    def _of(self, part: CorpusPart, n: int) -> MegatronSamples:
         data = self._cfg.data
         asked = Asked(part.dataset, part.documents, n, data.seq_len, self._cfg.run.seed, self._fork.cutoff)
         samples = MegatronSamples(asked, self._place)
         self.notes.extend([samples.note] if samples.note else [])
         return samples
 
-    def _blend(self, parts: Sequence[Part]) -> MegatronBlend:
+    def _blend(self, parts: Sequence[CorpusPart]) -> MegatronBlend:
         weights = [part.weight for part in parts if part.weight is not None]
         order = f"[data] order = '{self._cfg.data.order}'"
         if len(weights) < len(parts):
@@ -247,7 +247,7 @@ class _Builder:
         return MegatronBlend(samples, _core_shares(shares), self._n)
 
 
-def digest(samples: AnySamples) -> str:
+def digest_of_order(samples: AnySamples) -> str:
     """16 hex digits that tell one order of training from another, for what goes on from a checkpoint."""
     parts = samples.parts if isinstance(samples, MegatronBlend) else [samples]
     found = xxhash.xxh3_64()

@@ -75,7 +75,7 @@ def _record(parts: Sequence[IndexedDataset]) -> Record | None:
     Raises:
         ValueError: they say different things, or some say nothing.
     """
-    records = [record.of(part) for part in parts]
+    records = [record.record_of(part) for part in parts]
     first = records[0]
     for part, one in zip(parts, records, strict=True):
         said = [found and found.model_dump(exclude={"documents", "tokens", "tokenizer"}) for found in (first, one)]

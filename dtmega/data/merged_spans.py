@@ -23,7 +23,7 @@ from dtmega.data.samples import Samples
 from dtmega.data.spans import HiddenSpans, SpanSample
 
 
-class Counts(NamedTuple):
+class SpanCounts(NamedTuple):
     """The numbers of a sample.
 
     Attributes:
@@ -47,14 +47,14 @@ class Counts(NamedTuple):
         return self.n_hidden + self.n_spans + 1
 
 
-def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> Counts:
+def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> SpanCounts:
     """The counts of a text of two tokens or more."""
     n_hidden = min(max(round(n_tokens * mask_prob), 1), n_tokens - 1)
     n_spans = max(round(min(n_hidden, n_tokens - n_hidden) / mean_span), 1)
-    return Counts(n_tokens, n_hidden, n_spans)
+    return SpanCounts(n_tokens, n_hidden, n_spans)
 
 
-def longest(seq_len: int, mask_prob: float, mean_span: float) -> Counts:
+def longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanCounts:
     """The counts of the longest text of which an encoder of S tokens can read what is left.
 
     Raises:
@@ -84,7 +84,7 @@ class SpanSamples(Samples):
         return SpanSample(self.tokens(g)[:-1], keyed.key64(f"{self._stream}/{g}/spans"))
 
 
-def hidden(counts: Counts, samples: list[SpanSample]) -> HiddenSpans:
+def hidden(counts: SpanCounts, samples: list[SpanSample]) -> HiddenSpans:
     """The texts of some samples, with what is hidden of them."""
     tokens = np.stack([sample.tokens for sample in samples]).astype(np.int64)
     keys = np.array([sample.key for sample in samples], np.uint64)
@@ -94,7 +94,7 @@ def hidden(counts: Counts, samples: list[SpanSample]) -> HiddenSpans:
     return HiddenSpans(tokens, np.ones_like(is_hidden), is_hidden, begins)
 
 
-def _turns(counts: Counts, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+def _turns(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """[B, L] hidden tokens: pieces of text and spans take turns."""
     text = _pieces(counts.n_tokens - counts.n_hidden, counts.n_spans, keys, "text")
     spans = _pieces(counts.n_hidden, counts.n_spans, keys, "hidden")

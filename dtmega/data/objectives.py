@@ -13,7 +13,7 @@ from torch import Tensor
 from dtmega.config import Data
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.masking import Vocabulary
-from dtmega.data.merged_spans import Counts, SpanSamples, longest
+from dtmega.data.merged_spans import SpanCounts, SpanSamples, longest
 from dtmega.data.pairs import PairSamples, Specials
 from dtmega.data.prefixes import PrefixSamples
 from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows, SeparateRows, SpanRows
@@ -226,7 +226,7 @@ class SeparateSpans(Spans):
         return SeparateRows(samples, data, marks(tokenizer, data.sentinels), _continuing(tokenizer), limits)
 
 
-def _longest(data: Data) -> Counts:
+def _longest(data: Data) -> SpanCounts:
     return longest(data.seq_len, data.mask_prob, data.mean_span)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed import CHUNK, IndexedDataset
-from dtmega.data.shared_file import SharedFile, index_path, state_of
+from dtmega.data.shared_file import SharedFile, index_path, index_state
 
 LONG = 1 << 20  # documents from which on an order is worth a file: below, it is at most 12 MB and made in 0.1 s
 
@@ -100,7 +100,7 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
         yield from _starts(dataset, documents[0], order)
         yield order
 
-    made_from = f"{state_of(dataset)} {documents} {stream}/{epoch}"
+    made_from = f"{index_state(dataset)} {documents} {stream}/{epoch}"
     if SharedFile(path, made_from, pieces, f"ordering {n} documents for epoch {epoch}").read_or_make():
         _remove_old(name, epoch)
     starts = np.memmap(path, np.int64, "r", shape=(n + 1,))

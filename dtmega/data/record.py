@@ -61,7 +61,7 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
     Raises:
         ValueError: the record says something else, has no end of documents where `[data]` needs one, or is damaged.
     """
-    record = of(dataset)
+    record = record_of(dataset)
     if record is None:
         return False
     if (record.fingerprint, record.eod_id) != (tokenizer.fingerprint, tokenizer.eod_id):
@@ -89,7 +89,7 @@ def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
     Raises:
         ValueError: names the option that makes the other form.
     """
-    record = of(dataset)
+    record = record_of(dataset)
     n_documents = len(dataset.document_index) - 1
     found = len(dataset) > n_documents if record is None else record.sentences
     if expected and not found:
@@ -105,7 +105,7 @@ def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
         )
 
 
-def of(dataset: IndexedDataset) -> Record | None:
+def record_of(dataset: IndexedDataset) -> Record | None:
     """The record of a data set; None where there is none, or one of another `.bin`.
 
     Raises:

@@ -24,7 +24,7 @@ from torch import Tensor
 from dtmega.config import Data
 from dtmega.data import merged_spans, separate_spans
 from dtmega.data.masking import Vocabulary, hide
-from dtmega.data.merged_spans import Counts
+from dtmega.data.merged_spans import SpanCounts
 from dtmega.data.pairs import laid_out
 from dtmega.data.prefixes import prefixes, weights
 from dtmega.data.samples import AnySamples
@@ -139,7 +139,7 @@ class SpanRows:
     samples: AnySamples
     data: Data
     marks: Marks
-    n: Counts
+    n: SpanCounts
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         found = merged_spans.hidden(self.n, [self.samples[g] for g in indices])

@@ -18,7 +18,7 @@ from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.data.tokenizer import Tokenizer
 
 PROSE, BLOCKS = "prose", "blocks"
-BLANK_LINES = re.compile(r"\n[ \t\r\f]*\n")
+PARAGRAPH_END = re.compile(r"\n[ \t\r\f]*\n")
 # Looking for quotes in a paragraph takes sentencex a time that grows as its square: 37 s for 7 million characters.
 PORTION_CHARS = 100_000
 
@@ -29,7 +29,7 @@ def encode(text: str, kind: str, tokenizer: Tokenizer) -> list[list[int]]:
     Args:
         kind: PROSE or BLOCKS.
     """
-    found = prose(text) if kind == PROSE else BLANK_LINES.split(text)
+    found = prose(text) if kind == PROSE else PARAGRAPH_END.split(text)
     return [ids for sentence in found for ids in _short(sentence, tokenizer)]
 
 

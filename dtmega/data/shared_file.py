@@ -1,6 +1,6 @@
 """A file of arrays in the cache directory: one process of a node makes it, all of them map it.
 
-    made = SharedFile(path, made_from=state_of(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
+    made = SharedFile(path, made_from=index_state(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
     made.read_or_make()
     np.memmap(path, ...)
 
@@ -27,7 +27,7 @@ from dtmega.data.indexed import CHUNK, IndexedDataset
 DIGEST_BYTES = 16
 
 
-def state_of(dataset: IndexedDataset) -> str:
+def index_state(dataset: IndexedDataset) -> str:
     """Path, size and time of the index: with another one of these it may be another data set."""
     index = index_path(dataset)
     stat = os.stat(index)

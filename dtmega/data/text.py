@@ -9,11 +9,11 @@ import xxhash
 
 from dtmega.config import Config, Data
 from dtmega.data import record
-from dtmega.data.blend import BY_DOCUMENT, Part, Rule, Splits, build_samples, parts_of, parts_of_mixture
+from dtmega.data.blend import BY_DOCUMENT, CorpusPart, SplitRule, Splits, build_samples, parts_of, parts_of_mixture
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import bears_loss
-from dtmega.data.megatron_order import FORKS, digest, ordered, wanted_samples
+from dtmega.data.megatron_order import FORKS, digest_of_order, ordered, wanted_samples
 from dtmega.data.objectives import NEXT_TOKEN, Objective, check_keys
 from dtmega.data.rows import Rows
 from dtmega.data.samples import AnySamples
@@ -114,7 +114,7 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
     )
 
 
-def parts_read(data: Data, corpora: Corpora, rule: Rule) -> dict[str, list[Part]]:
+def parts_read(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
     """The parts of corpora that each split has."""
     mixture = data.train_mixture
     if mixture is None:
@@ -226,7 +226,7 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
     return {
         "[data] order": cfg.data.order,
         "[data] order_samples": wanted_samples(cfg)["train"],
-        "digest of the order": digest(train),
+        "digest of the order": digest_of_order(train),
     }
 
 

@@ -50,7 +50,7 @@ class File(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecordBatch:
     """Records of one file, one after the other.
 
     Attributes:
@@ -70,7 +70,7 @@ class Batch:
     position_bytes: int
 
 
-def find(patterns: list[str], kind: str | None = None) -> list[File]:
+def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
     """Files in the order of the glob patterns, by name within each, none twice.
 
     A folder stands for the files of KINDS in it and below it, but for hidden ones.
@@ -124,7 +124,7 @@ def _kind(path: str) -> str:
     return inner if suffix in (".gz", ".zst") and inner != ".parquet" else suffix
 
 
-def read(files: Sequence[File], column: str, *, at_blank_lines: bool = False) -> Iterator[Batch]:
+def read_batches(files: Sequence[File], column: str, *, at_blank_lines: bool = False) -> Iterator[RecordBatch]:
     """All files as batches.
 
     Args:
@@ -144,7 +144,7 @@ def read(files: Sequence[File], column: str, *, at_blank_lines: bool = False) ->
         else:
             found = _read_lines(file.path)
         for first, data, position in found:
-            yield Batch(file.path, file.kind, first, data, is_cut, before_bytes + position)
+            yield RecordBatch(file.path, file.kind, first, data, is_cut, before_bytes + position)
         before_bytes += file.n_bytes
 
 
@@ -274,7 +274,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
         raise ValueError(f"{path}: damaged or cut off ({error})") from None
 
 
-def records(batch: Batch) -> Iterator[tuple[int, bytes | None]]:
+def records(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
     """(line or row, raw bytes) of each record in a batch; a blank line of JSON is none."""
     if isinstance(batch.data, list):
         yield from enumerate(batch.data, batch.first)

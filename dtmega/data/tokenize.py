@@ -46,13 +46,13 @@ def write(args: argparse.Namespace) -> str:
         OSError: something cannot be read or written, or a worker died.
     """
     start_s = time.perf_counter()
-    files = text_files.find(args.input, args.kind)
+    files = text_files.find_files(args.input, args.kind)
     cut = args.split_documents
     if cut and all(file.kind != ".txt" for file in files):
         raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
     _check_sentences(args)
     tokenizer = load_tokenizer(args.tokenizer)
-    batches = text_files.read(files, args.json_key, at_blank_lines=cut == text_files.BLANK_LINES)
+    batches = text_files.read_batches(files, args.json_key, at_blank_lines=cut == text_files.BLANK_LINES)
     job = Job(
         tokenizer=args.tokenizer,
         key=args.json_key,
@@ -140,7 +140,7 @@ class Result:
         ids: [sum(sizes)] in the dtype of the output.
         sizes: for each document, the tokens of each of its sequences.
         malformed: "file:line: why" for each record that is no document.
-        position_bytes: see Batch.
+        position_bytes: see `RecordBatch`.
     """
 
     ids: NDArray[Any]
@@ -151,14 +151,14 @@ class Result:
 
 
 class Worker:
-    """Batch -> Result, with the vocabulary loaded once."""
+    """RecordBatch -> Result, with the vocabulary loaded once."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
         self.dtype = token_dtype(self.tokenizer.vocab_size)
         self.tail = [self.tokenizer.eod_id] if job.append_eod else []
 
-    def __call__(self, batch: text_files.Batch) -> Result:
+    def __call__(self, batch: text_files.RecordBatch) -> Result:
         documents: list[list[list[int]]] = []
         malformed: list[str] = []
         n_empty = 0
@@ -190,7 +190,7 @@ class Worker:
         return [[ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
 
 
-def _in_order(batches: Iterator[text_files.Batch], job: Job, n_workers: int) -> Generator[Result, None, None]:
+def _in_order(batches: Iterator[text_files.RecordBatch], job: Job, n_workers: int) -> Generator[Result, None, None]:
     """The results of `batches` in their order: batch n is worker n % n_workers's, which has two at most.
 
     Raises:
@@ -251,7 +251,7 @@ def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
 
 def _serve(pipe: Connection, job: Job) -> None:
     """A worker's life. It ends with the parent's end of the pipe, in whatever way the parent ended."""
-    batches: SimpleQueue[text_files.Batch] = SimpleQueue()
+    batches: SimpleQueue[text_files.RecordBatch] = SimpleQueue()
 
     # Receiving goes on while computing, else parent and worker could each wait for the other to take what it sends.
     def receive() -> None:

@@ -111,7 +111,7 @@ def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
     tokens = wordpiece.parse(file, _read(file))
     lower = kind == "bert"
     fingerprint = _digest(b"lower" if lower else b"cased", "\n".join(tokens).encode())
-    return wordpiece.build(tokens, lower), fingerprint
+    return wordpiece.make_tokenizer(tokens, lower), fingerprint
 
 
 def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:

@@ -25,7 +25,7 @@ def to_json(spec: str) -> str:
         ValueError: as `load_tokenizer`.
     """
     if is_wordpiece(spec):
-        return wordpiece.to_json(load_wordpiece(spec)[0])
+        return wordpiece.tokenizer_json(load_wordpiece(spec)[0])
     if spec.endswith(".json"):
         load_tokenizer(spec)
         return Path(spec).read_text(encoding="utf-8")

@@ -43,7 +43,7 @@ def parse(path: Path, content: bytes) -> list[str]:
     return tokens
 
 
-def build(tokens: list[str], lower: bool) -> Tokenizer:
+def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
     """The tokenizer of a vocabulary, equal to BERT's; a text that spells a special token is text.
 
     Args:
@@ -64,7 +64,7 @@ def build(tokens: list[str], lower: bool) -> Tokenizer:
     return tokenizer
 
 
-def to_json(tokenizer: Tokenizer) -> str:
+def tokenizer_json(tokenizer: Tokenizer) -> str:
     """The text of a tokenizer.json. Like those of BERT it puts [CLS] and [SEP] around what it is given."""
     whole = Tokenizer.from_str(tokenizer.to_str())
     whole.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in REQUIRED])

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dtmega.checkpoint.cover import cover
-from dtmega.foreign.inert import Made, count, counts, decode, described, fields, of_type
-from dtmega.foreign.torch_save import DTYPES, SavedTensor, find_tensor, read_bytes, regular_file
+from dtmega.foreign.inert import PickledObject, decode, fields, kind_name, natural, naturals, of_type
+from dtmega.foreign.torch_save import PICKLED_DTYPES, SavedTensor, find_tensor, read_bytes, regular_file
 
 MAX_METADATA_BYTES = 1 << 30  # about 150 bytes a chunk: 7 million chunks
 FILE_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
@@ -38,7 +38,7 @@ _CLASSES = (
 NAMES = {
     *(f"{METADATA} {name}" for name in _CLASSES.split()),
     *(*PROPERTIES, STORAGE_INFO, f"{OLD} MEM_FORMAT_ENCODING"),
-    *("torch Size", "torch.serialization _get_layout", *DTYPES),
+    *("torch Size", "torch.serialization _get_layout", *PICKLED_DTYPES),
     *("pathlib PosixPath", "pathlib WindowsPath", "pathlib._local PosixPath", "pathlib._local WindowsPath"),
     # Of megatron-core, which keeps the plans of its last save there.
     *(f"torch.distributed.checkpoint.planner {name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
@@ -79,7 +79,7 @@ class DCPFolder:
         for name, entry in entries.items():
             if not of_type(name, str, "a name").isprintable():
                 raise ValueError(f"expected printable names, got {name!a:.200}")
-            if type(entry) is Made and entry.name == f"{METADATA} BytesStorageMetadata":
+            if type(entry) is PickledObject and entry.name == f"{METADATA} BytesStorageMetadata":
                 self.others.append(name)
                 continue
             there = fields(entry, f"{METADATA} TensorStorageMetadata")
@@ -166,10 +166,10 @@ def _items(storage_data: dict[Any, Any]) -> _Items:
         if info.get("transform_descriptors"):
             raise ValueError(f"{name!a:.200} went through a stream transform (compression?), which is not read here")
         offsets = index.get("offset")
-        offsets = None if offsets is None else counts(offsets, f"the offsets of {name!a:.200}")
+        offsets = None if offsets is None else naturals(offsets, f"the offsets of {name!a:.200}")
         if (name, offsets) in items:
             raise ValueError(f"two items for {name!a:.200} at {offsets}")
-        start, length = (count(info.get(field), f"the {field} of {name!a:.200}") for field in ("offset", "length"))
+        start, length = (natural(info.get(field), f"the {field} of {name!a:.200}") for field in ("offset", "length"))
         items[name, offsets] = _Item(file, start, length)
     return items
 
@@ -177,19 +177,19 @@ def _items(storage_data: dict[Any, Any]) -> _Items:
 def _tensor(name: str, there: dict[str, Any], items: _Items) -> tuple[torch.dtype, tuple[int, ...], list[_Chunk]]:
     """dtype, shape and chunks; the chunks cover each element of the tensor exactly once."""
     properties = there.get("properties")
-    if type(properties) is not Made or properties.name not in PROPERTIES:
-        raise ValueError(f"expected the properties of '{name}' to be TensorProperties, got {described(properties)}")
+    if type(properties) is not PickledObject or properties.name not in PROPERTIES:
+        raise ValueError(f"expected the properties of '{name}' to be TensorProperties, got {kind_name(properties)}")
     dtype, *_ = of_type(properties.state, tuple, f"the state of the properties of '{name}'") or (None,)
-    dtype = DTYPES.get(dtype.name) if type(dtype) is Made else None
+    dtype = PICKLED_DTYPES.get(dtype.name) if type(dtype) is PickledObject else None
     if dtype is None:
         raise ValueError(f"expected the first property of '{name}' to be a dtype")
-    shape = counts(there.get("size"), f"the size of '{name}'")
+    shape = naturals(there.get("size"), f"the size of '{name}'")
     if math.prod(n for n in shape if n) * dtype.itemsize >= 1 << 63:  # an empty tensor's strides have to be numbers too
         raise ValueError(f"expected less than 2^63 bytes for '{name}' of shape {shape}")
     boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for chunk in there["chunks"]:
         box = fields(chunk, f"{METADATA} ChunkStorageMetadata")
-        offsets, sizes = (counts(box.get(field), f"{field} of a chunk of '{name}'") for field in ("offsets", "sizes"))
+        offsets, sizes = (naturals(box.get(field), f"{field} of a chunk of '{name}'") for field in ("offsets", "sizes"))
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"'{name}' of shape {shape} has a chunk {sizes} at {offsets}")
         if 0 not in sizes:  # ranks that hold nothing of a tensor write empty chunks

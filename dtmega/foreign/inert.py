@@ -1,10 +1,10 @@
 """Pickles as data: decoded opcode by opcode into inert records. Nothing is imported, nothing is called.
 
 `pickle.load` runs whatever a pickle names. With a `find_class` that knows a few names only, it still runs these, and
-`getattr` would have to be one of them (foreign.py). Here an object is a `Made`: the name, arguments and state that the
-pickle gives it. Which names and opcodes a file has need of is known beforehand, and others are refused: that tells a
-crafted file from a damaged one, but the safety does not rest on it. Nor can a few bytes take the process down, as they
-can in C's unpickler (Python 3.11: 9 bytes take 4 GB, 200 kB overflow the stack).
+`getattr` would have to be one of them (foreign.py). Here an object is a `PickledObject`: the name, arguments and state
+that the pickle gives it. Which names and opcodes a file has need of is known beforehand, and others are refused: that
+tells a crafted file from a damaged one, but the safety does not rest on it. Nor can a few bytes take the process down,
+as they can in C's unpickler (Python 3.11: 9 bytes take 4 GB, 200 kB overflow the stack).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPCODES = {
 BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes}
 
 
-class Made:
+class PickledObject:
     """An object that a pickle asks for: `name(*args)` and its `state`.
 
     With args None it is the bare name, "module qualname".
@@ -45,7 +45,7 @@ class Made:
 
 
 def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
-    """The value of a pickle, made of numbers, strings, None, tuples, lists, dicts, and `Made` for everything else.
+    """The value of a pickle: numbers, strings, None, tuples, lists, dicts, and a `PickledObject` for everything else.
 
     Args:
         pickle: of several in a stream, the one at its place; the place is behind it then.
@@ -77,12 +77,12 @@ def _decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
                 stack.append(tuple(_pop(stack, int(opcode.name[-1]))))
             case "NEWOBJ" | "REDUCE":
                 made, args = _pop(stack, 2)
-                if type(made) is not Made or made.args is not None or type(args) is not tuple:
+                if type(made) is not PickledObject or made.args is not None or type(args) is not tuple:
                     raise ValueError("refused: the pickle calls something that is not a plain name")
-                stack.append(Made(made.name, args))
+                stack.append(PickledObject(made.name, args))
             case "BUILD":
                 made, state = _pop(stack, 2)
-                if type(made) is not Made or made.args is None or made.state is not None:
+                if type(made) is not PickledObject or made.args is None or made.state is not None:
                     raise ValueError("refused: the pickle sets the state of something that is not a new object")
                 made.state = state
                 stack.append(made)
@@ -102,7 +102,11 @@ def _decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
                 pairs = _pop(stack, 2 if opcode.name == "SETITEM" else len(stack) - marks.pop())
                 target = of_type(items_of(stack[-1]), dict, "the target of SETITEMS")
                 for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    if type(key) not in (str, int, Made):  # hashing a tuple nested a million times overflows C's stack
+                    if type(key) not in (
+                        str,
+                        int,
+                        PickledObject,
+                    ):  # hashing a tuple nested a million times overflows C's stack
                         raise ValueError("expected keys that are strings, numbers or objects")
                     target[key] = value
             case "APPEND" | "APPENDS":
@@ -114,9 +118,9 @@ def _decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
                 name = arg if opcode.name == "GLOBAL" else " ".join(_pop(stack, 2))
                 if name not in names:
                     raise ValueError(f"refused: the pickle asks for {name!a:.200}, which such a file has no need of")
-                stack.append(Made(name))
+                stack.append(PickledObject(name))
             case "BINPERSID" if "persistent id" in names:
-                stack.append(Made("persistent id", of_type(stack.pop(), tuple, "a persistent id")))
+                stack.append(PickledObject("persistent id", of_type(stack.pop(), tuple, "a persistent id")))
             case "PROTO" | "FRAME" | "STOP":
                 pass
             case other:
@@ -164,38 +168,38 @@ def _pop(stack: list[Any], n: int) -> list[Any]:
 
 def items_of(value: Any) -> Any:
     """The items of an OrderedDict; any other value is itself."""
-    return value if type(value) is not Made or value.items is None else value.items
+    return value if type(value) is not PickledObject or value.items is None else value.items
 
 
 def of_type(value: Any, kind: type, what: str) -> Any:
     """`value`, if it is of exactly that type."""
     if type(value) is not kind:
-        raise ValueError(f"expected {what} to be {kind.__name__}, got {described(value)}")
+        raise ValueError(f"expected {what} to be {kind.__name__}, got {kind_name(value)}")
     return value
 
 
-def described(value: Any) -> str:
-    return f"'{value.name}'" if type(value) is Made else type(value).__name__
+def kind_name(value: Any) -> str:
+    return f"'{value.name}'" if type(value) is PickledObject else type(value).__name__
 
 
 def fields(value: Any, name: str) -> dict[str, Any]:
     """The state of an object of the class `name`, "module qualname"."""
-    if type(value) is not Made or value.name != name:
-        raise ValueError(f"expected an object of '{name}', got {described(value)}")
+    if type(value) is not PickledObject or value.name != name:
+        raise ValueError(f"expected an object of '{name}', got {kind_name(value)}")
     return of_type(value.state, dict, f"the state of '{name}'")
 
 
-def count(value: Any, what: str) -> int:
+def natural(value: Any, what: str) -> int:
     """`value`, if it is an int of 0 to 2^63 - 1."""
     if not 0 <= of_type(value, int, what) < 1 << 63:
         raise ValueError(f"expected {what} to be 0 to 2^63 - 1, got {'less' if value < 0 else 'more'}")
     return value
 
 
-def counts(value: Any, what: str) -> tuple[int, ...]:
+def naturals(value: Any, what: str) -> tuple[int, ...]:
     """A torch.Size, or a tuple, of such ints."""
-    args = value.args if type(value) is Made and value.name == "torch Size" else None
+    args = value.args if type(value) is PickledObject and value.name == "torch Size" else None
     numbers = of_type(args[0] if args else value, tuple, what)
     if len(numbers) > MAX_DIMS:
         raise ValueError(f"expected {what} to be at most {MAX_DIMS} numbers, got {len(numbers)}")
-    return tuple(count(n, what) for n in numbers)
+    return tuple(natural(n, what) for n in numbers)

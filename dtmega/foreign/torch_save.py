@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtmega.foreign.inert import ORDERED, Made, count, counts, decode, of_type
+from dtmega.foreign.inert import ORDERED, PickledObject, decode, natural, naturals, of_type
 
 MAX_PICKLE_BYTES = 1 << 16  # torch writes about 180
-BLOCK_BYTES = 1 << 24
+READ_BYTES = 1 << 24
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, bytes of name and of extra field
 _DTYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
     "complex128 complex64 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
 )
-DTYPES: dict[str, torch.dtype] = {f"torch {name}": getattr(torch, name) for name in _DTYPES.split()}
+PICKLED_DTYPES: dict[str, torch.dtype] = {f"torch {name}": getattr(torch, name) for name in _DTYPES.split()}
 STORAGES = {
     "torch DoubleStorage": torch.float64,
     "torch FloatStorage": torch.float32,
@@ -48,7 +48,7 @@ STORAGES = {
     "torch ComplexFloatStorage": torch.complex64,
 }
 V2, V3 = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"
-NAMES = {V2, V3, ORDERED, "persistent id", "torch.storage UntypedStorage", *STORAGES, *DTYPES}
+NAMES = {V2, V3, ORDERED, "persistent id", "torch.storage UntypedStorage", *STORAGES, *PICKLED_DTYPES}
 
 
 class Described(NamedTuple):
@@ -125,31 +125,31 @@ def described_tensor(made: Any) -> Described:
         ValueError: it is something else.
     """
     if (
-        type(made) is not Made
+        type(made) is not PickledObject
         or made.name not in (V2, V3)
         or made.args is None
         or len(made.args) < 6 + (made.name == V3)
     ):
         raise ValueError("expected a plain tensor, got something else")
     storage, offset, sizes, strides = made.args[:4]
-    if type(storage) is not Made or storage.name != "persistent id" or storage.args is None:
+    if type(storage) is not PickledObject or storage.name != "persistent id" or storage.args is None:
         raise ValueError("expected a tensor with a storage")
     # The sixth is of the older format: None, or a view of another storage.
     if len(storage.args) not in (5, 6) or storage.args[5:] not in ((), (None,)):
         raise ValueError("expected a tensor with a storage")
     _, kind, key, *_ = storage.args
     named = made.args[6] if made.name == V3 else kind
-    dtype = (DTYPES if made.name == V3 else STORAGES).get(named.name) if type(named) is Made else None
+    dtype = (PICKLED_DTYPES if made.name == V3 else STORAGES).get(named.name) if type(named) is PickledObject else None
     return Described(
         dtype,
         of_type(key, str, "the key of the storage"),
-        count(offset, "the storage offset"),
-        counts(sizes, "sizes"),
-        counts(strides, "strides"),
+        natural(offset, "the storage offset"),
+        naturals(sizes, "sizes"),
+        naturals(strides, "strides"),
     )
 
 
-class Record(NamedTuple):
+class ZipEntry(NamedTuple):
     """Where a record of a zip is, and its checksum; 0 where torch was told not to compute it."""
 
     at: int
@@ -163,13 +163,13 @@ class Record(NamedTuple):
     def check(self, fd: int) -> None:
         """Raises ValueError if the bytes are not those that were written."""
         crc32 = 0
-        for at in range(self.at, self.at + self.n_bytes, BLOCK_BYTES):
-            crc32 = zlib.crc32(read_bytes(fd, at, min(BLOCK_BYTES, self.at + self.n_bytes - at)), crc32)
+        for at in range(self.at, self.at + self.n_bytes, READ_BYTES):
+            crc32 = zlib.crc32(read_bytes(fd, at, min(READ_BYTES, self.at + self.n_bytes - at)), crc32)
         if self.crc32 not in (0, crc32):
             raise ValueError(f"damaged: the data at byte {self.at} have crc32 {crc32:08x}, expected {self.crc32:08x}")
 
 
-def records_of(fd: int, start: int, length: int) -> dict[str, Record]:
+def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
     """Name -> record, of the zip of `length` bytes at byte `start`. Each lies within it, and none is compressed."""
     try:
         with zipfile.ZipFile(_Window(fd, start, length)) as archive:  # pyright: ignore[reportArgumentType]
@@ -187,7 +187,7 @@ def records_of(fd: int, start: int, length: int) -> dict[str, Record]:
         at += name + extra
         if signature != b"PK\3\4" or at + info.file_size > length:
             raise ValueError(f"{info.filename!a:.100} lies outside of the archive")
-        records[info.filename] = Record(start + at, info.file_size, info.CRC)
+        records[info.filename] = ZipEntry(start + at, info.file_size, info.CRC)
     return records
 
 

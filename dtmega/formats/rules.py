@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 VIEWS = ("transpose", "stack")  # change how rows are seen, of theirs or of ours; the other words, which rows are which
-WORDS = ("same", "concat", "heads", *VIEWS)
+FORM_WORDS = ("same", "concat", "heads", *VIEWS)
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
 
     Attributes:
         ours, theirs: names; at most one side has several.
-        form: words of WORDS, separated by spaces.
+        form: words of FORM_WORDS, separated by spaces.
     """
 
     ours: str | tuple[str, ...]
@@ -57,7 +57,7 @@ class Heads(NamedTuple):
     n_kv: int
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows of a tensor that are rows of one on the other side.
 
     Attributes:
@@ -84,19 +84,19 @@ class Made(NamedTuple):
     """
 
     shape: Shape
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     here: str = ""
     there: str = ""
 
 
-class Translation(NamedTuple):
+class Directions(NamedTuple):
     """Both directions: our tensors made of theirs, and theirs made of ours."""
 
     ours: dict[str, Made]
     theirs: dict[str, Made]
 
 
-def translate(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) -> Translation:
+def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) -> Directions:
     """The rules of a format, worked out for one model.
 
     Args:
@@ -111,7 +111,7 @@ def translate(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) 
     """
     table = _table(rules)
     used = dict.fromkeys(_match(table, name) for name in sorted(shapes, key=_natural))
-    found = Translation({}, {})
+    found = Directions({}, {})
     for rule, place in used:
         names = [place.name(pattern) for pattern in _several(rule.ours)]
         if lost := [name for name in names if name not in shapes]:
@@ -120,7 +120,7 @@ def translate(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) 
     return found
 
 
-def _add(found: Translation, ours: Mapping[str, Shape], rule: Rule, place: _Place, heads: Heads) -> None:
+def _add(found: Directions, ours: Mapping[str, Shape], rule: Rule, place: _Place, heads: Heads) -> None:
     """The tensors of one rule at one place."""
     stacked = "stack" in rule.words
     here, there = ("stack", "") if stacked else ("", "transpose" if "transpose" in rule.words else "")
@@ -137,11 +137,11 @@ def _add(found: Translation, ours: Mapping[str, Shape], rule: Rule, place: _Plac
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():
-        its = (Run(row, other, start, n) for mine, row, other, start, n in pieces if mine == name)
+        its = (RowRun(row, other, start, n) for mine, row, other, start, n in pieces if mine == name)
         found.ours[name] = Made(shape, _merged(its), here, there)
-    their_runs: dict[str, list[Run]] = {name: [] for name in their_rows}
+    their_runs: dict[str, list[RowRun]] = {name: [] for name in their_rows}
     for mine, row, other, start, n in pieces:
-        their_runs[other].append(Run(start, mine, row, n))
+        their_runs[other].append(RowRun(start, mine, row, n))
     for name, rows in their_rows.items():
         found.theirs[name] = Made(stored(there, (rows, *width)), _merged(their_runs[name]), there, here)
 
@@ -213,9 +213,9 @@ def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
     raise AssertionError(f"{row} rows too many for {rows}")
 
 
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
     """In order, neighbours that are neighbours on both sides as one."""
-    found: list[Run] = []
+    found: list[RowRun] = []
     for run in sorted(runs):
         if found and found[-1].of == run.of and found[-1].start + found[-1].rows == run.start:
             found[-1] = found[-1]._replace(rows=found[-1].rows + run.rows)
@@ -259,7 +259,7 @@ def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
     """Pattern of each of our names -> its rule."""
     found = []
     for rule in rules:
-        assert rule.words <= {*WORDS}, rule
+        assert rule.words <= {*FORM_WORDS}, rule
         for name in _several(rule.ours):
             suffix = "(weight|bias)" if name.endswith(".") else "()"
             found.append((re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + suffix), rule))

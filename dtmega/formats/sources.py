@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtmega.formats.rules import Made, Run, stored
+from dtmega.formats.rules import Made, RowRun, stored
 
-Index = tuple[slice, ...]
+Slices = tuple[slice, ...]
 # A row, or a number, for each token of the vocabulary, in every model of the house. Those of padding are ours alone.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
@@ -29,7 +29,7 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]: ...
 
-    def read(self, name: str, index: Index | None = None) -> Tensor:
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
         """That part (None: all) of a tensor, in host memory."""
         ...
 
@@ -48,7 +48,7 @@ class Renamed:
         there = source.tensors
         self.tensors = {new: there[old] for new, old in names.items()}
 
-    def read(self, name: str, index: Index | None = None) -> Tensor:
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
         self._on_read()
         return self._source.read(self._names[name], index)
 
@@ -60,7 +60,7 @@ class Together:
         self._source_of = {name: source for source in sources for name in source.tensors}
         self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
 
-    def read(self, name: str, index: Index | None = None) -> Tensor:
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
         return self._source_of[name].read(name, index)
 
 
@@ -82,7 +82,7 @@ class Translated:
             name: (functools.reduce(torch.promote_types, dtypes[name]), its.shape) for name, its in made.items()
         }
 
-    def read(self, name: str, index: Index | None = None) -> Tensor:
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
         """That part (None: all) of a tensor; of a transposed one a view that is not contiguous."""
         made = self._made[name]
         box = _box(made, index)
@@ -117,7 +117,7 @@ class Translated:
                 result[at : at + run.rows] = read[start : start + run.rows]
         return result
 
-    def _rows(self, run: Run, others: Sequence[slice], view: str) -> Tensor:
+    def _rows(self, run: RowRun, others: Sequence[slice], view: str) -> Tensor:
         """Rows of a tensor of the source, as rules see them; of a stack, of one of its entries."""
         if view == "stack":
             _, (_, rows_of_each, *_) = self._there[run.of]
@@ -128,23 +128,23 @@ class Translated:
         return tensor.t() if view == "transpose" else tensor
 
 
-def _box(made: Made, index: Index | None) -> Index:
+def _box(made: Made, index: Slices | None) -> Slices:
     """The box that an index into a tensor asks for: bounds for each dim."""
     whole = index or (slice(None),) * len(made.shape)
     bounds = [s.indices(n) for s, n in zip(whole, made.shape, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
 
 
-def _clipped(run: Run, rows: slice) -> Run:
+def _clipped(run: RowRun, rows: slice) -> RowRun:
     """The part of a run that is in these rows."""
     before = max(0, rows.start - run.at)
     after = max(0, run.at + run.rows - rows.stop)
-    return Run(run.at + before, run.of, run.start + before, run.rows - before - after)
+    return RowRun(run.at + before, run.of, run.start + before, run.rows - before - after)
 
 
-def _stretches(runs: Iterable[Run]) -> list[list[Run]]:
+def _stretches(runs: Iterable[RowRun]) -> list[list[RowRun]]:
     """Runs whose rows follow each other on the other side, together."""
-    found: list[list[Run]] = []
+    found: list[list[RowRun]] = []
     for run in sorted(runs, key=lambda run: (run.of, run.start)):
         before = found[-1][-1] if found else None
         if before and before.of == run.of and before.start + before.rows == run.start:

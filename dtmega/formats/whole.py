@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.formats.format import Format
-from dtmega.formats.rules import Translation, translate
-from dtmega.formats.sources import BY_TOKEN, Index, Source, Translated
+from dtmega.formats.rules import Directions, directions
+from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
@@ -26,7 +26,7 @@ class Names(NamedTuple):
         parameters: names of each parameter; the first is the one it is saved under.
     """
 
-    translation: Translation
+    translation: Directions
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
@@ -49,7 +49,7 @@ def names(form: Format, model: config.Model, build: Build) -> Names:
     with torch.device("meta"):
         parameters = aliases(build(model.model_copy(update={"pad_vocab_to_multiple": 1})))
     shapes = {name: tuple(parameter.shape) for parameter, known_as in parameters for name in known_as}
-    translation = translate((*form.rules, *form.rules_of(model)), shapes, form.heads(model))
+    translation = directions((*form.rules, *form.rules_of(model)), shapes, form.heads(model))
     return Names(translation, [known_as for _, known_as in parameters])
 
 
@@ -73,7 +73,7 @@ class Copies:
         self._otherwise = otherwise
         self.tensors = {name: weights.tensors[stored[0]] for name, stored in copies.items()}
 
-    def read(self, name: str, index: Index | None = None) -> Tensor:
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
         """That part (None: all) of a tensor, in the dtype in which it is stored.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtmega.foreign.inert import Made, of_type
+from dtmega.foreign.inert import PickledObject, of_type
 from dtmega.loss_scale import ScaleState
 from dtmega.megatron.parts import Part, Shard
 from dtmega.megatron.ranks import Rank
@@ -27,7 +27,7 @@ OPTIMIZER = ("optimizer", "optimizer_state_dict")  # today's name, and that of 2
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-Place = tuple[int, str]  # chunk, name within it
+TensorPlace = tuple[int, str]  # chunk, name within it
 
 
 class Adam(NamedTuple):
@@ -41,8 +41,8 @@ class Adam(NamedTuple):
         why: the reason why moments are not whole.
     """
 
-    masters: dict[Place, Part]
-    moments: dict[str, dict[Place, Part]]
+    masters: dict[TensorPlace, Part]
+    moments: dict[str, dict[TensorPlace, Part]]
     step: int
     scale: ScaleState | None
     why: str = ""
@@ -52,7 +52,7 @@ class NotWhole(Exception):
     """The reason why moments are not read."""
 
 
-def of(rank: Rank) -> Adam:
+def read_adam(rank: Rank) -> Adam:
     """The optimizer in a file.
 
     Raises:
@@ -65,7 +65,7 @@ def of(rank: Rank) -> Adam:
     adam = outer if inner is None else entries(inner, "the optimizer")
     groups = [group for decayed in (True, False) if (group := _names(rank, decayed))]
     masters = _masters(rank.file, groups, next((outer[key] for key in MASTERS if key in outer), []))
-    moments: dict[str, dict[Place, Stored]] = {}
+    moments: dict[str, dict[TensorPlace, Stored]] = {}
     step = 0
     why = ""
     try:
@@ -78,13 +78,13 @@ def of(rank: Rank) -> Adam:
     return Adam(_parts(rank.file, masters), parts, step, scale_of(rank.file, outer.get("grad_scaler")), why)
 
 
-def _parts(file: SavedFile, tensors: Mapping[Place, Stored]) -> dict[Place, Part]:
+def _parts(file: SavedFile, tensors: Mapping[TensorPlace, Stored]) -> dict[TensorPlace, Part]:
     return {place: Shard(file, stored) for place, stored in tensors.items()}
 
 
-def _names(rank: Rank, decayed: bool) -> list[Place]:
+def _names(rank: Rank, decayed: bool) -> list[TensorPlace]:
     """The weights of one group in the order of the modules."""
-    found: list[Place] = []
+    found: list[TensorPlace] = []
     for v, chunk in enumerate(rank.chunks):
         for section in SECTIONS:
             found += [(v, name) for name in chunk if name.startswith(section) and is_decayed(name) == decayed]
@@ -95,22 +95,22 @@ def is_decayed(name: str) -> bool:
     return not (name.endswith(".bias") or "layernorm." in name or ".norm." in name)
 
 
-def _masters(file: SavedFile, groups: Sequence[Sequence[Place]], lists: Any) -> dict[Place, Stored]:
+def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: Any) -> dict[TensorPlace, Stored]:
     counts = [len(of_type(those, list, "a group of masters")) for those in of_type(lists, list, "the masters")]
     if counts and counts != [*map(len, groups)]:
         raise ValueError(
             f"{file.path}: the fp32 masters are {' + '.join(map(str, counts))}, but the weights "
             f"{' + '.join(str(len(group)) for group in groups)}"
         )
-    found: dict[Place, Stored] = {}
+    found: dict[TensorPlace, Stored] = {}
     for group, those in zip(groups, lists, strict=False):  # no masters, or as many
         found |= {place: file.tensor(made) for place, made in zip(group, those, strict=True)}
     return found
 
 
 def _moments(
-    rank: Rank, groups: Sequence[Sequence[Place]], adam: Mapping[Any, Any]
-) -> tuple[dict[str, dict[Place, Stored]], int]:
+    rank: Rank, groups: Sequence[Sequence[TensorPlace]], adam: Mapping[Any, Any]
+) -> tuple[dict[str, dict[TensorPlace, Stored]], int]:
     if not {"state", "param_groups"} <= adam.keys():
         raise NotWhole("the optimizer's state is not Adam's")
     param_groups = [entries(group, "a group of parameters") for group in of_type(adam["param_groups"], list, "groups")]
@@ -118,7 +118,7 @@ def _moments(
     if [*map(len, numbers)] != [*map(len, groups)]:
         raise NotWhole("the optimizer's state is not of as many parameters as the model has")
     state = entries(adam["state"], "the state of the optimizer")
-    moments: dict[str, dict[Place, Stored]] = {kind: {} for kind in MOMENTS}
+    moments: dict[str, dict[TensorPlace, Stored]] = {kind: {} for kind in MOMENTS}
     steps = {step_of(rank.file, group["step"]) for group in param_groups if "step" in group}
     for group, those in zip(groups, numbers, strict=True):
         for (v, name), number in zip(group, those, strict=True):
@@ -143,14 +143,14 @@ def _moments(
 
 def step_of(file: SavedFile, said: Any) -> int:
     """A number of updates: an int, or a tensor of one."""
-    if type(said) is Made:
+    if type(said) is PickledObject:
         said = _number(file, said)
     if type(said) not in (int, float) or not 0 <= said < 1 << 60 or said != int(said):
         raise ValueError(f"{file.path}: expected a number of updates")
     return int(said)
 
 
-def _number(file: SavedFile, made: Made) -> float:
+def _number(file: SavedFile, made: PickledObject) -> float:
     stored = file.tensor(made)
     if stored.shape not in ((), (1,)):
         raise ValueError(f"{file.path}: expected a number, got a tensor {list(stored.shape)}")
@@ -163,7 +163,7 @@ def scale_of(file: SavedFile, said: Any) -> ScaleState | None:
         return None
     scaler = entries(said, "the state of the loss scale")
     said = scaler.get("scale")
-    scale = _number(file, said) if type(said) is Made else said
+    scale = _number(file, said) if type(said) is PickledObject else said
     growth = scaler.get("growth_tracker")
     hysteresis = scaler.get("hysteresis_tracker")
     if not isinstance(scale, int | float) or not scale > 0 or type(growth) is not int or type(hysteresis) is not int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from dtmega.foreign.dcp import DCPFolder
 from dtmega.foreign.inert import of_type
-from dtmega.formats.rules import Made, Run
+from dtmega.formats.rules import Made, RowRun
 from dtmega.formats.sources import Source, Translated
 from dtmega.loss_scale import ScaleState
 from dtmega.megatron.adam import MOMENTS, NotWhole, scale_of, step_of
@@ -58,7 +58,7 @@ def holds(folder: Path) -> bool:
     return (folder / METADATA).is_file() or (folder / COMMON).is_file()
 
 
-class Training(NamedTuple):
+class RunState(NamedTuple):
     """The run as the files tell of it, beside its weights.
 
     Attributes:
@@ -77,7 +77,7 @@ class Training(NamedTuple):
     why: str
 
 
-def opened(folder: Path) -> tuple[dict[str, Any], Source, Training]:
+def opened(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
     """The arguments of a run, its weights (fp32 masters where they are there under the names of the weights), and more.
 
     Raises:
@@ -107,7 +107,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], Source, Training]:
 
 def _training(
     common: SavedFile, content: Mapping[Any, Any], stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]]
-) -> Training:
+) -> RunState:
     moments: dict[str, Source] = {}
     steps: frozenset[int] = frozenset()
     scale = None
@@ -128,7 +128,7 @@ def _training(
     except NotWhole as reason:
         moments = {}
         why = str(reason)
-    return Training(moments, iteration_of(content), steps, content.get("opt_param_scheduler"), scale, why)
+    return RunState(moments, iteration_of(content), steps, content.get("opt_param_scheduler"), scale, why)
 
 
 def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
@@ -170,15 +170,15 @@ def _made(name: str, stored: str, shape: tuple[int, ...]) -> dict[str, Made]:
     if match is None or match["module"] not in modules:
         # Another one keeps its name, for which no model of Megatron's has a place.
         today = re.sub(r"^decoder\.final_layernorm\.", "encoder.final_layernorm.", name)
-        return {today: Made(shape, (Run(0, stored, 0, shape[0]),))}
+        return {today: Made(shape, (RowRun(0, stored, 0, shape[0]),))}
     inner = f"{modules[match['module']]}.{match['end']}"
     if match["layer"]:
-        return {f"encoder.layers.{match['layer']}.{inner}": Made(shape, (Run(0, stored, 0, shape[0]),))}
+        return {f"encoder.layers.{match['layer']}.{inner}": Made(shape, (RowRun(0, stored, 0, shape[0]),))}
     n_layers, *each = shape
     if n_layers > MOST_LAYERS or not each:
         raise ValueError(f"'{name}' is {list(shape)}, expected [layers, ...] of at most {MOST_LAYERS} layers")
     rows = each[0]
     return {
-        f"encoder.layers.{i}.{inner}": Made(tuple(each), (Run(0, stored, i * rows, rows),), there="stack")
+        f"encoder.layers.{i}.{inner}": Made(tuple(each), (RowRun(0, stored, i * rows, rows),), there="stack")
         for i in range(n_layers)
     }

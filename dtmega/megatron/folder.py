@@ -20,7 +20,7 @@ from dtmega.checkpoint.resume import START, Progress
 from dtmega.formats.sources import Source
 from dtmega.loss_scale import ScaleState
 from dtmega.megatron import adam, core, deepspeed, names, ranks, zero
-from dtmega.megatron.parts import Master, Part, Shard, Whole, copies, said_of
+from dtmega.megatron.parts import Master, Part, Shard, WholeTensors, copies, said_of
 from dtmega.megatron.saved import entries
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
@@ -122,17 +122,17 @@ def found(path: Path) -> Path:
 def _of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bool) -> Contents:
     first = grid[0, 0]
     whole = ranks.whole_names(grid)
-    optimizers = {place: adam.of(rank) for place, rank in grid.items()}
+    optimizers = {place: adam.read_adam(rank) for place, rank in grid.items()}
 
-    def joined(part: Callable[[tuple[int, int], adam.Place], Part]) -> Whole:
+    def joined(part: Callable[[tuple[int, int], adam.TensorPlace], Part]) -> WholeTensors:
         tensors = {
             (*place, v): {name: part(place, (v, name)) for name in chunk}
             for place, rank in grid.items()
             for v, chunk in enumerate(rank.chunks)
         }
-        return Whole(ranks.joined(grid, whole, tensors, n_heads), average)
+        return WholeTensors(ranks.join_ranks(grid, whole, tensors, n_heads), average)
 
-    def weight(place: tuple[int, int], where: adam.Place) -> Part:
+    def weight(place: tuple[int, int], where: adam.TensorPlace) -> Part:
         v, name = where
         shard = Shard(grid[place].file, grid[place].chunks[v][name])
         master = optimizers[place].masters.get(where)
@@ -174,10 +174,10 @@ def _of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -> Content
             for name, those in layers.parts.items()
         }
         if not why:
-            moments |= {kind: Whole(those, average) for kind, those in kinds.items()}
+            moments |= {kind: WholeTensors(those, average) for kind, those in kinds.items()}
     except adam.NotWhole as reason:
         why = str(reason)
-    weights = Whole(parts, average)
+    weights = WholeTensors(parts, average)
     notes = [said_of(drifts, average)] if (drifts := copies(weights)) else []
     if why:
         notes.append(f"weights alone: {why}")
@@ -190,7 +190,7 @@ def _of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -> Content
     )
 
 
-def _of_core(folder: Path, args: dict[str, Any], weights: Source, training: core.Training) -> Contents:
+def _of_core(folder: Path, args: dict[str, Any], weights: Source, training: core.RunState) -> Contents:
     progress, updates, why = START, 0, training.why
     if not why:
         progress, updates, why = _progress(args, training.iteration, training.steps, training.scheduler)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
-from dtmega.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, Row
+from dtmega.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
 # Arguments of later versions, and of forks, that make another model; a file without one has this value.
 PLAIN: Mapping[str, Any] = {
@@ -184,7 +184,7 @@ def _refuse_bert(model: config.Model) -> None:
         )
 
 
-def _rules(rows: Iterable[Row]) -> tuple[Rule, ...]:
+def _rules(rows: Iterable[TableRow]) -> tuple[Rule, ...]:
     return tuple(row.rule for row in rows)
 
 
@@ -193,7 +193,7 @@ def _head_of_gpt(model: config.Model) -> tuple[Rule, ...]:
     return (TIED_HEAD.rule if model.tied else OWN_HEAD.rule,)
 
 
-GPT = Format(
+GPT_FORM = Format(
     rules=_rules(GPT_ROWS),
     rules_of=_head_of_gpt,
     fixed={**PLAIN, POST_LAYERNORM: False},
@@ -202,7 +202,7 @@ GPT = Format(
     to_section=_gpt,
     from_section=_args_of_gpt,
 )
-BERT = Format(
+BERT_FORM = Format(
     rules=_rules(BERT_ROWS),
     implied={"norm": "pre"},
     fixed={**PLAIN, "bert_binary_head": True},
@@ -215,7 +215,7 @@ BERT = Format(
     from_section=_args_of_bert,
 )
 # Megatron's own, which shares a name with transformers' and little else.
-T5 = Format(
+T5_FORM = Format(
     rules=_rules(T5_ROWS),
     implied={
         **{"positions": "learned", "norm": "layer", "bias": True, "gated": False, "tied": True},
@@ -231,7 +231,7 @@ T5 = Format(
     from_section=_args_of_t5,
 )
 # BigScience's Megatron-DeepSpeed, trained by ALiBi and with a LayerNorm after the embedding.
-BLOOM = Format(
+BLOOM_FORM = Format(
     rules=_rules(BLOOM_ROWS),
     fixed={**PLAIN, "embed_layernorm": True},
     keys=(

@@ -22,7 +22,7 @@ from dtmega.formats.rules import Rule
 Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One name of a table, a rule and what there is to know of shards.
 
     Attributes:
@@ -41,82 +41,82 @@ class Row(NamedTuple):
         return Rule(self.ours, self.theirs, self.form)
 
 
-def _block(ours: str, theirs: str) -> tuple[Row, ...]:
+def _block(ours: str, theirs: str) -> tuple[TableRow, ...]:
     """Rows of a layer of a family whose own QKV is by head, too."""
     return (
-        Row(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
-        Row(f"{ours}.attn.qkv.", f"{theirs}.self_attention.query_key_value.", "column", parts=3),
-        Row(f"{ours}.attn.out.", f"{theirs}.self_attention.dense.", "row"),
-        Row(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),
+        TableRow(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
+        TableRow(f"{ours}.attn.qkv.", f"{theirs}.self_attention.query_key_value.", "column", parts=3),
+        TableRow(f"{ours}.attn.out.", f"{theirs}.self_attention.dense.", "row"),
+        TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),
         *_feed_forward(ours, theirs),
     )
 
 
-def _feed_forward(ours: str, theirs: str) -> tuple[Row, ...]:
+def _feed_forward(ours: str, theirs: str) -> tuple[TableRow, ...]:
     return (
-        Row(f"{ours}.mlp.up.", f"{theirs}.mlp.dense_h_to_4h.", "column"),
-        Row(f"{ours}.mlp.down.", f"{theirs}.mlp.dense_4h_to_h.", "row"),
+        TableRow(f"{ours}.mlp.up.", f"{theirs}.mlp.dense_h_to_4h.", "column"),
+        TableRow(f"{ours}.mlp.down.", f"{theirs}.mlp.dense_4h_to_h.", "row"),
     )
 
 
-def _block_of_t5(stack: str) -> tuple[Row, ...]:
+def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     """Rows of a layer of one of T5's stacks, whose queries, keys and values are apart here."""
     ours = f"{stack}.{{}}"
     theirs = f"{stack}.layers.{{}}"
     apart = tuple(f"{ours}.attn.{name}." for name in "qkv")
     across = tuple(f"{ours}.cross.{name}." for name in "kv")
     # The norm after attention stands before what comes next: in a decoder attention to the encoder's output.
-    between = (Row(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
+    between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (
-            Row(f"{ours}.cross_norm.", f"{theirs}.post_attention_layernorm."),
-            Row(f"{ours}.cross.q.", f"{theirs}.inter_attention.query.", "column"),
-            Row(across, f"{theirs}.inter_attention.key_value.", "column", "heads", parts=2),
-            Row(f"{ours}.cross.out.", f"{theirs}.inter_attention.dense.", "row"),
-            Row(f"{ours}.mlp_norm.", f"{theirs}.post_inter_attention_layernorm."),
+            TableRow(f"{ours}.cross_norm.", f"{theirs}.post_attention_layernorm."),
+            TableRow(f"{ours}.cross.q.", f"{theirs}.inter_attention.query.", "column"),
+            TableRow(across, f"{theirs}.inter_attention.key_value.", "column", "heads", parts=2),
+            TableRow(f"{ours}.cross.out.", f"{theirs}.inter_attention.dense.", "row"),
+            TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_inter_attention_layernorm."),
         )
     return (
-        Row(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
-        Row(apart, f"{theirs}.self_attention.query_key_value.", "column", "heads", parts=3),
-        Row(f"{ours}.attn.out.", f"{theirs}.self_attention.dense.", "row"),
+        TableRow(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
+        TableRow(apart, f"{theirs}.self_attention.query_key_value.", "column", "heads", parts=3),
+        TableRow(f"{ours}.attn.out.", f"{theirs}.self_attention.dense.", "row"),
         *between,
         *_feed_forward(ours, theirs),
-        Row(f"{stack}_norm.", f"{stack}.final_layernorm."),
+        TableRow(f"{stack}_norm.", f"{stack}.final_layernorm."),
     )
 
 
-WORDS = Row("embed.", "embedding.word_embeddings.", "vocabulary")
-POSITIONS = Row("positions.", "embedding.position_embeddings.")
-FINAL_NORM = Row("norm.", "encoder.final_layernorm.")
+WORDS = TableRow("embed.", "embedding.word_embeddings.", "vocabulary")
+POSITIONS = TableRow("positions.", "embedding.position_embeddings.")
+FINAL_NORM = TableRow("norm.", "encoder.final_layernorm.")
 # The embedding once more, which the last of several stages has for its logits.
 COPY_FOR_HEAD = "word_embeddings_for_head."
-TIED_HEAD = Row("head.", COPY_FOR_HEAD, "vocabulary")
-OWN_HEAD = Row("head.", "output_layer.", "vocabulary")
+TIED_HEAD = TableRow("head.", COPY_FOR_HEAD, "vocabulary")
+OWN_HEAD = TableRow("head.", "output_layer.", "vocabulary")
 
 GPT_ROWS = (WORDS, POSITIONS, *_block("layers.{}", "encoder.layers.{}"), FINAL_NORM)
 BERT_ROWS = (
-    *(WORDS, POSITIONS, Row("types.", "embedding.tokentype_embeddings.")),
+    *(WORDS, POSITIONS, TableRow("types.", "embedding.tokentype_embeddings.")),
     *_block("layers.{}", "encoder.layers.{}"),
     FINAL_NORM,
-    Row("head.dense.", "lm_head.dense."),
-    Row("head.norm.", "lm_head.layernorm."),
-    Row("head.output.weight", f"{COPY_FOR_HEAD}weight", "vocabulary"),
-    Row("head.output.bias", "lm_head.bias", "vocabulary"),
-    Row("order.pooler.", "pooler.dense."),
-    Row("order.classifier.", "binary_head."),
+    TableRow("head.dense.", "lm_head.dense."),
+    TableRow("head.norm.", "lm_head.layernorm."),
+    TableRow("head.output.weight", f"{COPY_FOR_HEAD}weight", "vocabulary"),
+    TableRow("head.output.bias", "lm_head.bias", "vocabulary"),
+    TableRow("order.pooler.", "pooler.dense."),
+    TableRow("order.classifier.", "binary_head."),
 )
 # The stage where the decoder begins has copies of both embeddings. In its file they stand under `embedding`, as on the
 # first stage; here they have a name of their own.
 T5_ROWS = (
     *(WORDS, POSITIONS, *_block_of_t5("encoder")),
-    Row("decoder_embed.", "decoder_embedding.word_embeddings.", "vocabulary"),
-    Row("decoder_positions.", "decoder_embedding.position_embeddings."),
+    TableRow("decoder_embed.", "decoder_embedding.word_embeddings.", "vocabulary"),
+    TableRow("decoder_positions.", "decoder_embedding.position_embeddings."),
     *_block_of_t5("decoder"),
-    Row("head.weight", f"{COPY_FOR_HEAD}weight", "vocabulary"),
-    Row("head.bias", "lm_head.bias", "vocabulary"),
+    TableRow("head.weight", f"{COPY_FOR_HEAD}weight", "vocabulary"),
+    TableRow("head.bias", "lm_head.bias", "vocabulary"),
 )
 BLOOM_ROWS = (
-    *(WORDS, Row("embed_norm.", "embedding.word_embeddings.norm.")),
+    *(WORDS, TableRow("embed_norm.", "embedding.word_embeddings.norm.")),
     *_block("layers.{}", "encoder.layers.{}"),
     *(FINAL_NORM, TIED_HEAD),
 )
@@ -158,7 +158,7 @@ def by_token(name: str) -> bool:
     return _row(name).cut == "vocabulary"
 
 
-def _row(name: str) -> Row:
+def _row(name: str) -> TableRow:
     row = _ROWS.get(pattern_of(name))
     if row is None:
         raise ValueError(f"{name!a:.200} is no name of a tensor of Megatron's GPT, BERT, T5 or BLOOM")
@@ -170,7 +170,7 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
 
 
-def _tensors(rows: Iterable[Row]) -> dict[str, Row]:
+def _tensors(rows: Iterable[TableRow]) -> dict[str, TableRow]:
     """Name of each tensor with `{}` for the number of a layer -> its row."""
     found = {}
     for row in rows:

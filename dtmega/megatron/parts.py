@@ -1,6 +1,6 @@
 """Whole tensors, of the parts that the ranks of tensor parallelism hold: joined, put in order, compared.
 
-Whole(parts)        a `Source` by the names of names.py; parts are read when a tensor is, one after the other
+WholeTensors(parts) a `Source` by the names of names.py; parts are read when a tensor is, one after the other
 copies(whole)       how far apart the copies are that each rank has of a tensor
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dtmega.formats.sources import Index
+from dtmega.formats.sources import Slices
 from dtmega.megatron.names import cut_dim
 from dtmega.megatron.saved import SavedFile, Stored
 
@@ -130,7 +130,7 @@ class Master(_Around):
         return master
 
 
-class Whole:
+class WholeTensors:
     """Whole tensors as a `Source`: parts one after the other along the dim that is cut, or one of equal copies.
 
     Attributes:
@@ -149,7 +149,7 @@ class Whole:
         self.tensors = {name: _joined(name, those) for name, those in parts.items()}
         self._average = average
 
-    def read(self, name: str, index: Index | None = None) -> Tensor:
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
         """That part (None: all) of a tensor."""
         dtype, shape = self.tensors[name]
         parts = self.parts[name]
@@ -205,7 +205,7 @@ class Drift(NamedTuple):
     size: float
 
 
-def copies(whole: Whole) -> list[Drift]:
+def copies(whole: WholeTensors) -> list[Drift]:
     """The tensors whose copies are not equal, the worst first. These are vectors, and the embedding of positions."""
     found = []
     for name, (first, *others) in whole.parts.items():

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtmega.foreign.inert import Made, items_of
+from dtmega.foreign.inert import PickledObject, items_of
 from dtmega.megatron import names
 from dtmega.megatron.parts import InOrder, Part
 from dtmega.megatron.saved import SavedFile, Stored, check_apart, entries, plain
 
 FILE = "model_optim_rng.pt"
 FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?")
-CHUNK = re.compile(r"model(\d*)")
+CHUNK_KEY = re.compile(r"model(\d*)")
 LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 VERSIONS = (0, 1, 2, 3)
 DEEPEST = 8  # dicts in each other; a BERT of today has 4
@@ -117,7 +117,9 @@ def _rank(path: Path) -> Rank:
         said = content.get("checkpoint_version", 0)
         if type(said) not in (int, float) or said not in VERSIONS:
             raise ValueError(f"checkpoint_version={plain(said)!r:.80}, expected one of {', '.join(map(str, VERSIONS))}")
-        numbers = sorted(int(match[1] or 0) for key in content if type(key) is str and (match := CHUNK.fullmatch(key)))
+        numbers = sorted(
+            int(match[1] or 0) for key in content if type(key) is str and (match := CHUNK_KEY.fullmatch(key))
+        )
         if numbers != [*range(len(numbers))] or not numbers:
             raise ValueError("expected 'model', or 'model0', 'model1', ... of virtual stages")
         keys = ["model"] if "model" in content else [f"model{number}" for number in numbers]
@@ -153,7 +155,7 @@ def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
             if type(key) is not str or not key.isprintable() or len(key) > 200 or depth > DEEPEST or left < 0:
                 raise ValueError("expected dicts of tensors by their names, a few in each other")
             name = f"{path}.{key}" if path else key
-            if type(inner) is Made and type(items_of(inner)) is not dict:
+            if type(inner) is PickledObject and type(items_of(inner)) is not dict:
                 flat = names.flat_name(name)
                 if flat in seen:
                     raise ValueError(f"'{flat}' is there twice")
@@ -235,7 +237,7 @@ def _whole_name(name: str, pp: int, offsets: Mapping[tuple[int, int, str], int],
     return re.sub(r"^embedding\.", "decoder_embedding.", name) if pp else name
 
 
-def joined(
+def join_ranks(
     ranks: Grid,
     whole: Mapping[tuple[int, int], Mapping[str, str]],
     tensors: Mapping[tuple[int, int, int], Mapping[str, Part]],

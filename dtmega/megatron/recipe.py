@@ -12,7 +12,7 @@ from dtmega.megatron.flags import FLAGS, by_name
 from dtmega.megatron.translate import PRE_TRAINED, Given, recipe
 
 SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # are written whatever the defaults
-NEXT_TOKEN = "pretrain_gpt"  # the program whose order of samples is known here
+NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the program whose order of samples is known here
 # Sections that a run goes on with, or says what it changes of them.
 RECORDED = ("batch", "optim", "train", "precision")
 # Places on the machine of then, and what says how that run began.
@@ -34,7 +34,7 @@ def written(args: Mapping[str, Any], model: config.Model, order: str = "") -> tu
     section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
     keys = {f"model.{key}": value for key, value in section.items()}
     script = next((script for script, family in PRE_TRAINED.items() if family == model.name), "pretrain_gpt")
-    if order and script == NEXT_TOKEN:
+    if order and script == NEXT_TOKEN_SCRIPT:
         keys["data.order"] = order
         keys["data.order_samples"] = _samples(args)
     given = Given(script, _flags(args), [])

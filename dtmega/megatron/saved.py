@@ -1,7 +1,7 @@
 """One file of `torch.save` as data: what its pickle says, and where its tensors' elements are. Nothing of it runs.
 
     file = SavedFile(path)
-    file.value                          numbers, strings, lists, dicts, and `Made` for all else (foreign/inert.py)
+    file.value                          numbers, strings, lists, dicts; all else is a `PickledObject` (foreign/inert.py)
     file.read(file.tensor(made))        one tensor, read now
 
 Two formats. A zip since torch 1.6, nothing in it compressed: NAME/data.pkl, NAME/data/KEY for each storage. Before,
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from dtmega.foreign import torch_save
-from dtmega.foreign.inert import Made, decode, described, items_of, of_type
-from dtmega.foreign.torch_save import Record, SavedTensor, described_tensor, read_bytes, records_of, regular_file
+from dtmega.foreign.inert import PickledObject, decode, items_of, kind_name, of_type
+from dtmega.foreign.torch_save import SavedTensor, ZipEntry, described_tensor, read_bytes, records_of, regular_file
 
 MAX_PICKLE_BYTES = 1 << 24  # names, arguments and generators of 500 ranks are some 5 MB; decoded it may take 70 x that
 ZIP = b"PK\3\4"
@@ -67,7 +67,7 @@ class Stored(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    storage: Record
+    storage: ZipEntry
     elements: SavedTensor
 
     @property
@@ -81,7 +81,7 @@ class SavedFile:
     """The contents of one file of torch.save.
 
     Attributes:
-        value: what was saved; a tensor is a `Made`, for `tensor`.
+        value: what was saved; a tensor is a `PickledObject`, for `tensor`.
     """
 
     def __init__(self, path: Path, names: Collection[str] = frozenset()) -> None:
@@ -92,7 +92,7 @@ class SavedFile:
             ValueError: no such file, no file of torch.save, a damaged or a crafted one; with the path.
         """
         self.path = path
-        self._checked: set[Record] = set()
+        self._checked: set[ZipEntry] = set()
         with regular_file(path) as (fd, n_bytes):
             read = _zip if bytes(read_bytes(fd, 0, min(4, n_bytes))) == ZIP else _older
             self.value, self._storages, self.n_pickle_bytes = read(fd, n_bytes, {*NAMES, *names})
@@ -155,7 +155,7 @@ def entries(value: Any, what: str) -> dict[Any, Any]:
     Raises:
         ValueError: it is none of these.
     """
-    if type(value) is Made and value.name == NAMESPACE:
+    if type(value) is PickledObject and value.name == NAMESPACE:
         value = value.state
     return of_type(items_of(value), dict, what)
 
@@ -165,9 +165,9 @@ def plain(value: Any) -> Any:
 
     A list may hold such lists.
     """
-    if type(value) is Made:
+    if type(value) is PickledObject:
         kind = value.name.rpartition(" ")[2]
-        if value.name in torch_save.DTYPES:
+        if value.name in torch_save.PICKLED_DTYPES:
             return value.name.replace(" ", ".")
         member = value.args[-1] if value.name in ENUMS and value.args else None
         # Of Enums that pickle a member by its name: getattr(the class, name).
@@ -190,19 +190,19 @@ def _is_item(value: Any) -> bool:
 def _plain_tensor(made: Any) -> Any:
     """The plain tensor under a parameter, or under one with attributes: at most one of each, around each other."""
     for _ in range(2):
-        if type(made) is not Made or not made.args:
+        if type(made) is not PickledObject or not made.args:
             break
         if made.name in PARAMETERS:
             made = made.args[0]
         elif made.name == FROM_TYPE and len(made.args) == 4:
             function, _, args, _ = made.args
-            if type(function) is not Made or function.args is not None or type(args) is not tuple:
-                raise ValueError(f"expected a tensor with attributes, got a call of {described(function)}")
-            made = Made(function.name, args)
+            if type(function) is not PickledObject or function.args is not None or type(args) is not tuple:
+                raise ValueError(f"expected a tensor with attributes, got a call of {kind_name(function)}")
+            made = PickledObject(function.name, args)
     return made
 
 
-_Opened = tuple[Any, dict[str, Record], int]  # value, storage by key, bytes of the pickle
+_Opened = tuple[Any, dict[str, ZipEntry], int]  # value, storage by key, bytes of the pickle
 
 
 def _zip(fd: int, n_bytes: int, names: Collection[str]) -> _Opened:
@@ -239,7 +239,7 @@ def _older(fd: int, n_bytes: int, names: Collection[str]) -> _Opened:
     keys = of_type(decode(stream, ()), list, "the keys of the storages")
     at = stream.tell()
     pickle_bytes = at
-    storages: dict[str, Record] = {}
+    storages: dict[str, ZipEntry] = {}
     for key in keys:
         if of_type(key, str, "the key of a storage") not in kinds or key in storages:
             raise ValueError(f"expected the storages of the tensors, each once, got {key!a:.100}")
@@ -248,7 +248,7 @@ def _older(fd: int, n_bytes: int, names: Collection[str]) -> _Opened:
         at += LENGTH.size
         if n < 0 or at + length > n_bytes:
             raise ValueError(f"expected a storage of {n} elements at byte {at}, but the file ends at {n_bytes}")
-        storages[key] = Record(at, length, 0)
+        storages[key] = ZipEntry(at, length, 0)
         at += length
     return value, storages, pickle_bytes
 
@@ -267,16 +267,16 @@ def _element_bytes(value: Any) -> dict[str, int]:
         if type(part) in (int, float, str, bool) or part is None or id(part) in seen:
             continue
         seen.add(id(part))
-        if type(part) is not Made:
+        if type(part) is not PickledObject:
             left += part.values() if type(part) is dict else part
             continue
         if part.name == "persistent id" and part.args is not None and len(part.args) == 6:
             _, kind, key, *_ = part.args
-            dtype = torch_save.STORAGES.get(kind.name) if type(kind) is Made else None
+            dtype = torch_save.STORAGES.get(kind.name) if type(kind) is PickledObject else None
             if (
                 dtype is None
                 or found.setdefault(of_type(key, str, "the key of a storage"), dtype.itemsize) != dtype.itemsize
             ):
-                raise ValueError(f"expected storages of one known type each, got {described(kind)} for {key!a:.100}")
+                raise ValueError(f"expected storages of one known type each, got {kind_name(kind)} for {key!a:.100}")
         left += [*(part.args or ()), part.items, part.state]
     return found

@@ -32,13 +32,13 @@ def words(text: str) -> list[str]:
             name, value = assignment.groups()
             statement = _expanded(_unwrapped(value), known)
             known[name] = statement
-        found = split(_expanded(statement, known))
+        found = split_words(_expanded(statement, known))
         if any(SCRIPT.search(word) for word in found):
             return found
     return []
 
 
-def split(line: str) -> list[str]:
+def split_words(line: str) -> list[str]:
     """The words of one command.
 
     Raises:

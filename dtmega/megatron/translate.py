@@ -21,7 +21,7 @@ from dtmega.megatron.flags import MANY, by_name
 PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_prefix_lm": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
 # Scripts that train a family for another objective than its own.
-OBJECTIVES = {"pretrain_prefix_lm": "prefix-lm", "pretrain_t5": "separate-spans"}
+OBJECTIVE_OF_SCRIPT = {"pretrain_prefix_lm": "prefix-lm", "pretrain_t5": "separate-spans"}
 # What Megatron's T5 is, beside its flags, of the forms that there are here.
 THEIR_T5: Mapping[str, Any] = MappingProxyType(
     {
@@ -33,9 +33,9 @@ THEIR_T5: Mapping[str, Any] = MappingProxyType(
         "init": "normal",
     }
 )
-WORDPIECE = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
+WORDPIECE_OF = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
 # Without one of these theirs does not start, or takes what it finds on the machine.
-REQUIRED = (
+REQUIRED_FLAGS = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *("--micro-batch-size", "--global-batch-size", "--lr"),
 )
@@ -116,7 +116,7 @@ def _drafted(given: Given) -> _Draft:
 
 def _read(source: str) -> Given:
     if " " in source.strip() and not _is_file(source):
-        words = shell.split(source)
+        words = shell.split_words(source)
     else:
         words = shell.words(Path(source).read_text(encoding="utf-8", errors="replace"))
     names = [found[1] if found else "" for found in map(shell.SCRIPT.search, words)]
@@ -173,7 +173,7 @@ class _Draft:
 
     def copy_plain(self) -> None:
         """The flags whose value is that of one key; where one is left out, Megatron's default if ours is another."""
-        for name in REQUIRED:
+        for name in REQUIRED_FLAGS:
             flag = self.flags[name]
             if not self.given.values.keys() & {*flag.names}:
                 self.lacking[flag.keys[0]] = name
@@ -281,8 +281,8 @@ def _vocabulary(draft: _Draft) -> None:
     kind = draft.value("tokenizer-type") or TOKENIZERS[PRE_TRAINED[draft.given.script]]
     vocabulary = draft.value("vocab-file")
     directory = draft.value("tokenizer-name-or-path")
-    if kind in WORDPIECE and vocabulary:
-        draft.keys["data.tokenizer"] = f"{WORDPIECE[kind]}:{vocabulary}"
+    if kind in WORDPIECE_OF and vocabulary:
+        draft.keys["data.tokenizer"] = f"{WORDPIECE_OF[kind]}:{vocabulary}"
     elif kind == "GPT2BPETokenizer":
         draft.keys["data.tokenizer"] = "gpt2"
     elif kind == "PretrainedFromHF" and directory:
@@ -351,8 +351,8 @@ def _layout(draft: _Draft) -> None:
 
 
 def _data(draft: _Draft) -> None:
-    if draft.given.script in OBJECTIVES:
-        draft.keys["data.objective"] = OBJECTIVES[draft.given.script]
+    if draft.given.script in OBJECTIVE_OF_SCRIPT:
+        draft.keys["data.objective"] = OBJECTIVE_OF_SCRIPT[draft.given.script]
     paths = draft.given.values.get("--data-path", [])
     groups = {split: _groups(draft, split) for split in ("train", "valid", "test")}
     if groups["train"]:
@@ -374,7 +374,7 @@ def _groups(draft: _Draft, split: str) -> list[str]:
         return draft.given.values.get(flag, [])
     try:
         # One line, each group in double quotes.
-        return shell.split(Path(path).read_text(encoding="utf-8"))
+        return shell.split_words(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         draft.refused[f"{flag}-path"] = f"cannot be read here: {error}"
         return []

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from dtmega import durable
-from dtmega.formats.sources import Index, Source
+from dtmega.formats.sources import Slices, Source
 from dtmega.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
-from dtmega.megatron.translate import WORDPIECE
+from dtmega.megatron.translate import WORDPIECE_OF
 
 MULTIPLE = 128  # of rows of the vocabulary on each rank: their default
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -174,7 +174,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int, dtype: tor
     dim = cut_dim(name)
     full = (padded, *shape[1:]) if by_token(name) else shape
     n = 0 if dim is None else full[dim] // tp
-    box: Index = tuple(slice(rank * n, rank * n + n) if d == dim else slice(0, size) for d, size in enumerate(full))
+    box: Slices = tuple(slice(rank * n, rank * n + n) if d == dim else slice(0, size) for d, size in enumerate(full))
     part = torch.zeros([s.stop - s.start for s in box], dtype=dtype or its)
     if dim is None or box[dim].start < shape[dim]:
         read = source.read(name, tuple(slice(s.start, min(s.stop, size)) for s, size in zip(box, shape, strict=True)))
@@ -196,7 +196,7 @@ def _args_of_layout(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: 
     }
     if layout.split:
         found["pipeline_model_parallel_split_rank"] = layout.split
-    kinds = {spec: kind for kind, spec in WORDPIECE.items()}
+    kinds = {spec: kind for kind, spec in WORDPIECE_OF.items()}
     if (spec := tokenizer.partition(":")[0]) in kinds:
         found["tokenizer_type"] = kinds[spec]
     return found

@@ -22,23 +22,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtmega.foreign.inert import Made, count, of_type
+from dtmega.foreign.inert import PickledObject, natural, of_type
 from dtmega.megatron import names
 from dtmega.megatron.adam import MOMENTS, NotWhole
 from dtmega.megatron.parts import Part
 from dtmega.megatron.saved import SavedFile, Stored, entries
 
-FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
+OPTIMIZER_FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
 OWNER = re.compile(r"(?:tied_modules\.embed|(\d{1,5}))\.(.+)")
 ADDRESSES = {
     f"deepspeed.{module} fragment_address"
     for module in ("utils.tensor_fragment", "utils.mixed_precision_linkage", "runtime.bf16_optimizer")
 }
 MASTER = "master"
-KINDS = (MASTER, *MOMENTS)
+VECTORS = (MASTER, *MOMENTS)
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Elements `start` to `start + n` of a vector."""
 
     file: SavedFile
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 class Gathered:
     """A tensor whose elements are pieces of vectors, one after the other."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Fragment, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
@@ -64,7 +64,7 @@ class Gathered:
         return torch.cat(read).view(self.shape)
 
 
-Pieces = dict[tuple[str, int], dict[str, list[Piece]]]  # (name, tp) -> kind -> pieces
+Fragments = dict[tuple[str, int], dict[str, list[Fragment]]]  # (name, tp) -> kind -> pieces
 
 
 def opened(
@@ -82,7 +82,7 @@ def opened(
     paths = {
         (int(match[1]), int(match[2])): path
         for path in sorted(folder.glob("bf16_zero_*"))
-        if (match := FILE.fullmatch(path.name))
+        if (match := OPTIMIZER_FILE.fullmatch(path.name))
     }
     if not paths:
         others = any(folder.glob("zero_pp_rank_*"))
@@ -91,10 +91,10 @@ def opened(
         )
     n_tp = max(map(len, weights.values()))
     n_data = 1 + max(data for data, _ in paths)
-    found: Pieces = {}
+    found: Fragments = {}
     steps: set[int] = set()
     for mp_rank in range(n_tp * n_stages):
-        mine: Pieces = {}
+        mine: Fragments = {}
         for data in range(n_data):
             if (data, mp_rank) not in paths:
                 name = f"bf16_zero_pp_rank_{data}_mp_rank_{mp_rank:02d}_optim_states.pt"
@@ -104,10 +104,10 @@ def opened(
             found.setdefault(place, pieces)  # the last stage's copy of what is tied comes after the first stage's
     if len(steps) != 1:
         raise NotWhole(f"the optimizer says {len(steps)} numbers of updates, expected one")
-    parts: dict[str, dict[str, list[Part]]] = {kind: {} for kind in KINDS}
+    parts: dict[str, dict[str, list[Part]]] = {kind: {} for kind in VECTORS}
     for name, those in weights.items():
         for tp, weight in enumerate(those):
-            for kind in KINDS:
+            for kind in VECTORS:
                 pieces = tuple(found.get((name, tp), {}).get(kind, ()))
                 n = sum(piece.n for piece in pieces)
                 if n != math.prod(weight.shape):
@@ -116,7 +116,7 @@ def opened(
     return parts, steps.pop()
 
 
-def _add(found: Pieces, steps: set[int], file: SavedFile, tp: int, n_layers: int, n_data: int) -> None:
+def _add(found: Fragments, steps: set[int], file: SavedFile, tp: int, n_layers: int, n_data: int) -> None:
     """The pieces in one data rank's file, behind those of the ranks before."""
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")
     counts = content.get("partition_count")
@@ -138,15 +138,15 @@ def _add(found: Pieces, steps: set[int], file: SavedFile, tp: int, n_layers: int
                 if len(whole.shape) != 1 or whole.dtype != torch.float32 or start + n > whole.shape[0] or n < 1:
                     raise ValueError(f"{file.path}: {name!a:.200} is not in its vector, {list(whole.shape)}")
                 pieces = found.setdefault((_whole_name(name, n_layers), tp), {}).setdefault(kind, [])
-                pieces.append(Piece(file, whole, start, n))
+                pieces.append(Fragment(file, whole, start, n))
 
 
 def _address(made: Any) -> tuple[int, int]:
     """First element, and how many."""
-    if type(made) is not Made or made.name not in ADDRESSES:
+    if type(made) is not PickledObject or made.name not in ADDRESSES:
         raise ValueError("expected the place of a parameter in its vector")
     state = of_type(made.state, dict, "a place")
-    return count(state.get("start"), "start"), count(state.get("numel"), "numel")
+    return natural(state.get("start"), "start"), natural(state.get("numel"), "numel")
 
 
 def _whole_name(name: Any, n_layers: int) -> str:

@@ -6,13 +6,13 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from dtmega import config
-from dtmega.pipelining.table import Step, Table, make_table, microbatches_in, simulate, stages_in
+from dtmega.pipelining.table import Table, TimedAction, make_table, microbatches_in, simulate, stages_in
 
 UNIT, ROW, GAP, LEFT, TOP = 26, 40, 8, 74, 76  # pixels: one forward, a rank's row, between rows, labels, title
 MIDDLE = 0.35  # between the two fills: a rank's only stage, and the legend
-NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 # Fill of a rank's first stage and of its last one; stages between are mixed. Text is black or white by what it is on.
-FILLS = {
+COLOURS = {
     "F": ((0xCF, 0xE3, 0xFA), (0x3B, 0x7D, 0xC4)),
     "B": ((0xCD, 0xEB, 0xCB), (0x3F, 0x96, 0x4B)),
     "I": ((0xC4, 0xEC, 0xE6), (0x23, 0x8E, 0x86)),
@@ -66,7 +66,7 @@ def draw(table: Table, path: str, name: str) -> None:
         raise ValueError(f"cannot write the schedule to {path}: {error.strerror} ([pipeline] draw)") from None
 
 
-def _cell(step: Step, y: int, depth: float) -> str:
+def _cell(step: TimedAction, y: int, depth: float) -> str:
     x, width = LEFT + step.start * UNIT, (step.end - step.start) * UNIT
     stage, kind, microbatch = step.action
     fill, ink = _colours(kind, depth)
@@ -80,19 +80,19 @@ def _cell(step: Step, y: int, depth: float) -> str:
 
 def _colours(kind: str, depth: float) -> tuple[str, str]:
     """Fill and text colour, for a stage between the first (depth 0) and the last (1) of its rank."""
-    red, green, blue = (round(a + (b - a) * depth) for a, b in zip(*FILLS[kind], strict=True))
+    red, green, blue = (round(a + (b - a) * depth) for a, b in zip(*COLOURS[kind], strict=True))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 128  # luma, ITU-R BT.601
     return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if dark else "#1d2733"
 
 
 def _legend(kinds: set[str]) -> list[str]:
     out, x = [], 16
-    for kind in (kind for kind in NAMES if kind in kinds):
+    for kind in (kind for kind in KIND_NAMES if kind in kinds):
         out += [
             f'<rect class="legend" x="{x}" y="44" width="14" height="14" rx="2" fill="{_colours(kind, MIDDLE)[0]}"/>',
-            f'<text x="{x + 20}" y="56" font-size="12" fill="#46515e">{NAMES[kind]}</text>',
+            f'<text x="{x + 20}" y="56" font-size="12" fill="#46515e">{KIND_NAMES[kind]}</text>',
         ]
-        x += 38 + 7 * len(NAMES[kind])
+        x += 38 + 7 * len(KIND_NAMES[kind])
     note = "number: microbatch · s: stage · darker: later stage of the rank"
     return [*out, f'<text x="{x}" y="56" font-size="12" fill="#46515e">{note}</text>']
 

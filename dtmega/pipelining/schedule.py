@@ -25,7 +25,7 @@ from dtmega.pipelining.stage import Boundary, Stage
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 
 
-def check(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
+def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
     """Can the configured schedule run on pp > 1 ranks? Before anything is built.
 
     Args:

@@ -31,7 +31,7 @@ class Action(NamedTuple):
 Table = list[list[Action]]  # of each pp rank
 
 
-class Kind(NamedTuple):
+class ScheduleKind(NamedTuple):
     """What a schedule asks for.
 
     Attributes:
@@ -46,13 +46,13 @@ class Kind(NamedTuple):
 
 
 SCHEDULES = {
-    "GPipe": Kind("1", "loop", False),  # arXiv:1811.06965
-    "1F1B": Kind("1", "loop", False),  # PipeDream-flush, arXiv:2006.09503
-    "Interleaved1F1B": Kind("2+", "loop", False),  # Narayanan et al. 2021, arXiv:2104.04473
-    "LoopedBFS": Kind("2+", "loop", False),  # arXiv:2211.05953
-    "InterleavedZeroBubble": Kind("2+", "loop", True),  # ZB1P of arXiv:2401.10241
-    "ZBVZeroBubble": Kind("2", "v", True),  # ZB-V of the same
-    "DualPipeV": Kind("2", "v", True),  # DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe
+    "GPipe": ScheduleKind("1", "loop", False),  # arXiv:1811.06965
+    "1F1B": ScheduleKind("1", "loop", False),  # PipeDream-flush, arXiv:2006.09503
+    "Interleaved1F1B": ScheduleKind("2+", "loop", False),  # Narayanan et al. 2021, arXiv:2104.04473
+    "LoopedBFS": ScheduleKind("2+", "loop", False),  # arXiv:2211.05953
+    "InterleavedZeroBubble": ScheduleKind("2+", "loop", True),  # ZB1P of arXiv:2401.10241
+    "ZBVZeroBubble": ScheduleKind("2", "v", True),  # ZB-V of the same
+    "DualPipeV": ScheduleKind("2", "v", True),  # DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe
 }
 
 # As torch prints them: 0F0, or two that share a step, (0F4;3B1)OVERLAP_F_B.
@@ -180,7 +180,7 @@ def microbatches_in(table: Table) -> int:
     return 1 + max(action.microbatch for row in table for action in row)
 
 
-class Step(NamedTuple):
+class TimedAction(NamedTuple):
     start: int
     action: Action
 
@@ -192,7 +192,7 @@ class Step(NamedTuple):
 class Timeline(NamedTuple):
     """When each rank does what, in units of one forward, and the fraction of all ranks' time in which they wait."""
 
-    rows: list[list[Step]]
+    rows: list[list[TimedAction]]
     bubble: float
 
 
@@ -207,7 +207,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
     """
     last = max(action.stage for row in table for action in row)
     ends: dict[Action, int] = {}
-    rows: list[list[Step]] = [[] for _ in table]
+    rows: list[list[TimedAction]] = [[] for _ in table]
 
     def ready_at(action: Action) -> int | None:
         """None as long as an input is missing."""
@@ -231,7 +231,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
                 ready = ready_at(action)
                 if ready is None:
                     break
-                step = Step(max(ready, rows[rank][-1].end if rows[rank] else 0), action)
+                step = TimedAction(max(ready, rows[rank][-1].end if rows[rank] else 0), action)
                 rows[rank].append(step)
                 ends[action] = step.end
                 moved = True

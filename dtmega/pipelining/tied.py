@@ -109,7 +109,7 @@ class Tied:
         sums = drift.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
-            least_and_most = drift.gather(least_and_most, self._group)
+            least_and_most = drift.gather_vectors(least_and_most, self._group)
         return bool((least_and_most == least_and_most.flatten()[0]).all())
 
 

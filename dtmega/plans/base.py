@@ -55,7 +55,7 @@ class Stack:
 
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
         """A replicated parameter, to meet this rank's tokens if the sequence is cut, and if `of_heads` in any case."""
-        return local(parameter)
+        return local_part(parameter)
 
 
 class Style(ParallelStyle):
@@ -97,7 +97,7 @@ class Style(ParallelStyle):
 
     def matrix(self, module: Any) -> Tensor:
         """This rank's part of a linear's weight, [out, in]."""
-        return local(module.weight)
+        return local_part(module.weight)
 
     def check(self, module: nn.Module, tp: int) -> None:
         """Raises ValueError where tp ranks cannot share the module, or the style is not for it."""
@@ -172,6 +172,6 @@ def computing_on(module: nn.Module, here: Callable[[Any], Tensor]) -> Iterator[N
         module._parameters.update(own)
 
 
-def local(parameter: Any) -> Any:
+def local_part(parameter: Any) -> Any:
     """This rank's part. The gradient comes back with the parameter's placement, and for a replicated one unsummed."""
     return None if parameter is None else parameter.to_local()

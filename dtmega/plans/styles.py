@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.plans import mappings, products
-from dtmega.plans.base import Stack, Style, as_function, computing_on, local
+from dtmega.plans.base import Stack, Style, as_function, computing_on, local_part
 from dtmega.plans.products import product
 
 
@@ -130,7 +130,7 @@ class Column(Style):
         return products.again(self.multiply(module, entered), entered)
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
-        return product(x, self.matrix(module), local(module.bias))
+        return product(x, self.matrix(module), local_part(module.bias))
 
 
 class KVColumn(Column):

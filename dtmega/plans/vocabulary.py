@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.loss import linear_cross_entropy
 from dtmega.plans import mappings
-from dtmega.plans.base import Stack, Style, as_function, computing_on, local
+from dtmega.plans.base import Stack, Style, as_function, computing_on, local_part
 from dtmega.plans.products import product
 
 
@@ -73,7 +73,7 @@ class VocabEmbedding(VocabStyle):
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
         """The output of the module for numbers of rows of this rank."""
         padding: int | None = module.padding_idx
-        with computing_on(module, local):
+        with computing_on(module, local_part):
             # The row of padding has no gradient, on the rank that has it.
             if padding is not None:
                 module.padding_idx = padding - start if start <= padding < start + n_rows else None
@@ -97,7 +97,7 @@ class WholeEmbedding(Style):
     def forward(self, module: Any, x: Tensor) -> Tensor:
         if self.stack.cut:
             x = x.chunk(self.group.size(), 1)[self.group.rank()]
-        return F.embedding(x, local(module.weight))
+        return F.embedding(x, local_part(module.weight))
 
 
 class HeadColumns(Style):
@@ -109,7 +109,7 @@ class HeadColumns(Style):
         return (nn.Embedding,)
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        return F.embedding(x, local(module.weight))
+        return F.embedding(x, local_part(module.weight))
 
 
 class Rejoin(ParallelStyle):
@@ -156,8 +156,8 @@ class VocabHead(VocabStyle):
     def forward(
         self, module: Any, x: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None
     ) -> Tensor:
-        weight = local(module.weight)
-        bias = local(module.bias)
+        weight = local_part(module.weight)
+        bias = local_part(module.bias)
         h = self.stack.enter(x, self.group)
         if labels is None:
             return self._whole_logits(module, product(h, weight, bias))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dtmega.formats.rules import Heads, Rule, Translation, translate
+from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import Renamed, Source, Together, Translated
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -43,7 +43,7 @@ def conversions(model: Any) -> list[Any]:
     return get_model_conversion_mapping(model)
 
 
-def in_pieces(conversions: Iterable[Any], shapes: Shapes) -> Translation:
+def in_pieces(conversions: Iterable[Any], shapes: Shapes) -> Directions:
     """The parameters that files may hold in pieces, and the pieces.
 
     Args:
@@ -54,7 +54,7 @@ def in_pieces(conversions: Iterable[Any], shapes: Shapes) -> Translation:
         ValueError: a shape that cannot be cut into such pieces.
     """
     rules = [rule for converter in conversions if understood(converter) for rule in _rules(converter, shapes)]
-    return translate(rules, {str(rule.ours): shapes[str(rule.ours)] for rule in rules}, Heads(1, 1))
+    return directions(rules, {str(rule.ours): shapes[str(rule.ours)] for rule in rules}, Heads(1, 1))
 
 
 def understood(conversion: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.hf.tp.styles import Stack
 from dtmega.plans import mappings
-from dtmega.plans.base import Style, computing_on, local
+from dtmega.plans.base import Style, computing_on, local_part
 
 
 class Experts(Style):
@@ -69,6 +69,6 @@ class Experts(Style):
         elsewhere = (numbers < 0) | (numbers >= here)
         x = mappings.copy(x, self.group)
         weights = mappings.copy(weights, self.group).masked_fill(elsewhere, 0.0)
-        with computing_on(module, local):
+        with computing_on(module, local_part):
             out = type(module).forward(module, x, numbers.masked_fill(elsewhere, here), weights)
         return mappings.add_up(out, self.group)

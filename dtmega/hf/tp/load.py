@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dtmega.formats.rules import Made, Translation
+from dtmega.formats.rules import Directions, Made
 from dtmega.formats.sources import Renamed, Source, Together, Translated
 from dtmega.formats.whole import aliases
 from dtmega.hf.files import theirs
@@ -69,7 +69,7 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
     return Folder(files, weights, copies, TIED)
 
 
-def _joined(files: TensorFiles, keys: Mapping[str, str], pieces: Translation, model: Any) -> Source:
+def _joined(files: TensorFiles, keys: Mapping[str, str], pieces: Directions, model: Any) -> Source:
     """The files' tensors by the model's names, each of which is stored by itself or in pieces.
 
     Args:
@@ -135,7 +135,7 @@ def materialize(model: Any, device: str | torch.device) -> None:
     model.initialize_weights()
 
 
-def places(files: TensorFiles, model: Any, pieces: Translation) -> dict[str, str]:
+def places(files: TensorFiles, model: Any, pieces: Directions) -> dict[str, str]:
     """Name in the model, or of a piece -> key in the files, found as `from_pretrained` does: renamed, with or without
     the prefix of the base model. Keys that transformers leaves out for the model's class are left out.
 

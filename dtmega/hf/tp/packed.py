@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.plans.base import Style, local
+from dtmega.plans.base import Style, local_part
 from dtmega.plans.products import product
 from dtmega.plans.styles import Column, Row
 
@@ -53,7 +53,7 @@ class _Conv(Style):
         return (Conv1D,)
 
     def matrix(self, module: Any) -> Tensor:
-        return local(module.weight).t()
+        return local_part(module.weight).t()
 
 
 class ConvColumn(_Conv, Column):

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from dtmega.hf.tp.dropout import RandomStream
 from dtmega.plans import base, mappings
-from dtmega.plans.base import local
+from dtmega.plans.base import local_part
 from dtmega.plans.styles import Column, Row
 
 
@@ -35,7 +35,7 @@ class Stack(base.Stack):
         self.random = RandomStream()
 
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
-        weight = local(parameter)
+        weight = local_part(parameter)
         return mappings.copy(weight, group) if (self.cut or of_heads) and weight is not None else weight
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from dtmega.hf.tp.logits import Parts, VocabLogits
 from dtmega.hf.tp.styles import Stack
 from dtmega.plans import mappings
-from dtmega.plans.base import local
+from dtmega.plans.base import local_part
 from dtmega.plans.vocabulary import VocabStyle
 
 _FUSED = "backward all-reduce; 3 numbers a token for the loss"
@@ -42,7 +42,7 @@ class LogitsHead(VocabStyle):
     def forward(self, module: Any, x: Tensor) -> Tensor:
         cut, size = isinstance(module.weight, DTensor), module.weight.shape[0]
         group = self.group if cut else None
-        weight, bias = (local(p) if cut else p for p in (module.weight, module.bias))
+        weight, bias = (local_part(p) if cut else p for p in (module.weight, module.bias))
         self.calls += 1
         parameter, version, call = module.weight, module.weight._version, self.calls
 
