@@ -1,9 +1,13 @@
 # make train [ARGS="--section.key value ..."]   install on first use, then train the default model
 # make test                                     install on first use, then lint, types and tests
 # make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
+# make test-oldest                              the tests on the oldest torch that pyproject.toml allows, in a venv of 5 GB
+# make bench [ARGS="--only step"]               speed beside other programs: prints a table, writes benchmarks.json and .png
 PYTHON ?= python3
 
-.PHONY: train test types tests test-full
+OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
+
+.PHONY: train test types tests test-full test-oldest bench
 
 train: .venv/installed
 	.venv/bin/torchrun train.py --config bloom.toml $(ARGS)
@@ -28,6 +32,17 @@ test-full: test
 	.venv/bin/python benchmarks/resume.py
 	.venv/bin/python benchmarks/kills.py
 
+# What constraints.txt says of torch, and of the libraries of NVIDIA's that come with it, is of a newer one.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	grep -vE '^(torch|triton|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --disable-pip-version-check -c .venv-oldest/constraints.txt \
+		'torch==$(OLDEST_TORCH).*' -e '.[test]'
+	.venv-oldest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+bench: .venv/installed-bench
+	.venv/bin/python -m benchmarks $(ARGS)
+
 # A stamp, newer than what it was made from, makes the second call instant; a killed install leaves none.
 .venv/installed: pyproject.toml constraints.txt
 	$(call install,.)
@@ -35,6 +50,10 @@ test-full: test
 
 .venv/installed-test: pyproject.toml constraints.txt
 	$(call install,.[test])
+	touch .venv/installed $@
+
+.venv/installed-bench: pyproject.toml constraints.txt
+	$(call install,.[bench])
 	touch .venv/installed $@
 
 define install

@@ -11,28 +11,18 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dtmega.data.idx_file import HEADER, MAGIC
+from benchmarks.corpora import write_corpus
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.samples import Samples
-
-
-def write_corpus(prefix: Path, n: int) -> None:
-    sizes = np.random.default_rng(0).integers(1, 40, n).astype("<i4")
-    ends = np.cumsum(sizes, dtype="<i8")
-    with open(f"{prefix}.idx", "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, 8, n, n + 1))
-        for values in (sizes, (ends - sizes) * 2, np.arange(n + 1, dtype="<i8")):
-            file.write(values.data)
-    with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(2 * int(ends[-1]))  # zeros, without the disk they would take
 
 
 def own_bytes() -> int:
@@ -59,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        write_corpus(Path(folder, "corpus"), args.documents)
+        write_corpus(Path(folder, "corpus"), args.documents, longest=39)
         samples = Samples(IndexedDataset(Path(folder, "corpus")), (0, args.documents), 2048, 1234, "train")
         context = multiprocessing.get_context("spawn")
         for attempt in ("first start", "again"):

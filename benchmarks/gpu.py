@@ -1,159 +1,290 @@
 """One GPU in ten minutes: are its numbers those of a CPU, and what does a step cost? `python benchmarks/gpu.py`.
 
-    python benchmarks/gpu.py                                       every case below, each in a process of its own
-    python benchmarks/gpu.py bloom-560m --batch.micro_batch_size 8     the step of one configuration
-    python benchmarks/gpu.py bloom-560m --profile                  and the kernels that it spends its time in
+    python benchmarks/gpu.py [--set second] [--deadline 570]       the cases below, each in a process of its own
+    python benchmarks/gpu.py step bloom-560m --ladder 4,8,16       one of them: tokens/s of each micro-batch that fits
+    python benchmarks/gpu.py step bloom-560m --profile             and the kernels that a step spends its time in
+    python benchmarks/gpu.py hf bloom-560m --compiled              transformers' model of that size on as many tokens
 
-What is timed is the trainer's own `train_step`, on batches of the default corpus, after three steps that compile and
-warm up; times are medians of the clock, which a step ends with a synchronisation for. Without a GPU everything is tiny
-and of no interest but that it runs.
+What is timed is the trainer's own `train_step`, after three steps that compile and warm up; times are medians of the
+clock, which a step ends with a synchronisation for. MFU is model FLOPs (`dtmega/cost.py`) by the datasheet's
+989 TFLOP/s of an H100 or H200. The table of all that was found comes last, with what there was no time for. Without a
+GPU everything is tiny and of no interest but that it runs.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from dtmega import cost, families, keyed, metrics, train
-from dtmega.startup import Startup
-from dtmega.step import Run, train_step
+from benchmarks.rows import ours, peers
+from dtmega import config, cost, families, keyed, metrics
+from dtmega.step import train_step
 
+ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.cuda.is_available()
-WARM_UP, STEPS = (3, 15) if GPU else (1, 2)
-TIMEOUT_S = 150 if GPU else 1500
-CASES = [
-    ["right"],
-    ["bloom-560m", "--profile"],
-    ["bloom-560m", "--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1"],
-    ["bloom-1b1"],
-    ["bloom-3b", "--batch.micro_batch_size", "2"],
-]
-# Whatever the configuration says of these, a step alone does not need it.
-ALONE = {
-    "batch.micro_batch_size": "4",
-    "batch.global_batch_size": "4",
-    "batch.rampup": "[]",
-    "mesh.tp": "1",
-    "mesh.pp": "1",
-    "mesh.dp_shard": "1",
-    "train.samples": "0",
-    "train.tokens": "0",
-    "train.steps": "1000",
-    "optim.unit": "steps",
-    "optim.warmup": "10",
-    "optim.decay": "0",
-    "log.tensorboard": "false",
-    "data.path": "stdlib",
-    "data.tokenizer": "stdlib-8k",
-    "data.num_workers": "0",
+DEVICE = torch.device("cuda" if GPU else "cpu")
+WARM_UP, STEPS = (3, 12) if GPU else (1, 2)
+RESULT = "result: "
+SHOWN_KERNELS = 20
+DROPOUT = ["--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1"]
+NO_DROPOUT = ["--model.hidden_dropout", "0", "--model.attention_dropout", "0"]
+NEW = ["--model.init_from", ""]
+# The most wanted first: (limit in seconds, case).
+SETS: dict[str, list[tuple[int, list[str]]]] = {
+    "first": [
+        (120, ["tests"]),
+        (100, ["right"]),
+        (150, ["step", "bloom-560m", "--ladder", "4,8,16", "--profile", *NO_DROPOUT]),
+        (90, ["hf", "bloom-560m", "--ladder", "8", "--compiled"]),
+        (60, ["hf", "bloom-560m", "--ladder", "8"]),
+        (120, ["step", "bloom-7b1", "--ladder", "1,2", *NO_DROPOUT]),
+        (100, ["step", "bloom-560m", "--ladder", "8", *DROPOUT]),
+    ],
+    "second": [
+        (100, ["step", "bloom-1b1", "--ladder", "4,8", *NO_DROPOUT]),
+        (100, ["step", "bloom-3b", "--ladder", "2,4", "--profile", *NO_DROPOUT]),
+        (100, ["step", "llama-3.2-1b", "--ladder", "1,2", *NEW]),
+        (100, ["step", "llama-3-8b", "--ladder", "1,2", "--model.n_layers", "4"]),
+        (90, ["hf", "bloom-3b", "--ladder", "4", "--compiled"]),
+        (90, ["step", "bloom-1b1", "--ladder", "8", *DROPOUT]),
+        (90, ["step", "bloom-3b", "--ladder", "4", *DROPOUT]),
+        (120, ["step", "bloom-7b1", "--ladder", "1", *DROPOUT]),
+    ],
 }
-TINY = {"model.hidden_size": "64", "model.n_layers": "2", "model.n_heads": "2", "data.seq_len": "128"}
-SMALL = TINY | {"model.vocab_size": "8192", "data.seq_len": "200", "optim.eps": "1e-6"}
+TINY = {"model.hidden_size": 64, "model.n_layers": 2, "model.n_heads": 2, "data.seq_len": 128, "model.vocab_size": 8192}
+TINY_LLAMA = TINY | {"model.n_kv_heads": 1, "model.ffn_hidden_size": 128}
+SMALL = TINY | {"data.seq_len": 200, "optim.eps": 1e-6}
+Keys = dict[str, Any]
 
 
-def begin(name: str, overrides: dict[str, str], closing: ExitStack) -> Run:
-    """The trainer, ready for its first step."""
-    folder = closing.enter_context(tempfile.TemporaryDirectory())
-    keys = ALONE | ({} if GPU else TINY) | {"run.dir": folder} | overrides
-    argv = ["--config", f"{name}.toml", *(word for key, value in keys.items() for word in (f"--{key}", value))]
-    run, _ = train.begin(argv, Startup(), closing)
-    return run
+def tiny(name: str) -> Keys:
+    """Keys that make a configuration small enough for a CPU; none on a GPU."""
+    if GPU:
+        return {}
+    return TINY_LLAMA if name.startswith("llama") else TINY
 
 
-def losses(overrides: dict[str, str], steps: int) -> list[float]:
+def micro_batches(size: int) -> Keys:
+    return {"batch.micro_batch_size": size, "batch.global_batch_size": size, "mesh.tp": 1, "mesh.pp": 1}
+
+
+# ---- is it right
+
+
+def tests() -> int:
+    """The tests of what only a GPU runs; on a CPU their bodies, on the plain kernels."""
+    words = ["-m", "gpu"] if GPU else []
+    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests/test_gpu.py"), *words]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def losses(overrides: Keys, steps: int) -> list[float]:
     with ExitStack() as closing:
-        run = begin("bloom", SMALL | overrides, closing)
-        found = [train_step(run, next(run.batches))[0] for _ in range(steps)]
+        run = ours.begin("bloom.toml", SMALL | micro_batches(4) | overrides, closing)
+        found = [train_step(run, next(run.batches)).loss for _ in range(steps)]
     dist.destroy_process_group()
     return found
 
 
-def right() -> None:
-    """Drawn numbers equal to the bit, and the losses of ten steps in fp32 with dropout."""
+def right() -> int:
+    """Drawn numbers equal to the bit, and the losses of ten steps in fp32, with dropout too."""
     index = torch.arange(2**18) * 7 + 2**33
-    device = torch.device("cuda" if GPU else "cpu")
-    same = torch.equal(keyed.normal(5, "w", index), keyed.normal(5, "w", index.to(device)).cpu())
-    print(f"initial values on {device.type} are those of a CPU, to the bit: {same}")
-    dropped = {"model.hidden_dropout": "0.1", "model.attention_dropout": "0.1"}
+    same = torch.equal(keyed.normal(5, "w", index), keyed.normal(5, "w", index.to(DEVICE)).cpu())
+    say(case=f"initial values on {DEVICE.type} are those of a CPU, to the bit", right=same)
+    dropped = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+    all_right = same
     for name, dropout in (("without dropout", {}), ("with dropout", dropped)):
         truth = losses(dropout | {"run.device": "cpu", "compile.enable": "false"}, 10)
         for compiled in ("false", "true"):
-            ours = losses(dropout | {"compile.enable": compiled}, 10)
-            worst = max(abs(a / b - 1) for a, b in zip(ours, truth, strict=True))
-            print(f"ten steps {name}, compiled {compiled}: largest relative difference of a loss {worst:.1e}")
+            found = losses(dropout | {"compile.enable": compiled}, 10)
+            worst = max(abs(a / b - 1) for a, b in zip(found, truth, strict=True))
+            all_right &= worst < 1e-5
+            say(case=f"ten steps {name}, compiled {compiled}", right=worst < 1e-5, worst_loss=f"{worst:.1e}")
+    return 0 if all_right else 1
 
 
-def step(name: str, overrides: dict[str, str], show_kernels: bool) -> None:
-    with ExitStack() as closing:
-        run = begin(name, overrides, closing)
-        cfg, device = run.cfg, run.world.device
-        started = time.perf_counter()
-        train_step(run, next(run.batches))
-        first_s = time.perf_counter() - started
-        for _ in range(WARM_UP - 1):
-            train_step(run, next(run.batches))
-        batches = [next(run.batches) for _ in range(STEPS)]
-        times_s = []
-        for batch in batches:
-            started = time.perf_counter()
-            train_step(run, batch)
-            times_s.append(time.perf_counter() - started)
-        step_s = statistics.median(times_s)
-        tokens = cfg.batch.global_batch_size * cfg.data.seq_len
-        flops_per_token = cost.flops_per_token(families.pieces(cfg.model), cfg.data.seq_len, cfg.data.mask_prob)
-        flops_per_s = flops_per_token * tokens / step_s
-        row = {
-            "case": " ".join([name, *(f"{key}={value}" for key, value in overrides.items())]),
-            "ms per step": round(1e3 * step_s, 1),
-            "tokens/s": round(tokens / step_s),
-            "MFU": round(flops_per_s / metrics.reference_flops(device, cfg.precision.params), 3),
-            "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1) if GPU else None,
-            "first step s": round(first_s, 1),
-        }
-        print(json.dumps(row))
-        if show_kernels:
-            kernels(run)
+# ---- what does it cost
 
 
-def kernels(run: Run) -> None:
+def timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the first step, and the median of later ones."""
+    started_s = time.perf_counter()
+    step()
+    first_s = time.perf_counter() - started_s
+    for _ in range(WARM_UP - 1):
+        step()
+    times_s = []
+    for _ in range(STEPS):
+        started_s = time.perf_counter()
+        step()
+        times_s.append(time.perf_counter() - started_s)
+    return first_s, statistics.median(times_s)
+
+
+def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: float) -> None:
+    tokens = size * cfg.data.seq_len
+    flops_per_token = cost.flops_per_token(families.pieces(cfg.model), cfg.data.seq_len, cfg.data.mask_prob)
+    mfu = flops_per_token * tokens / step_s / metrics.reference_flops(DEVICE, cfg.precision.params)
+    say(
+        case=case,
+        micro_batch=size,
+        ms_per_step=round(1e3 * step_s, 1),
+        tokens_per_s=round(tokens / step_s),
+        mfu=round(mfu, 3),
+        peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1) if GPU else None,
+        first_step_s=round(first_s, 1),
+    )
+
+
+def step(name: str, ladder: list[int], keys: Keys, show_kernels: bool) -> int:
+    """Each rung of the ladder, until memory is out; the kernels of the last one that fits."""
+    case = " ".join([name, *(f"{key}={value}" for key, value in keys.items())])
+    for size in ladder:
+        try:
+            with ExitStack() as closing:
+                run = ours.begin(f"{name}.toml", micro_batches(size) | tiny(name) | keys, closing)
+                first_s, step_s = timed(lambda run=run: train_step(run, next(run.batches)))
+                report(case, run.cfg, size, first_s, step_s)
+                if show_kernels and size == ladder[-1]:
+                    kernels(lambda run=run: train_step(run, next(run.batches)))
+                del run
+        except torch.OutOfMemoryError:
+            say(case=case, micro_batch=size, out_of_memory=True)
+            break
+        dist.destroy_process_group()
+        forget()
+    return 0
+
+
+def forget() -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def hf(name: str, ladder: list[int], compiled: bool) -> int:
+    """The same sizes and tokens by transformers: fp32 weights, autocast, fused AdamW."""
+    settings = {key: str(value) for key, value in tiny(name).items()}
+    cfg = config.load(ours.arguments(f"{name}.toml", settings | {"run.dir": tempfile.gettempdir()}))
+    model: Any = cfg.model
+    theirs = transformers.BloomConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        n_layer=model.n_layers,
+        n_head=model.n_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cache=False,
+    )
+    case = f"transformers' {name}, {'compiled' if compiled else 'eager'}"
+    for size in ladder:
+        try:
+            with DEVICE:
+                network = transformers.BloomForCausalLM(theirs).train()
+                tokens = torch.randint(model.vocab_size, (size, cfg.data.seq_len))
+            inputs = {"input_ids": tokens, "labels": tokens}
+            report(case, cfg, size, *timed(peers.HfStep(network, inputs, autocast=True, compiled=compiled)))
+            del network
+        except torch.OutOfMemoryError:
+            say(case=case, micro_batch=size, out_of_memory=True)
+            break
+        forget()
+    return 0
+
+
+def kernels(step: Callable[[], object]) -> None:
     """Where the time of a step goes: the twenty that take most."""
-    batch = next(run.batches)
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]) as seen:
-        train_step(run, batch)
+        step()
     sort_by = "self_device_time_total" if GPU else "self_cpu_time_total"
-    print(seen.key_averages().table(sort_by=sort_by, row_limit=20, max_name_column_width=80))
+    print(seen.key_averages().table(sort_by=sort_by, row_limit=SHOWN_KERNELS, max_name_column_width=80))
+
+
+def say(**row: Any) -> None:
+    print(RESULT + json.dumps(row), flush=True)
+
+
+# ---- all of it
+
+
+def all_cases(name: str, deadline_s: float) -> int:
+    """The cases of a set one after the other, for as long as there is time."""
+    started_s = time.monotonic()
+    found: list[str] = []
+    skipped: list[str] = []
+    worst = 0
+    for limit_s, case in SETS[name]:
+        left_s = deadline_s - (time.monotonic() - started_s)
+        if left_s < limit_s / 2:
+            skipped.append(" ".join(case))
+            continue
+        print(f"\n=== {' '.join(case)}", flush=True)
+        lines, code = one_case(case, min(limit_s if GPU else 1500, left_s))
+        found += lines
+        worst = max(worst, code)
+    print("\n" + "\n".join(found))
+    if skipped:
+        print(f"no time for: {'; '.join(skipped)}")
+    return worst
+
+
+def one_case(case: list[str], limit_s: float) -> tuple[list[str], int]:
+    """Its results, and its exit code; 1 if it took too long."""
+    with tempfile.TemporaryFile("w+") as words:
+        try:
+            command = [sys.executable, str(Path(__file__).resolve()), *case]
+            code = subprocess.run(
+                command, stdout=words, stderr=subprocess.STDOUT, timeout=limit_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 1
+            print(f"no end after {limit_s:.0f} s", flush=True)
+        words.seek(0)
+        lines = words.read().splitlines()
+    print("\n".join(lines[-80:]), flush=True)
+    return [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)], code
 
 
 def main(argv: list[str]) -> int:
-    if not argv:
-        own = [sys.executable, str(Path(__file__))]
-        codes = [
-            subprocess.run([*own, *case], timeout=TIMEOUT_S * (1 if GPU else 10), check=False).returncode
-            for case in CASES
-        ]
-        return max(codes)
-    name, *rest = argv
-    show_kernels = "--profile" in rest
-    flags = [word for word in rest if word != "--profile"]
-    if name == "right":
-        right()
-    else:
-        step(
-            name,
-            {flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)},
-            show_kernels,
-        )
-    return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="?", choices=["tests", "right", "step", "hf"])
+    parser.add_argument("name", nargs="?", default="bloom-560m")
+    parser.add_argument("--set", choices=SETS, default="first")
+    parser.add_argument("--deadline", type=float, default=570.0 if GPU else 3600.0, help="seconds")
+    parser.add_argument("--ladder", default="4", help="micro-batches to try, smallest first")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
+    args, rest = parser.parse_known_args(argv)
+    ladder = [int(size) for size in args.ladder.split(",")]
+    if args.case is None:
+        return all_cases(args.set, args.deadline)
+    if args.case == "tests":
+        return tests()
+    if args.case == "right":
+        return right()
+    if args.case == "hf":
+        return hf(args.name, ladder, args.compiled)
+    keys = {flag.removeprefix("--"): value for flag, value in zip(rest[::2], rest[1::2], strict=True)}
+    return step(args.name, ladder, keys, args.profile)
 
 
 if __name__ == "__main__":

@@ -10,29 +10,21 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-from dtmega.data.idx_file import HEADER, MAGIC
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.corpora import write_corpus
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.megatron_blend import greedy
 from dtmega.data.megatron_cache import OrderName
 from dtmega.data.megatron_index import Asked
 from dtmega.data.megatron_order import MegatronSamples
-
-
-def write_corpus(prefix: Path, n: int) -> None:
-    sizes = np.random.default_rng(0).integers(1, 1000, n).astype("<i4")
-    ends = np.cumsum(sizes, dtype="<i8")
-    with open(f"{prefix}.idx", "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, 8, n, n + 1))
-        for values in (sizes, (ends - sizes) * 2, np.arange(n + 1, dtype="<i8")):
-            file.write(values.data)
-    with open(f"{prefix}.bin", "wb") as file:
-        file.truncate(2 * int(ends[-1]))  # zeros, without the disk they would take
 
 
 def timed(what: str, started_s: float) -> None:
@@ -48,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-        write_corpus(Path(folder, "corpus"), args.documents)
+        write_corpus(Path(folder, "corpus"), args.documents, longest=999)
         dataset = IndexedDataset(Path(folder, "corpus"))
         seq_len = dataset.n_tokens // args.samples
         asked = Asked(dataset, (0, len(dataset)), args.samples - args.samples // 100, seq_len, 1234, 0.80)

@@ -1,0 +1,53 @@
+"""The trainer as a user starts it, up to its first step: what every benchmark of a step times is `train_step`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from dtmega import train
+from dtmega.data.loader import StepBatch
+from dtmega.startup import Startup
+from dtmega.step import Outcome, Run, train_step
+
+# Keys that a step alone does not need, whatever a configuration says of them.
+ALONE: dict[str, Any] = {
+    "batch.rampup": "[]",
+    "train.samples": 0,
+    "train.tokens": 0,
+    "train.steps": 1000,
+    "optim.unit": "steps",
+    "optim.warmup": 10,
+    "optim.decay": 0,
+    "log.tensorboard": "false",
+    "data.path": "stdlib",
+    "data.tokenizer": "stdlib-8k",
+    "data.num_workers": 0,
+}
+
+
+def begin(config: str, keys: Mapping[str, Any], closing: ExitStack) -> Run:
+    """The trainer, ready for its first step; it has a folder of its own until `closing` ends."""
+    folder = closing.enter_context(tempfile.TemporaryDirectory())
+    run, _ = train.begin(arguments(config, ALONE | {"run.dir": folder} | dict(keys)), Startup(), closing)
+    return run
+
+
+def arguments(config: str, keys: Mapping[str, Any]) -> list[str]:
+    words = ["--config", config]
+    for key, value in keys.items():
+        words += [f"--{key}", str(value)]
+    return words
+
+
+class Stepper:
+    """Steps of one run on one batch, over and over."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.batch: StepBatch = next(run.batches)
+
+    def __call__(self) -> Outcome:
+        return train_step(self.run, self.batch)

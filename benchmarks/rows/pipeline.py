@@ -1,0 +1,133 @@
+"""How much of a pipeline's step its ranks are not busy, beside the bubble of its schedule.
+
+The layers of a tiny model sleep instead of computing: F forward, as long again for the gradient of their input, and
+again for that of their weights. So a rank is busy for a known time on any machine, however few cores it has, and what
+the step takes beyond it is waiting: for the bubble, for messages, for Python. All else is the trainer's own step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.rows import ours
+from benchmarks.rows.measure import Row, check_losses
+from dtmega.pipelining.table import SCHEDULES, named_table, simulate
+from tests import ranks
+
+TIMEOUT_S = 1800.0
+RANKS, MICROBATCHES, LAYERS = 2, 8, 8
+SLEEP_S = 0.012
+REACH = 1.03
+KEYS: dict[str, Any] = {
+    "model.hidden_size": 64,
+    "model.n_layers": LAYERS,
+    "model.n_heads": 2,
+    "model.vocab_size": 512,
+    "data.seq_len": 16,
+    "data.tokenizer": "bytes",
+    "batch.micro_batch_size": 1,
+    "batch.global_batch_size": MICROBATCHES,
+    "compile.enable": "false",
+}
+MEASURED = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+
+
+def schedules(quick: bool) -> list[Row]:
+    """A step of 8 microbatches on two ranks, by each schedule."""
+    rounds = 2 if quick else 5
+    found = ranks.run(RANKS, _on_a_rank, rounds, timeout_s=TIMEOUT_S)
+    (truth,) = ranks.run(1, _alone, timeout_s=TIMEOUT_S)
+    rows = []
+    for name in MEASURED:
+        equal = f"fp32 {check_losses(found[0][name].loss, truth)} of one process"
+        step_ms = max(rank[name].step_ms for rank in found)
+        busy_ms = max(rank[name].busy_ms for rank in found)
+        per_rank = int(SCHEDULES[name].per_rank[0])
+        bubble = simulate(named_table(name, RANKS, per_rank, MICROBATCHES)).bubble
+        ideal_ms = busy_ms / (1 - bubble)
+        label = f"pipeline of 2, {name}: step ({step_ms / busy_ms:.3f} of busy)"
+        rows.append(Row(label, f"bubble ({1 / (1 - bubble):.3f} of busy)", step_ms, ideal_ms, "ms", REACH, equal))
+    return rows
+
+
+class Found:
+    """What one rank has seen of one schedule."""
+
+    def __init__(self, step_ms: float, busy_ms: float, loss: float) -> None:
+        self.step_ms, self.busy_ms, self.loss = step_ms, busy_ms, loss
+
+
+def _on_a_rank(rounds: int) -> dict[str, Found]:
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in MEASURED:
+        with ExitStack() as closing:
+            keys = KEYS | {"mesh.pp": RANKS, "pipeline.schedule": name}
+            stepper = ours.Stepper(ours.begin("bloom.toml", keys, closing))
+            loss = stepper().loss
+            asleep = Asleep()
+            for stage in stepper.run.model.stages.values():
+                for block in stage.blocks():
+                    asleep.instead_of(block)
+            stepper()
+            times_ms, busy_ms = [], []
+            for _ in range(rounds):
+                asleep.total_s = 0.0
+                cpu_s, started_s = time.process_time(), time.perf_counter()
+                stepper()
+                times_ms.append(1e3 * (time.perf_counter() - started_s))
+                busy_ms.append(1e3 * (asleep.total_s + time.process_time() - cpu_s))
+            found[name] = Found(statistics.median(times_ms), statistics.median(busy_ms), loss)
+    return found
+
+
+def _alone() -> float:
+    warnings.simplefilter("ignore")
+    with ExitStack() as closing:
+        return ours.Stepper(ours.begin("bloom.toml", KEYS, closing))().loss
+
+
+class Asleep:
+    """Sleeps at the ends of blocks; `total_s` is how long."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def sleep(self) -> None:
+        started_s = time.perf_counter()
+        time.sleep(SLEEP_S)
+        self.total_s += time.perf_counter() - started_s
+
+    def instead_of(self, block: nn.Module) -> None:
+        def forward(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            self.sleep()
+            return _SleepsInBackward.apply(output, self)
+
+        def weights(gradient: Tensor) -> None:
+            self.sleep()
+
+        block.register_forward_hook(forward)
+        # One of its weights stands for all: the hook runs when its gradient has been computed.
+        next(block.parameters()).register_hook(weights)
+
+
+class _SleepsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, asleep: Asleep) -> Tensor:
+        ctx.asleep = asleep
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.asleep.sleep()
+        return gradient, None
+
+
+BENCHMARKS = {"schedules": schedules}
