@@ -165,10 +165,13 @@ def markdown(record: dict[str, Any]) -> list[str]:
     loads = [row["load"] for row in found]
     dates = [row["date"] for row in found]
     lines = [
+        "# `python -m benchmarks`",
+        "",
         f"{about['processor']}, {about['cores']} cores, {' '.join(about['bf16 instructions'])}; Python "
         f"{about['python']}, {versions}.",
         f"Measured from {min(dates)} to {max(dates)} UTC, at a load average of {min(loads)} to {max(loads)}"
         + (", some with few rounds." if any(row["quick"] for row in found) else "."),
+        "How it is measured: [docs/speed.md](../docs/speed.md).",
         "",
         *table(found),
     ]

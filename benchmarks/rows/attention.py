@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.rows.measure import FP32_LOSS, Row, check_tensors, cpu_ms, top_operators
 from dtmega.attention import attention
-from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
+from dtmega.rule import alibi_slopes, attention_rule
 
 N_TOKENS, N_HEADS, HEAD_DIM = 2048, 8, 64
 # S -> the ratio to reach.
@@ -24,23 +24,20 @@ def at(seq_len: int, quick: bool) -> list[Row]:
     slopes = alibi_slopes(N_HEADS)
     places = torch.arange(seq_len).expand(shape[0], -1)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, rule())
+    rule = attention_rule(places, causal=True, slopes=slopes)  # the layers of a model share one
 
-    @functools.lru_cache(maxsize=1)  # the layers of a model share one
-    def rule() -> AttentionRule:
-        return attention_rule(places, causal=True, slopes=slopes)
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, rule)
 
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return bloom_of_transformers(q, k, v, slopes)
 
     equal = _equal(ours, theirs, truth)
     in_bf16 = [x.bfloat16() for x in truth]
-    rule()
     compiled = torch.compile(ours, dynamic=False)
     forms = {"HF": _both_ways(theirs, in_bf16), "eager": _both_ways(ours, in_bf16)}
     forms["compiled"] = _both_ways(compiled, in_bf16)
-    ms = cpu_ms(forms, rounds=5 if quick else 21)
+    ms = cpu_ms(forms, rounds=5 if quick else 11)
     rows = []
     for form in ("compiled", "eager"):
         name = f"attention, bf16, S {seq_len}, {form}"

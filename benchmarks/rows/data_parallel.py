@@ -37,7 +37,7 @@ AXES = {"dp_shard": 1.05, "dp_replicate": 0.95}
 
 def axes(quick: bool) -> list[Row]:
     """A BLOOM of 4 layers in fp32."""
-    found = ranks.run(2, _on_a_rank, 3 if quick else 11, timeout_s=TIMEOUT_S)
+    found = ranks.run(2, _on_a_rank, 3 if quick else 7, timeout_s=TIMEOUT_S)
     _, equal, tops = found[0]
     ms = {name: statistics.fmean(times[name] for times, *_ in found) for name in found[0][0]}
     return [

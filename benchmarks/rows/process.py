@@ -95,7 +95,7 @@ def cpu_seconds(arguments: list[str]) -> tuple[float, str]:
 
 def step(quick: bool) -> list[Row]:
     """CPU milliseconds of a step of train.py, compiled and not, beside a compiled script of transformers."""
-    short, long = (4, 12) if quick else (4, 40)
+    short, long = (2, 6) if quick else (4, 28)
     with ExitStack() as closing:
         setting = Setting(closing)
         forms = {
@@ -107,7 +107,7 @@ def step(quick: bool) -> list[Row]:
         equal = f"bf16 {check_losses(losses['compiled'], losses['HF'], BF16_LOSS)}"
         check_losses(losses["eager"], losses["HF"], BF16_LOSS)
         each: dict[str, list[float]] = {name: [] for name in forms}
-        for i in range(1 if quick else 3):
+        for i in range(1 if quick else 2):
             for name, form in [*forms.items()][:: 1 if i % 2 == 0 else -1]:
                 each[name].append(1e3 * (form(long).cpu_s - form(short).cpu_s) / (long - short))
     ms = {name: statistics.median(found) for name, found in each.items()}
@@ -125,7 +125,7 @@ def start(quick: bool) -> list[Row]:
         setting = Setting(closing)
         forms = {"HF": lambda: setting.theirs(1), "ours": lambda: setting.train(1, {"compile.enable": "false"})}
         found: dict[str, list[Ended]] = {name: [] for name in forms}
-        for _ in range(2 if quick else 5):
+        for _ in range(1 if quick else 3):
             for name, form in forms.items():
                 found[name].append(form())
     seconds = {name: statistics.median(ended.cpu_s for ended in all_) for name, all_ in found.items()}

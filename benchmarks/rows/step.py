@@ -47,7 +47,7 @@ def bloom(quick: bool) -> list[Row]:
             "eager": eager,
             "compiled": compiled,
         }
-        ms = cpu_ms(forms, rounds=3 if quick else 11)
+        ms = cpu_ms(forms, rounds=3 if quick else 7)
         top = top_operators(compiled)
         name = "BLOOM step, bf16, S 512"
         return [
@@ -133,7 +133,7 @@ def _compiled(
         theirs = peers.HfStep(peers.loaded(folder), inputs, autocast=True, compiled=True)
         equal += f", bf16 {check_losses(step().loss, theirs()[0], BF16_LOSS)}"
         forms: dict[str, Callable[[], object]] = {"HF compiled": theirs, "ours": step}
-        ms = cpu_ms(forms, rounds=3 if quick else 11)
+        ms = cpu_ms(forms, rounds=3 if quick else 7)
         return [
             Row(
                 f"{name}, compiled",
