@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.rows.measure import Row, cpu_ms
 from dtmega.data import corpus, tokenizer_json
-from dtmega.data.text_files import Batch
+from dtmega.data.text_files import RecordBatch
 from dtmega.data.tokenize import Job, Worker
 
 N_BYTES = 2**20  # about what a worker is handed at a time
@@ -27,7 +27,7 @@ def tokenizer(quick: bool) -> list[Row]:
         if n_bytes > N_BYTES:
             break
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    batch = Batch(path="texts.jsonl", kind=".jsonl", first=1, data=lines, is_cut=False, position_bytes=0)
+    batch = RecordBatch(path="texts.jsonl", kind=".jsonl", first=1, data=lines, is_cut=False, position_bytes=0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokenizer.json")
         path.write_text(tokenizer_json.to_json("stdlib-8k"), encoding="utf-8")
