@@ -1,4 +1,4 @@
-"""What a model costs, as arithmetic: parameters, FLOPs, the peak they are measured against, wire bytes. No torch."""
+"""The cost of a model, as arithmetic: parameters, FLOPs, the peak they are measured against, wire bytes. No torch."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def wire(
     held: Sequence[int] = (0,),
     splits_backward: bool = False,
 ) -> list[Traffic]:
-    """What one rank puts on the wire in one step of the training loop, of `global_batch_size` sequences.
+    """The traffic of one rank on the wire in one step of the training loop, of `global_batch_size` sequences.
 
-    Left out: what is not of every step (drift checks, validation, checkpoints), and what stays in a group of one rank.
+    Left out: operations that are not of every step (drift checks, validation, checkpoints) or of one rank alone.
     Groups are those of `mesh.py`. Where a size does not divide evenly, this is a rank with the larger part.
 
     Args:
@@ -209,7 +209,7 @@ def wire(
 def _tp_traffic(
     cfg: Config, n: int, layers: int, ends: int, hidden_bytes: int, tp: int, shard: int, splits_backward: bool
 ) -> list[Traffic]:
-    """Of one stage; `ends`: how many of embedding and head it has.
+    """The traffic over tp of one stage; `ends`: how many of embedding and head it has.
 
     A layer has two parallel regions, each entered and left, forward and backward: 4 all-reduces (arXiv:1909.08053,
     section 3), with sequence parallelism 4 all-gathers and 4 reduce-scatters (arXiv:2205.05198, section 4.2.2). The
@@ -235,7 +235,7 @@ def _tp_traffic(
 
 
 def _fsdp_traffic(cfg: Config, n: int, layers: int, ends: int, pp: int, tp: int, shard: int) -> list[Traffic]:
-    """Of one stage: a group for each layer, and the root's with what the ends hold, the tied weight once.
+    """FSDP's traffic of one stage: a group for each layer, and the root's with the ends, the tied weight once.
 
     Gradients are reduced once a step, and weights gathered once. Layers that are freed after forward are gathered for
     each microbatch, and all but the last one twice: with n = 1 ZeRO's 2 + 1 times the parameters (arXiv:1910.02054,

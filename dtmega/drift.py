@@ -1,4 +1,4 @@
-"""Copies that should be equal, are they? Nothing in torch verifies a replica, and the LayerNorms of BLOOM drifted.
+"""A check that copies are equal. Nothing in torch verifies a replica, and the LayerNorms of BLOOM drifted apart.
 
 A checksum of the bits of every tensor is compared over the group that holds copies of it. One collective per group.
 """
@@ -40,7 +40,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def check_equal(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, what: str) -> None:
-    """All ranks of `group` hold the same bits under each name. The ranks must pass the same names.
+    """Check that all ranks of `group` hold the same bits under each name. The ranks must pass the same names.
 
     Raises:
         RuntimeError: on every rank of the group; names the first tensor that differs, and the ranks that are alone.

@@ -67,7 +67,7 @@ class _Whole:
         self._path = path
 
     def flush(self) -> None:
-        """Nothing is held back; torch.save asks for it."""
+        """Do nothing, as nothing is held back; torch.save asks for it."""
 
     def write(self, data: Any) -> None:
         rest = memoryview(data)
@@ -80,14 +80,14 @@ class _Whole:
 
 
 def empty_folder(path: Path) -> None:
-    """A folder with nothing in it, whatever was left there; its own name need not be on the disk yet."""
+    """Make a folder with nothing in it, whatever was left there; its own name need not be on the disk yet."""
     remove_folder(path)
     make_folder(path.parent)
     os.mkdir(path)
 
 
 def remove_folder(path: Path) -> None:
-    """A folder and all that is in it, if it is there."""
+    """Remove a folder and all that is in it, if it is there."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path)
 

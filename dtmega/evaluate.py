@@ -19,7 +19,7 @@ from dtmega.step import Run, count, signalled, to
 
 
 def evaluate_validation(run: Run, step: int) -> bool:
-    """`evaluate` the validation split, and each set of [data] validation."""
+    """Evaluate the validation split, and each set of [data] validation; False if a signal came before the end."""
     return all(evaluate(run, step, split) for split in run.text.evaluated)
 
 

@@ -549,8 +549,11 @@ def _hidden(cfg: config.Config, parts: int, length: str) -> Tensor:
 
 
 def _units(cfg: config.Config, whole: Model) -> None:
-    """Raises:
-    ValueError: layers should be recomputed several at a time, and the model does not run them by `Model.run_layers`.
+    """Refuse units of several layers for a model that cannot recompute them together.
+
+    Raises:
+        ValueError: layers are to be recomputed several at a time, and the model does not run them by
+            `Model.run_layers`.
     """
     if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""float16's loss scale: gradients below 6e-8 would be rounded to zero, so the loss is multiplied, and they with it.
+"""float16's loss scale: gradients below 6e-8 would be rounded to zero, so the loss, and they with it, are multiplied.
 
 The scale starts high and finds its place by itself. Where a gradient is not finite, the step is skipped and the scale
 is halved, after the second time; after a thousand steps without it is doubled. Megatron-LM's `DynamicGradScaler`
@@ -51,7 +51,7 @@ class LossScale:
         return self.state.scale
 
     def update(self, overflowed: bool) -> None:
-        """After a step, in which a gradient was not finite or all were.
+        """Change the scale after a step, in which a gradient was not finite or all were.
 
         Only a doubling gives the hysteresis back: between two overflows that are far apart it does not recover.
         """

@@ -1,4 +1,4 @@
-"""Who is here, on which device, and who shares what with whom: the process group, the 5-axis mesh, each derived group.
+"""The processes of a job and their groups: the process group, the device, the 5-axis mesh, each derived group.
 
 Ranks are numbered as Megatron does: tp fastest, then cp, dp_shard, dp_replicate, and pp slowest. Every set of ranks
 that something is summed over or copied across has one name, here:

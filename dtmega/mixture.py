@@ -64,8 +64,10 @@ def parse(written: str) -> Mixture:
 
 
 def _share(written: str) -> Share:
-    """Raises:
-    ValueError: these are not a weight, a range and a prefix.
+    """The share that is written so.
+
+    Raises:
+        ValueError: these are not a weight, a range and a prefix.
     """
     try:
         weight_text, bounds, prefix = written.split()

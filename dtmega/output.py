@@ -47,7 +47,7 @@ class Guarded:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Let stdout and stderr be `Guarded`. Also a decorator."""
+    """Make stdout and stderr `Guarded` in this block. Also a decorator."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Guarded(sys.stdout), Guarded(sys.stderr)
     try:

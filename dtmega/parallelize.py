@@ -92,7 +92,7 @@ class ShardedModel:
         return tally.totals
 
     def _count_missing_gradients_as_zero(self) -> None:
-        """A parameter that no token of this rank has used.
+        """Give a parameter that no token of this rank has used a gradient of zeros.
 
         Left without a gradient it would be skipped by AdamW, so that decay and moments depended on which tokens and
         layers a rank has. Frozen parameters stay without.
@@ -119,7 +119,7 @@ class ShardedModel:
         return tally.totals
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By name in the whole model; a parameter of several stages comes as often as this rank holds it."""
+        """The parameters by name in the whole model; one of several stages comes as often as this rank holds it."""
         for model in self.stages.values():
             for name, parameter in model.named_parameters():
                 yield model.full_name(name), parameter
@@ -134,7 +134,7 @@ class ShardedModel:
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """Of the last gradient and the parameters, over the whole model: those that are asked for."""
+        """The statistics that are asked for, of the last gradient and the parameters of the whole model."""
         device, group, found = self.world.device, self.world.groups["shards"], dict[str, float]()
         if num_zeros:
             found["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
@@ -152,7 +152,7 @@ class ShardedModel:
         return {name: parameter for name, parameter in self.named_parameters() if id(parameter) not in duplicates}
 
     def check_copies(self) -> None:
-        """Are parameters that should be equal on several ranks equal to the bit?
+        """Check that parameters that should be equal on several ranks are equal to the bit.
 
         Raises:
             RuntimeError: names the parameter and the ranks.
@@ -248,14 +248,14 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
-    """FSDP brings offloaded parameters to the computing device when they are needed; buffers have to be there."""
+    """Move the buffers to the computing device. FSDP brings only parameters there when they are needed."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def _replicated_over_tp(parameter: Tensor) -> bool:
-    """Whole on every tp rank. `apply_plan` makes every parameter a DTensor whose last mesh axis is tp."""
+    """Tell whether a parameter is whole on every tp rank: `apply_plan` makes tp the last mesh axis of a DTensor."""
     if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return False
     return parameter.placements[-1] == Replicate()

@@ -1,4 +1,4 @@
-"""Backward computes blocks again instead of keeping what is inside them: full or selective (arXiv:2205.05198)."""
+"""Backward that computes blocks again instead of keeping what is inside them: full or selective (arXiv:2205.05198)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 class AttentionRule(NamedTuple):
-    """See `attention_rule`, which makes one.
+    """A rule of attention, as tensors; `attention_rule` makes one.
 
     Attributes:
         query_places, key_places: [B, S] and [B, T] int32.
@@ -64,7 +64,7 @@ class AttentionRule(NamedTuple):
     block_mask: BlockMask | None = None
 
     def allowed(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Whether the i-th query of row b attends to the j-th key; indices of any shapes that broadcast."""
+        """Tell whether the i-th query of row b attends to the j-th key; indices of any shapes that broadcast."""
         query = self.query_places[b, i]
         key = self.key_places[b, j]
         pairs = query >= key if self.causal else b.new_ones((), dtype=torch.bool)
@@ -96,7 +96,7 @@ class AttentionRule(NamedTuple):
 
     @property
     def keeps_bias(self) -> bool:
-        """Whether `bias` gives a part of what is there, or None; otherwise it makes one at each call."""
+        """Tell whether `bias` gives a part of what is there, or None; otherwise it makes one at each call."""
         if self.strip is not None:
             return self.query_documents is None
         return not self.adds and not self.forbids
@@ -235,7 +235,7 @@ def _last_start(n_queries: int) -> int:
 
 
 def _consecutive(places: Tensor) -> bool:
-    """Whether each row [B, S] counts up by one, from wherever it starts; waits for a GPU."""
+    """Tell whether each row [B, S] counts up by one, from wherever it starts; waits for a GPU."""
     count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
     return torch.equal(places - places[:, :1], count.expand_as(places))
 

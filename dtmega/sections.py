@@ -24,7 +24,7 @@ Sections = TypeVar("Sections", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """The user asked for what cannot be; `train.py` prints it and exits with code 2."""
+    """A refusal of a configuration; `train.py` prints it and exits with code 2."""
 
 
 class Override(NamedTuple):
@@ -40,9 +40,11 @@ class Override(NamedTuple):
 
 
 class CommandLine(NamedTuple):
-    """Attributes:
-    name: of the configuration.
-    overrides: in order; later ones win.
+    """The arguments of a run, taken apart.
+
+    Attributes:
+        name: of the configuration.
+        overrides: in order; later ones win.
     """
 
     name: str
@@ -128,8 +130,10 @@ def validate(
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Raises:
-    ValueError: not TOML; a number of thousands of digits, tables nested by the hundred.
+    """The content of a TOML text.
+
+    Raises:
+        ValueError: not TOML; a number of thousands of digits, tables nested by the hundred.
     """
     try:
         return tomli.loads(text)

@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds, whatever its layout."""
+"""The part of a tensor that this rank holds, whatever its layout."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Box(NamedTuple):
 
     @property
     def where(self) -> tuple[slice, ...]:
-        """Of the whole tensor."""
+        """The box as slices of the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.part.shape, strict=True))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds, as one plain tensor."""
+    """The part that this rank holds, as one plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def boxes(tensor: Tensor) -> list[Box]:
-    """What this rank holds, without empty ones; several where a dim is cut in parts (GPT-2's [q | k | v])."""
+    """The boxes that this rank holds, without empty ones; several where a dim is cut in parts (GPT-2's [q | k | v])."""
     part = local(tensor)
     if not isinstance(tensor, DTensor):
         return [Box((0,) * tensor.ndim, tensor)]
@@ -62,7 +62,7 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """For FSDP2: dim 0 (None), but dim 1 where dim 0 is cut in parts, which a second cut would mix up."""
+    """The dim for FSDP2 to cut: 0 (None), but 1 where dim 0 is cut in parts, which a second cut would mix up."""
     if isinstance(parameter, DTensor) and in_parts(parameter) and any(_cuts(p, 0) for p in parameter.placements):
         return Shard(1)
     return None

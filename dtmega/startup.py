@@ -1,4 +1,4 @@
-"""All ranks begin or none does: what they must have in common is compared, and every reason not to start said once.
+"""The start of a job, by all ranks or by none: what they must share is compared, each refusal is said once.
 
     startup = Startup()
     with startup.step("configuration") as step:  # on every rank
@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 
 class Abandoned(Exception):
-    """Another rank refuses in this step, and will not come to where this one waits."""
+    """Raised where this rank waits for another one that refuses in this step, and will not come."""
 
 
 class Refused(Exception):
-    """Some rank refuses to start, and has said why.
+    """A refusal of some rank to start, which has said why.
 
     Attributes:
         exit_code: with which every rank leaves.
@@ -75,7 +75,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rank does not start, and its exit code."""
+    """The reason why a rank does not start, and its exit code."""
 
     reason: str
     exit_code: int
@@ -266,7 +266,10 @@ class Startup:
                 self._wait(store, "all read", patient=lambda: False)
 
     def _wait(self, store: Store, key: str, patient: Callable[[], bool]) -> bool:
-        """Whether `key` came: while others work and timeout_s longer, or PATIENCE_S from when `patient` is false."""
+        """Wait for `key`; False if it did not come.
+
+        The wait lasts as long as others work, and timeout_s longer; or PATIENCE_S from when `patient` is false.
+        """
         assert self._meeting is not None
         work, poll_s = 0, 0.002
         deadline, hurried = time.monotonic() + self.timeout_s, False
@@ -287,7 +290,7 @@ class Startup:
 
 
 def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """By key, what the ranks of one job have in common beside their data: configuration, kind of device, versions.
+    """The things, by key, that the ranks of one job share beside their data: configuration, kind of device, versions.
 
     Args:
         libraries: that the model needs, beside torch.

@@ -42,7 +42,7 @@ KILLED = "[train] kill_switch"
 
 @output.guarded()
 def main(argv: list[str]) -> int:
-    """Returns the exit code; the process group is left to the caller, and to the end of the process."""
+    """Train or evaluate; returns the exit code. The process group is left to the caller."""
     job.die_with_parent()
     with ExitStack() as closing:
         try:
@@ -275,7 +275,7 @@ def evaluate_only(run: Run, at: Progress) -> int:
 
 
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:
-    """Why to save and exit before the last step, or ''; the same on every rank, whichever saw it."""
+    """The reason to save and exit before the last step, or ''; the same on every rank, whichever saw it."""
     cfg = run.cfg.train
     reasons = {
         "": True,
@@ -295,7 +295,7 @@ def killed(run: Run) -> bool:
 
 
 def killed_before_it_began(run: Run) -> bool:
-    """The same for all ranks, at the start: a queue of jobs is emptied by one file."""
+    """Tell all ranks at the start whether the file is there: one file empties a whole queue of jobs."""
     seen = torch.tensor(int(killed(run)), device=run.world.device)
     dist.broadcast(seen, src=0)
     return bool(seen.item())

@@ -97,7 +97,7 @@ class Watch:
         self._thread.start()
 
     def share(self, store: Store, size: int) -> None:
-        """From now on the beats of the `size` ranks are in `store`, a connection that nothing else uses."""
+        """Keep the beats of the `size` ranks in `store` from now on, a connection that nothing else uses."""
         self._size, self._store, self._reader = size, store, store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
         self._publish()
 

@@ -2,7 +2,8 @@
 
 free      no number of the run depends on it: where, how fast, how often, on which layout
 printed   the recipe, which people change on purpose: the run goes on and says what it changes
-refused   all others: with another model, data or seed it would be another run. A new key is refused until placed.
+refused   all others: with another model, data or seed it would be another run. A new key is
+          refused until it is placed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
-# Keys that move the learning rate or the end of the run, and the rest of the recipe.
+# The keys that move the learning rate or the end of the run come first, then the rest of the recipe.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),

@@ -1,4 +1,4 @@
-"""Do the boxes that a tensor is stored in make the whole tensor, each element once?"""
+"""Check that the boxes that a tensor is stored in make the whole tensor, each element once."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from dtmega.checkpoint.manifest import NAME, Damaged
 
 
 def open_root(root: str) -> Disk | Remote:
-    """What holds the checkpoints of a run: a folder, or a URL such as s3://bucket/run.
+    """Open the place that holds the checkpoints of a run: a folder, or a URL such as s3://bucket/run.
 
     Raises:
         ValueError: no library for that URL, or it cannot be reached.
@@ -49,7 +49,7 @@ class Disk:
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of each regular file; links are not followed."""
+        """The bytes of each regular file; links are not followed."""
         try:
             found = [(e.name, e.stat(follow_symlinks=False)) for e in os.scandir(self.root / folder)]
         except OSError as error:
@@ -74,7 +74,7 @@ class Disk:
             yield file
 
     def sync(self, folder: str) -> None:
-        """A folder's names are on the disk."""
+        """Put the names in a folder on the disk."""
         durable.sync_folder(self.root / folder)
 
     def rename(self, folder: str, to: str) -> None:

@@ -23,7 +23,7 @@ from dtmega.job import Claim
 
 
 class Found(NamedTuple):
-    """By rank 0.
+    """The things that rank 0 found or made, for the other ranks.
 
     Attributes:
         paths: of checkpoints to go on from, the newest first.
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 def claims(cfg: config.Config) -> Iterator[Claim]:
-    """The right to write in the run directory, and where the checkpoints are. To be closed.
+    """The right to write in the run directory, and where the checkpoints are; the caller closes them.
 
     Raises:
         ValueError: somebody else has one of them, or it cannot be written.
@@ -51,8 +51,10 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 
 def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> Found:
-    """Raises:
-    ValueError: as `resume.find_checkpoints`; or nothing can be written where checkpoints are.
+    """Find the checkpoints to go on from, on rank 0, and leave a probe where checkpoints are written.
+
+    Raises:
+        ValueError: as `resume.find_checkpoints`; or nothing can be written where checkpoints are.
     """
     checkpoints, damage = resume.find_checkpoints(cfg, identity, digest)
     return Found([checkpoint.path for checkpoint in checkpoints], damage, _leave_probe(open_root(resume.root_of(cfg))))
@@ -81,7 +83,7 @@ def digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
 
 
 def remove_probe(cfg: config.Config, found: Found) -> None:
-    """Whatever a library behind a URL has against it: what is left there is cleared up by the next start."""
+    """Remove the probe. Where a library behind a URL fails, the next start clears it up."""
     with contextlib.suppress(Exception):
         open_root(resume.root_of(cfg)).remove(found.probe)
 

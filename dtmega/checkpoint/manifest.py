@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: `manifest.json`, written last, checked before anything else is believed.
+"""The description of a checkpoint, `manifest.json`: written last, checked before anything else is believed.
 
     {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
 
@@ -40,13 +40,13 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was written: names file, entry and reason. An older one may serve."""
+    """A checkpoint that is not what was written; says file, entry and reason. An older one may serve."""
 
     exit_code = job.DAMAGED
 
 
 class OtherFormat(ValueError):
-    """Whole, and written by another version of dtmega."""
+    """A checkpoint that is whole, and was written by another version of dtmega."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Attributes:
-    step: of the run.
-    state: JSON of whoever saved it.
-    files: name -> bytes.
-    tensors: by name in the whole model.
+    """The content of a checkpoint, all but the bytes of its tensors.
+
+    Attributes:
+        step: of the run.
+        state: JSON of whoever saved it.
+        files: name -> bytes.
+        tensors: by name in the whole model.
     """
 
     step: int
@@ -99,7 +101,7 @@ def digest(data: Any) -> str:
 
 
 def block_digests(data: memoryview) -> tuple[str, ...]:
-    """Of each BLOCK_BYTES of contiguous bytes."""
+    """The digest of each BLOCK_BYTES of contiguous bytes."""
     return tuple(digest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
 
 
@@ -175,8 +177,11 @@ def _entry(entry: dict[str, Any]) -> Entry:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Raises:
-    Damaged: a chunk outside of its tensor or its file, a tensor that is not there whole and once, a byte used twice.
+    """Check that each tensor is there whole and once, and that no byte is used twice.
+
+    Raises:
+        Damaged: a chunk is outside of its tensor or its file; a tensor is not there whole and once; a byte is used
+            twice.
     """
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, entry in manifest.tensors.items():

@@ -16,7 +16,7 @@ from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import Damaged, StoredChunk
 
-SPARE_FILES = 256  # of those that a process may open: for all that is no data file
+SPARE_FILES = 256  # of the files that a process may open: room for all that are no data files
 
 
 class Checkpoint:
@@ -27,8 +27,10 @@ class Checkpoint:
     """
 
     def __init__(self, files: Disk | Remote, folder: str) -> None:
-        """Raises:
-        Damaged: no readable manifest, or it does not fit the files.
+        """Read the manifest of a folder.
+
+        Raises:
+            Damaged: no readable manifest, or it does not fit the files.
         """
         self.files, self.folder, self.path, self.bytes_read = files, folder, files.path(folder), 0
         sizes = files.sizes(folder)
@@ -66,7 +68,7 @@ class Checkpoint:
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """That part (None: all) of a tensor, verified.
+        """Read a part (None: all) of a tensor, verified.
 
         Raises:
             Damaged: names file and entry.
@@ -85,7 +87,7 @@ class Checkpoint:
         return result
 
     def read_chunk(self, name: str, chunk: StoredChunk, box: tuple[slice, ...]) -> Tensor:
-        """A box of a chunk: reads and verifies the blocks that hold its rows."""
+        """Read a box of a chunk, and verify the blocks that hold its rows."""
         dtype = self.manifest.tensors[name].dtype
         rows = box[0] if box else slice(0, 1)
         row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
@@ -113,8 +115,10 @@ class Checkpoint:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        """Raises:
-        Damaged: it is not there.
+        """Open a data file, or use it where it is held open.
+
+        Raises:
+            Damaged: it is not there.
         """
         with ExitStack() as closing:
             try:

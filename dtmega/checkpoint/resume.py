@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest intact checkpoint, a named one, or nowhere; and whether it may."""
+"""The checkpoint that a run goes on from: the newest intact one, a named one, or none; and whether it may."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ELSEWHERE = {"origin": "another program"}
 
 
 class State(BaseModel):
-    """What a run saves beside its tensors.
+    """The things that a run saves beside its tensors.
 
     Attributes:
         progress: what is done, as counts.
@@ -86,7 +86,7 @@ class State(BaseModel):
         digest: str = "",
         layout: Mapping[str, int] | None = None,
     ) -> State:
-        """Of this dtmega, torch and Python."""
+        """The versions of this dtmega, torch and Python."""
         versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return cls(
             progress=progress,
@@ -106,7 +106,7 @@ def name(step: int) -> str:
 
 
 def finished(files: Disk | Remote) -> list[str]:
-    """Complete checkpoints, oldest first."""
+    """The complete checkpoints, oldest first."""
     found = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
     return found if isinstance(files, Disk) else [folder for folder in found if manifest.NAME in files.sizes(folder)]
 
@@ -222,8 +222,10 @@ def find_checkpoints(
 
 
 def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> None:
-    """Raises:
-    ValueError: a run with this configuration cannot go on from there; names what differs.
+    """Refuse to go on from a checkpoint of another run.
+
+    Raises:
+        ValueError: a run with this configuration cannot go on from there; names what differs.
     """
     state = state_of(checkpoint)
     anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"
@@ -283,7 +285,7 @@ def command_that_goes_on(cfg: config.Config) -> str:
 def set_aside_newer(cfg: config.Config, step: int) -> None:
     """Move checkpoints of later steps out of the way of a run that starts again from `step`; nothing is deleted.
 
-    What a killed save left behind is.
+    Leftovers of killed saves are deleted.
     """
     files = open_root(root_of(cfg))
     for folder in files.folders():

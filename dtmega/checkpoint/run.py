@@ -32,7 +32,7 @@ from dtmega.shards import local
 
 
 class SaveOutcome(NamedTuple):
-    """Of one save.
+    """The result of one save.
 
     Attributes:
         step: that was saved.
@@ -48,7 +48,7 @@ class SaveOutcome(NamedTuple):
 
 
 class Checkpoints:
-    """Saves of a run, one at a time. All ranks call every method at the same step.
+    """The saves of a run, one at a time. All ranks call every method at the same step.
 
     Args:
         cfg: with [checkpoint] mode "async" the tensors are copied, and written in a thread while training goes on; what
@@ -68,7 +68,7 @@ class Checkpoints:
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
-        """Save now, or start to. Returns what has ended meanwhile: this save or, of an asynchronous run, the last."""
+        """Save now, or begin to. Returns the saves that have ended: this one or, of an asynchronous run, the last."""
         ended, step = self.wait(), state.progress.step
         started = time.perf_counter()  # what `wait` took is in the outcome of the last save
         arguments = self._files, self._aside(step)
@@ -94,7 +94,7 @@ class Checkpoints:
         return self.wait() if done.item() else []
 
     def wait(self) -> list[SaveOutcome]:
-        """`poll` that waits for the thread."""
+        """Wait for the thread, then publish as `poll` does."""
         if self._in_flight is None:
             return []
         started = time.perf_counter()
@@ -164,7 +164,7 @@ class Checkpoints:
         return None
 
     def _targets(self, checkpoint: Checkpoint, *rest: Any) -> dict[str, list[Tensor]]:
-        """`_targets`, or the refusal of any rank: the others would wait for it in the collectives of loading."""
+        """The tensors to fill, or any rank's refusal: the others would wait for it in the collectives of loading."""
         targets, mine = dict[str, list[Tensor]](), ""
         try:
             targets = _targets(checkpoint, *rest)
@@ -183,7 +183,7 @@ class Checkpoints:
         return f".tmp-{name(step)}" if isinstance(self._files, Disk) else name(step)
 
     def _publish(self, written: Manifest) -> str:
-        """Let the folder count.
+        """Publish a folder that is written: from here on it is a checkpoint.
 
         Returns:
             Why a power cut may undo that; '' as a rule.
@@ -208,7 +208,7 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str) -> None:
-        """Only `keep` stay. What cannot be deleted takes room, no more."""
+        """Delete all but the newest `keep`. One that cannot be deleted takes room, no more."""
         files = self._files
         with contextlib.suppress(Exception):
             olds = [folder for folder in finished(files) if folder != newest][: -self._keep + 1 or None]
@@ -227,7 +227,7 @@ class Checkpoints:
 
 
 def tensors_of(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What is saved: `model/NAME`, and for each tensor of its optimizer state `optimizer/KEY/NAME`.
+    """The tensors to save: `model/NAME`, and for each tensor of its optimizer state `optimizer/KEY/NAME`.
 
     A frozen parameter has no such state. A count of updates, one number for all, is in `State`.
     """
@@ -248,7 +248,7 @@ def _targets(
     optimizer: torch.optim.Optimizer,
     n_updates: int,
 ) -> dict[str, list[Tensor]]:
-    """What to fill, by the names of `tensors_of`; makes the optimizer's state for that."""
+    """The tensors to fill, by the names of `tensors_of`; makes the optimizer's state for that."""
     there = checkpoint.manifest.tensors
     kinds = sorted({n.split("/")[1] for n in there if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}

@@ -13,7 +13,7 @@ from dtmega.shards import local
 class Stager:
     """Buffers by name, of this rank's parts: allocated at the first save, and written over at each later one.
 
-    torch's `DefaultStager` forgets its buffers after each use in torch 2.11, and dies at the second.
+    torch's `DefaultStager` forgets its buffers after each use in torch 2.11, and fails at the second.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Pace(Protocol):
-    """How ranks that read for long tell the others, who would give them up: `startup.Startup`."""
+    """A way for ranks that read for long to say so to the others, who would give them up: `startup.Startup`."""
 
     def at_work(self, items: Iterable[T]) -> Iterator[T]: ...
 
@@ -56,7 +56,7 @@ class Alone:
 
 
 class Failed(Exception):
-    """A save did not come about: why, of each rank that knows."""
+    """A save failed; says why, for each rank that knows."""
 
 
 class DataFile:
@@ -66,7 +66,7 @@ class DataFile:
         self.name, self.n_bytes, self._file = name, 0, file
 
     def add(self, tensor: Tensor, offsets: Iterable[int]) -> StoredChunk:
-        """`tensor` is the box at `offsets` of a larger one."""
+        """Append `tensor`, the box at `offsets` of a larger one."""
         data = _bytes(tensor.detach().cpu().contiguous())
         digests = []
         for i in range(0, len(data), BLOCK_BYTES):
@@ -119,7 +119,7 @@ def load_tensors(
 
 
 def _reasons(error: CheckpointException) -> str:
-    """What the ranks ran into, each once."""
+    """The errors that the ranks ran into, each once."""
     expected = Damaged, OSError
     causes = {str(e) if isinstance(e, expected) else f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
     return "; ".join(sorted(causes))

@@ -20,7 +20,7 @@ OF_THE_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")
 
 
 class Weights:
-    """What a checkpoint holds under `model/`, as a `Source`."""
+    """The tensors that a checkpoint holds under `model/`, as a `Source`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -35,7 +35,7 @@ class Weights:
 
 
 def is_hf_folder(path: str) -> bool:
-    """Is this Hugging Face's, and not a checkpoint or a run?"""
+    """Tell whether a folder is Hugging Face's, and not a checkpoint or a run."""
     return any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists()
 
 

@@ -15,7 +15,7 @@ from dtmega.data.text_files import BLANK_LINES
 
 
 class Parser(argparse.ArgumentParser):
-    """Argparse's, which would print ten lines of usage before the one that matters."""
+    """A parser that refuses in one line; argparse prints ten lines of usage before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -38,7 +38,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """0, or what logits in fp32 can be divided by without overflow."""
+    """A temperature: 0, or a number that logits in fp32 can be divided by without overflow."""
     try:
         value = float(text)
     except ValueError:
@@ -49,7 +49,7 @@ def temperature(text: str) -> float:
 
 
 def prefix(text: str) -> str:
-    """A prefix, which `.bin` and `.idx` are put behind, so not a folder."""
+    """A prefix of `.bin` and `.idx`, so not a folder."""
     if os.path.basename(text) in ("", ".", ".."):
         raise argparse.ArgumentTypeError(
             f"expected a prefix such as data/mine, for data/mine.bin and .idx, got '{text}'"

@@ -45,7 +45,7 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 
 def write_output(write: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
-    """Print the summary that `write` returns; the exit code.
+    """Write the output of a command and print the summary; returns the exit code.
 
     Raises:
         NothingWritten: for all that `write` raises.

@@ -2,7 +2,7 @@
 
     conversion.py     what `python -m dtmega convert` does: from a source to a target
     sources.py        what `--from` names: directories of transformers, runs, DCP folders, checkpoints of Megatron's
-    to_checkpoint.py  the target of ours; the others are hf/export.py and megatron/write.py
+    to_checkpoint.py  writes a checkpoint of ours; the other targets are hf/files/export.py and megatron/write.py
     inspect.py        what `python -m dtmega inspect` prints: what a checkpoint is, if it is intact, how two differ
 
 Other people's files are read by foreign/, hf/ and megatron/.

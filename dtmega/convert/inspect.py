@@ -18,7 +18,7 @@ SHOWN = 10  # differing tensors
 
 
 def show(path: str, other: str | None, verify: bool) -> int:
-    """Print; returns the exit code, 1 if there are two and they differ.
+    """Print what a checkpoint is, or how two differ; returns the exit code, 1 if they do.
 
     Raises:
         ValueError: not a checkpoint.
@@ -39,7 +39,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
-    """One line per fact."""
+    """The facts about a checkpoint, one line each."""
     written, state = checkpoint.manifest, state_of(checkpoint)
     weights = {n: e for n, e in written.tensors.items() if n.startswith("model/")}
     others = {n: e for n, e in written.tensors.items() if n not in weights}
@@ -60,7 +60,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """One line per difference, of what `State` holds and of the tensors; tensors are compared as numbers."""
+    """The differences in `State` and in the tensors, one line each; tensors are compared as numbers."""
     states = [_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b)]
     for key in sorted(states[0].keys() | states[1].keys()):
         here, there = (state.get(key) for state in states)

@@ -22,7 +22,7 @@ class Opened(NamedTuple):
     The tokenizer is '' where there is none, or none but that of the directory which the model is of.
 
     Attributes:
-        path: where exactly it was found, for the other ranks.
+        path: the place where it was found, for the other ranks.
         digest: of the directory that the model was read from; '' where that is not known.
         data: the [data] section that it was trained with; where that is not known, all defaults.
         training: None where there are weights only.

@@ -19,7 +19,7 @@ CONFIG = "config.toml"
 
 
 class Training(NamedTuple):
-    """How far the run was that wrote a checkpoint.
+    """The progress of the run that wrote a checkpoint.
 
     Attributes:
         moments: Adam's, by their keys; sources by our names.
@@ -82,7 +82,7 @@ def write(
 
 
 def _fill(files: Disk | Remote, folder: str, tensors: Mapping[str, tuple[Source, str]], state: State) -> None:
-    """Every tensor, one by one, and then the manifest.
+    """Write every tensor, one by one, and then the manifest.
 
     Args:
         tensors: name -> where it is, and its name there.

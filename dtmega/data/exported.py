@@ -15,9 +15,11 @@ from dtmega.data.tokenizer_json import to_json
 
 
 class ExportedTokenizer(NamedTuple):
-    """Attributes:
-    json: the text of a tokenizer.json.
-    ids: those of it that have a name in transformers' configurations: eos_token_id and others.
+    """A tokenizer as a directory of transformers has it.
+
+    Attributes:
+        json: the text of a tokenizer.json.
+        ids: those of it that have a name in transformers' configurations: eos_token_id and others.
     """
 
     json: str

@@ -37,9 +37,11 @@ class Vocabulary(NamedTuple):
 
 
 class MaskedTokens(NamedTuple):
-    """Attributes:
-    tokens: int64 [B, S], with masks.
-    hidden: bool [B, S], to be predicted.
+    """Samples after masking.
+
+    Attributes:
+        tokens: int64 [B, S], with masks.
+        hidden: bool [B, S], to be predicted.
     """
 
     tokens: NDArray[np.int64]

@@ -53,8 +53,10 @@ class OrderName(NamedTuple):
     is_described: bool
 
     def find(self, asked: Asked) -> FoundIndices:
-        """Raises:
-        ValueError: a cache is there, and damaged or of other data.
+        """The files for this part that lie beside the data.
+
+        Raises:
+            ValueError: a cache is there, and damaged or of other data.
         """
         return described_caches(asked, self.split, self.matrix) if self.is_described else named_caches(asked, self.name)
 
@@ -113,8 +115,10 @@ def described_caches(asked: Asked, split: str, matrix: Sequence[tuple[float, flo
 
 
 def _load(paths: list[str], asked: Asked) -> Indices:
-    """Raises:
-    ValueError: they are no indices, not of each other, or not of this part of the data.
+    """The indices in these files, checked.
+
+    Raises:
+        ValueError: they are no indices, not of each other, or not of this part of the data.
     """
     indices = Indices(*(_array(path) for path in paths))
     documents, samples, shuffle = indices

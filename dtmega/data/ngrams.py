@@ -39,9 +39,11 @@ class Words(NamedTuple):
 
 
 class Grams(NamedTuple):
-    """Attributes:
-    words: bool [B, W], those in some n-gram.
-    firsts: bool [B, W], the first word of each n-gram; two of them may touch.
+    """The n-grams that were chosen in some samples.
+
+    Attributes:
+        words: bool [B, W], those in some n-gram.
+        firsts: bool [B, W], the first word of each n-gram; two of them may touch.
     """
 
     words: NDArray[np.bool_]

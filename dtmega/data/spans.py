@@ -44,11 +44,13 @@ class HiddenSpans(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Attributes:
-    tokens: int64 [B, S], of the encoder.
-    decoder_tokens: int64 [B, T].
-    targets: int64 [B, T], what the decoder is to say.
-    padding, decoder_padding: bool [B, S] and [B, T].
+    """What encoder and decoder are given of some texts.
+
+    Attributes:
+        tokens: int64 [B, S], of the encoder.
+        decoder_tokens: int64 [B, T].
+        targets: int64 [B, T], what the decoder is to say.
+        padding, decoder_padding: bool [B, S] and [B, T].
     """
 
     tokens: NDArray[np.int64]

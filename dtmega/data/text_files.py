@@ -38,10 +38,12 @@ PARQUET_ROWS = 256  # the same for rows, whose size is known only after reading
 
 
 class File(NamedTuple):
-    """Attributes:
-    path: "-" is standard input.
-    kind: one of KINDS.
-    n_bytes: as it is stored; 0 for standard input, of which nobody knows.
+    """A file of the input.
+
+    Attributes:
+        path: "-" is standard input.
+        kind: one of KINDS.
+        n_bytes: as it is stored; 0 for standard input, of which nobody knows.
     """
 
     path: str

@@ -103,7 +103,7 @@ class DCPFolder:
                     end = item.start + item.length
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """That part (None: all) of a tensor, in host memory. Only chunks that hold some of it are opened.
+        """Read a part (None: all) of a tensor, in host memory. Only chunks that hold some of it are opened.
 
         Args:
             index: a slice without step per dim; dims that are not given are whole.
@@ -138,7 +138,7 @@ class DCPFolder:
 
 
 class _Item(NamedTuple):
-    """Where the archive of a chunk, or a byte entry, is."""
+    """The place of a chunk's archive, or of a byte entry."""
 
     file: str
     start: int

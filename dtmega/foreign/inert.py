@@ -1,7 +1,7 @@
 """Pickles as data: decoded opcode by opcode into inert records. Nothing is imported, nothing is called.
 
 `pickle.load` runs whatever a pickle names. With a `find_class` that knows a few names only, it still runs these, and
-`getattr` would have to be one of them (foreign.py). Here an object is a `PickledObject`: the name, arguments and state
+`getattr` would have to be one of them (dcp.py). Here an object is a `PickledObject`: the name, arguments and state
 that the pickle gives it. Which names and opcodes a file has need of is known beforehand, and others are refused: that
 tells a crafted file from a damaged one, but the safety does not rest on it. Nor can a few bytes take the process down,
 as they can in C's unpickler (Python 3.11: 9 bytes take 4 GB, 200 kB overflow the stack).

@@ -67,13 +67,13 @@ class Described(NamedTuple):
     strides: tuple[int, ...]
 
     def needed_bytes(self, dtype: torch.dtype) -> int:
-        """From the storage's first byte to the last of the tensor, of which no size is 0."""
+        """Bytes from the storage's first to the last of the tensor, of which no size is 0."""
         last = sum((n - 1) * stride for n, stride in zip(self.sizes, self.strides, strict=True))
         return (1 + self.offset + last) * dtype.itemsize
 
 
 class SavedTensor(NamedTuple):
-    """Where the elements are.
+    """The place of a tensor's elements.
 
     Attributes:
         at: byte of the file at which the first element is.
@@ -150,7 +150,7 @@ def described_tensor(made: Any) -> Described:
 
 
 class ZipEntry(NamedTuple):
-    """Where a record of a zip is, and its checksum; 0 where torch was told not to compute it."""
+    """The place of a record in a zip, and its checksum; 0 where torch was told not to compute it."""
 
     at: int
     n_bytes: int
@@ -161,7 +161,7 @@ class ZipEntry(NamedTuple):
         return bytes(read_bytes(fd, self.at, self.n_bytes))
 
     def check(self, fd: int) -> None:
-        """Raises ValueError if the bytes are not those that were written."""
+        """Compare the checksum. Raises ValueError if the bytes are not those that were written."""
         crc32 = 0
         for at in range(self.at, self.at + self.n_bytes, READ_BYTES):
             crc32 = zlib.crc32(read_bytes(fd, at, min(READ_BYTES, self.at + self.n_bytes - at)), crc32)
@@ -192,7 +192,7 @@ def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
 
 
 class _Window:
-    """What `zipfile` needs of a file, for `length` bytes from byte `start` of one."""
+    """A file as `zipfile` needs one, of `length` bytes from byte `start` of another."""
 
     def __init__(self, fd: int, start: int, length: int) -> None:
         self.fd, self.start, self.length, self.at = fd, start, length, 0
@@ -239,7 +239,7 @@ def regular_file(path: Path, inside: str = "") -> Iterator[tuple[int, int]]:
 
 
 def read_bytes(fd: int, at: int, n: int) -> bytearray:
-    """n bytes from byte `at`."""
+    """Read n bytes from byte `at`."""
     data = bytearray(n)
     left = memoryview(data)
     while left:

@@ -4,5 +4,5 @@
     sources.py    named tensors under other names, read by slice, in both directions
     format.py     rules and the configuration that stands beside the weights: one record
 
-Nothing here opens a file. Who reads and writes them: `hf/`.
+Nothing here opens a file: `hf/files/` reads and writes them.
 """

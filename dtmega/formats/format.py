@@ -1,4 +1,4 @@
-"""How one program stores a family: its names of the tensors, and the configuration that stands beside them."""
+"""The form in which one program stores a family: its names of the tensors, and the configuration beside them."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class Format:
 
     @property
     def kind(self) -> str:
-        """Their name for the family."""
+        """The other program's name for the family."""
         return self.fixed["model_type"]
 
     def fits(self, model: config.Model) -> bool:
-        """Whether a model has what every model of this form has."""
+        """Tell whether a model has what every model of this form has."""
         return not self.unfit(model)
 
     def unfit(self, model: config.Model) -> dict[str, Any]:
-        """The values that every model of this form has, and this one has not, by their keys of [model]."""
+        """The values, by their keys of [model], that every model of this form has and this one has not."""
         return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
     def section(self, theirs: Mapping[str, Any], file: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Rule(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How many heads of queries a model has, and of keys and values: groups of the former share one of the latter."""
+    """The numbers of heads of a model: of queries, and of keys and values, each shared by a group of the former."""
 
     n: int
     n_kv: int
@@ -74,7 +74,7 @@ class RowRun(NamedTuple):
 
 
 class Made(NamedTuple):
-    """How a tensor is made of tensors of the other side.
+    """The making of a tensor from tensors of the other side.
 
     Attributes:
         shape: of the tensor.
@@ -214,7 +214,7 @@ def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
 
 
 def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
-    """In order, neighbours that are neighbours on both sides as one."""
+    """The runs in order; those that are neighbours on both sides become one."""
     found: list[RowRun] = []
     for run in sorted(runs):
         if found and found[-1].of == run.of and found[-1].start + found[-1].rows == run.start:

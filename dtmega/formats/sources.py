@@ -15,7 +15,8 @@ from torch import Tensor
 from dtmega.formats.rules import Made, RowRun, stored
 
 Slices = tuple[slice, ...]
-# A row, or a number, for each token of the vocabulary, in every model of the house. Those of padding are ours alone.
+# Tensors with a row, or a number, for each token of the vocabulary, in every model of the house. Rows of padding are
+# ours alone.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
 
@@ -30,7 +31,7 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]: ...
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """That part (None: all) of a tensor, in host memory."""
+        """Read a part (None: all) of a tensor, in host memory."""
         ...
 
 
@@ -65,14 +66,16 @@ class Together:
 
 
 class Translated:
-    """Tensors of one side of a `Translation`, made of those of the other side.
+    """Tensors of one side of `Directions`, made of those of the other side.
 
     Reads the rows that the asked box is made of, neighbours at once, and holds them beside the box.
     """
 
     def __init__(self, source: Source, made: Mapping[str, Made]) -> None:
-        """Args:
-        made: name -> how it is made of the source's tensors.
+        """Make the tensors of another source.
+
+        Args:
+            made: name -> how it is made of the source's tensors.
         """
         self._source = source
         self._made = made
@@ -83,7 +86,7 @@ class Translated:
         }
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """That part (None: all) of a tensor; of a transposed one a view that is not contiguous."""
+        """Read a part (None: all) of a tensor; of a transposed one, a view that is not contiguous."""
         made = self._made[name]
         box = _box(made, index)
         if made.here == "transpose":

@@ -30,7 +30,7 @@ class Names(NamedTuple):
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """Has a tensor of theirs a row for each token, and perhaps rows of padding behind them?"""
+        """Tell whether a tensor of theirs has a row for each token, and perhaps rows of padding behind them."""
         return any(run.of in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 
@@ -43,8 +43,10 @@ def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def names(form: Format, model: config.Model, build: Build) -> Names:
-    """Args:
-    build: makes the whole model; called on meta, and without padding of the vocabulary.
+    """The names on both sides of all tensors of a model.
+
+    Args:
+        build: makes the whole model; called on meta, and without padding of the vocabulary.
     """
     with torch.device("meta"):
         parameters = aliases(build(model.model_copy(update={"pad_vocab_to_multiple": 1})))
@@ -61,11 +63,13 @@ class Copies:
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
-        """Args:
-        weights: the tensors as ours.
-        copies: name -> names in `weights`, several where tied ones are all stored.
-        where: they are stored; for a message.
-        otherwise: for a message, after "are stored with different values, but".
+        """Read a source of which copies may differ.
+
+        Args:
+            weights: the tensors as ours.
+            copies: name -> names in `weights`, several where tied ones are all stored.
+            where: they are stored; for a message.
+            otherwise: for a message, after "are stored with different values, but".
         """
         self._weights = weights
         self._copies = copies
@@ -74,7 +78,7 @@ class Copies:
         self.tensors = {name: weights.tensors[stored[0]] for name, stored in copies.items()}
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """That part (None: all) of a tensor, in the dtype in which it is stored.
+        """Read a part (None: all) of a tensor, in the dtype in which it is stored.
 
         Raises:
             ValueError: parameters that the model ties are stored with other values in that part.
@@ -172,8 +176,10 @@ def _module(name: str) -> str:
 
 
 def _check(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises:
-    ValueError: a source does not have exactly these tensors; rows of padding may be more.
+    """Refuse a source of another model.
+
+    Raises:
+        ValueError: a source does not have exactly these tensors; rows of padding may be more.
     """
     if wrong := sorted(shapes.keys() ^ source.tensors.keys()):
         raise ValueError(

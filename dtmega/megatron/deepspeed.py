@@ -37,11 +37,6 @@ class Layers(NamedTuple):
     content: dict[Any, Any]
     vocab_size: int
 
-    @property
-    def n_ranks(self) -> int:
-        """The ranks of tensor parallelism."""
-        return max(map(len, self.parts.values()))
-
 
 def holds(folder: Path) -> bool:
     return any(LAYER.fullmatch(path.name) for path in folder.glob("layer_*"))

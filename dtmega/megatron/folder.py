@@ -66,7 +66,9 @@ class Contents(NamedTuple):
 
 
 def opened(path: Path, asked: config.Model | None = None, average: bool = False) -> Contents:
-    """Args:
+    """The contents of a checkpoint, whichever program wrote it.
+
+    Args:
         asked: the model, where the files may not say what it is.
         average: of copies that have drifted apart take the mean.
 

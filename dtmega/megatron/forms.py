@@ -73,8 +73,10 @@ def _refuse_other_positions(args: Mapping[str, Any], known: tuple[Any, ...]) -> 
 
 
 def _refuse_head_width(args: Mapping[str, Any]) -> None:
-    """Raises:
-    ValueError: heads that do not make up D.
+    """Refuse heads of a width of their own.
+
+    Raises:
+        ValueError: heads that do not make up D.
     """
     width = args.get("kv_channels")
     if width is not None and width * args["num_attention_heads"] != args["hidden_size"]:
@@ -163,8 +165,10 @@ def _args(model: config.Model) -> dict[str, Any]:
 
 
 def _refuse_gated(model: config.Model) -> None:
-    """Raises:
-    ValueError: each rank of theirs has its values before its gates, so the order of rows depends on the layout.
+    """Refuse a gated feed-forward.
+
+    Raises:
+        ValueError: each rank of theirs has its values before its gates, so the order of rows depends on the layout.
     """
     assert isinstance(model, config.DroppingModel)
     if model.glu != "none":

@@ -139,8 +139,10 @@ class WholeTensors:
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Part]], average: bool = False) -> None:
-        """Args:
-        average: of copies that have drifted apart take the mean, else the first.
+        """Check that the parts of each tensor fit together.
+
+        Args:
+            average: of copies that have drifted apart take the mean, else the first.
 
         Raises:
             ValueError: parts of one tensor that do not fit together, or are of no dtype of weights.

@@ -168,8 +168,10 @@ def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
 
 
 def check_agreed(args: Mapping[str, Any], path: Path, others: Mapping[str, Any], other: Path) -> None:
-    """Raises:
-    ValueError: two files are of other models.
+    """Refuse arguments of two files that do not agree on what decides which tensors there are.
+
+    Raises:
+        ValueError: two files are of other models.
     """
     for key in AGREED:
         if args.get(key) != others.get(key):

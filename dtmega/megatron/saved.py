@@ -85,8 +85,10 @@ class SavedFile:
     """
 
     def __init__(self, path: Path, names: Collection[str] = frozenset()) -> None:
-        """Args:
-        names: "module qualname" that the pickle may ask for, besides those of every checkpoint of Megatron's.
+        """Open a file and decode its pickle; tensors are read later.
+
+        Args:
+            names: "module qualname" that the pickle may ask for, besides those of every checkpoint of Megatron's.
 
         Raises:
             ValueError: no such file, no file of torch.save, a damaged or a crafted one; with the path.
@@ -139,8 +141,10 @@ class SavedFile:
 
 
 def check_apart(path: Path, tensors: Iterable[Stored]) -> None:
-    """Raises:
-    ValueError: two of the tensors of a file share bytes, so that together they could be larger than the file.
+    """Refuse tensors that share bytes.
+
+    Raises:
+        ValueError: two of the tensors of a file share bytes, so that together they could be larger than the file.
     """
     end = 0
     for start, stop in sorted(tensor.extent for tensor in tensors):

@@ -114,8 +114,10 @@ def write(
 
 
 def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout:
-    """Raises:
-    ValueError: heads, the feed-forward or layers do not come out even.
+    """The layout for tp times pp ranks.
+
+    Raises:
+        ValueError: heads, the feed-forward or layers do not come out even.
     """
     for key, ours in (("num_attention_heads", "n_heads"), ("ffn_hidden_size", "ffn_hidden_size")):
         if args[key] % tp:

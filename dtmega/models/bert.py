@@ -200,11 +200,11 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """Twice a decoder's: every token sees all of them. Padding counts like text."""
+        """The FLOPs of attention, twice a decoder's: every token sees all of them. Padding counts like text."""
         return 2 * super().attention_flops(piece)
 
 
-# What transformers calls the two forms of GELU; the first name of each is the one that is written.
+# The names in transformers of the two forms of GELU; the first name of each is the one that is written.
 ACTIVATIONS = {"erf": ("gelu",), "tanh": ("gelu_pytorch_tanh", "gelu_new")}
 
 

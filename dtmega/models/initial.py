@@ -31,7 +31,7 @@ def init_weights(model: Model, seed: int) -> None:
 
 
 def _numbers(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """Of each element of the box at `offsets`, its number among those of the whole tensor, row by row."""
+    """The number of each element of the box at `offsets` among those of the whole tensor, row by row."""
     found = torch.zeros((), dtype=torch.int64, device=part.device)
     for size, offset, length in zip(part.shape, offsets, whole, strict=True):
         found = (found * length).unsqueeze(-1) + torch.arange(size, device=part.device) + offset

@@ -50,7 +50,7 @@ class KeyedDropout(nn.Module):
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
     def of_probabilities(self, head_ids: Tensor, sample_ids: Tensor | None) -> Dropout | None:
-        """The same for `attention`, whose rule has the places. head_ids: [H] int32, global numbers of these heads."""
+        """The dropout for `attention`, whose rule has the places. head_ids: [H] int32, global numbers of the heads."""
         if self.p == 0.0 or not self.training:
             return None
         return Dropout(self.p, self.key, head_ids, _needed(sample_ids))
@@ -156,8 +156,10 @@ class MLP(nn.Module):
 
 
 def refuse_gated(model: config.Model) -> None:
-    """Raises:
-    ValueError: of a model with a gated feed-forward, where another program has none.
+    """Refuse a gated feed-forward, for a program that has none.
+
+    Raises:
+        ValueError: of a model with a gated feed-forward, where another program has none.
     """
     assert isinstance(model, config.DroppingModel)
     if model.glu != "none":
@@ -204,7 +206,7 @@ class LMHead(nn.Module):
         return linear_cross_entropy(rows, self.weight, labels.flatten(), bias=self.bias, **terms)
 
     def loss_terms(self, label_weights: Tensor | None = None) -> dict[str, Any]:
-        """What `linear_cross_entropy` should count; the extra terms in training only, so evaluations are comparable."""
+        """The terms for `linear_cross_entropy`; the extra ones in training only, so that evaluations are comparable."""
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         weights = None if label_weights is None else label_weights.flatten()
         return {"n_valid": self.vocab_size, "expected": self.expected, "label_weights": weights, **terms}

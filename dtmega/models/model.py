@@ -1,4 +1,4 @@
-"""What the rest of the house asks of a model: whole, or the part of it that one pipeline stage holds."""
+"""The contract between a model and the rest of the house: whole, or the part of it that one pipeline stage holds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
         return list(self.layers.values())
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
-        """hidden through these layers, one after the other; all are given the same beside it.
+        """Run hidden through these layers, one after the other; all are given the same beside it.
 
         A model calls it for all layers of a stack, so that several of them can be recomputed as a unit.
         """
@@ -138,11 +138,11 @@ class Model(nn.Module):
         return self.cfg.init_std
 
     def init_constant(self, name: str) -> float:
-        """Of biases 0, of weights of norms 1."""
+        """The initial value of a parameter without an `init_std`: 0 for biases, 1 for weights of norms."""
         return 1.0 if name.endswith("weight") else 0.0
 
     def init_buffers(self, seed: int) -> None:
-        """Values of everything that is not a parameter; needed after `to_empty`."""
+        """Set the values of everything that is not a parameter; needed after `to_empty`."""
 
     def full_name(self, name: str) -> str:
         """The name in checkpoints, that of the whole model, of a parameter here; tied ones have one name."""

@@ -297,7 +297,9 @@ class T5(Model):
         return bias(buckets.to(self.head_ids.device)).float().T
 
     def init_std(self, name: str) -> float | None:
-        """By default 1 / sqrt(inputs), but for the embedding; queries are smaller by what scores are not divided by.
+        """The std of a parameter: 1 / sqrt(inputs) for all but the embedding.
+
+        Queries are smaller by the factor that scores are not divided by.
 
         mesh_tensorflow's, as in transformers; of a head that is not tied t5x's.
         """
@@ -338,7 +340,7 @@ def _embedded(words: nn.Embedding, positions: nn.Embedding | None, tokens: Tenso
     return words(tokens) if positions is None else words(tokens) + positions(places)
 
 
-# What transformers calls a feed-forward: ours by its activation, and whether it is gated.
+# The names of a feed-forward in transformers: ours by its activation, and whether it is gated.
 FEED_FORWARDS = {
     "relu": ("relu", False),
     "gated-relu": ("relu", True),
@@ -420,7 +422,7 @@ def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
 
 
 def _up(model: config.Model) -> tuple[Rule, ...]:
-    """Its name depends on whether there is a gate beside it."""
+    """The rule of `up`, whose name depends on whether there is a gate beside it."""
     assert isinstance(model, config.T5)
     name = "wi_1" if model.gated else "wi"
     layers = {"encoder": 1, "decoder": 2}

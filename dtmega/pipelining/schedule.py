@@ -26,12 +26,12 @@ from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 
 
 def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
-    """Can the configured schedule run on pp > 1 ranks? Before anything is built.
+    """Refuse a schedule that cannot run on pp > 1 ranks, before anything is built.
 
     Args:
         pieces: of the whole model.
         data_size: how many data ranks share the global batch.
-        compiled: will blocks be compiled?
+        compiled: blocks will be compiled.
 
     Raises:
         ValueError: a number of stages or microbatches (at any size of the ramp-up) that the schedule cannot run, a cut
@@ -63,7 +63,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
 
 
 def splits_backward(cfg: config.Config, pp: int) -> bool:
-    """Does backward run in two parts, first for inputs, later for weights?"""
+    """Tell whether backward runs in two parts, first for inputs, later for weights."""
     if pp == 1:
         return False
     if cfg.pipeline.csv:
@@ -72,7 +72,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """What the schedule needs and n microbatches are not; '' if all is well. From the classes' own checks in torch."""
+    """The rule of the schedule that n microbatches break, or ''. From the classes' own checks in torch."""
     if pipeline.csv:
         written = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == written else f"the {written} that are written there"
@@ -98,7 +98,7 @@ class Pipeline:
     2 n B S D elements.
 
     Args:
-        pipeline: which schedule.
+        pipeline: the schedule and its settings.
         stages: this rank's modules by stage number, ascending; how they are called, `stage.Stage` says.
         group: the pp group.
         boundaries: what each stage but the last hands on, on meta.
@@ -125,7 +125,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Forward only. The caller has set eval mode."""
+        """Run forward only; the caller has set eval mode."""
         self._run(microbatches, tally, training=False)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:
@@ -138,7 +138,7 @@ class Pipeline:
         run(target=next(iter(rows.values())), return_outputs=False, **rows)
 
     def _schedule(self, n_microbatches: int, training: bool) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Built anew when the number of microbatches changes (ramp-up), or training to evaluation and back.
+        """torch's schedule, built anew when the number of microbatches changes, or training to evaluation and back.
 
         torch's stages set up their buffers for one use; reused for training after evaluation, they failed in backward
         (pytorch#162822) or, since that was repaired, set up everything again.

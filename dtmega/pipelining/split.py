@@ -48,14 +48,14 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
 
 
 class Cost(NamedTuple):
-    """What one piece of a model costs: time, in FLOPs per token forward and backward, and memory, in parameters."""
+    """The cost of one piece of a model: time, in FLOPs per token forward and backward, and memory, in parameters."""
 
     flops: int
     parameters: int
 
 
 def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
-    """Contiguous cut of the pieces into stages, none empty: the slowest stage as fast as can be, then memory even.
+    """The contiguous cut of the pieces into stages, none empty: the slowest stage as fast as can be, then memory even.
 
     Every microbatch waits for the slowest stage, so no cut with a larger maximum of FLOPs is considered. Of those with
     the smallest, the one with the least sum of squared parameters is taken; of equals, the one with fewer pieces in

@@ -1,4 +1,4 @@
-"""Who computes what, in which order: one row of actions per rank, from torch's schedules or a CSV file.
+"""The order of all computations of a pipeline: one row of actions per rank, from torch's schedules or a CSV file.
 
 A table is pure data and needs no process group, so it is checked, simulated and drawn before anything is built.
 """
@@ -32,7 +32,7 @@ Table = list[list[Action]]  # of each pp rank
 
 
 class ScheduleKind(NamedTuple):
-    """What a schedule asks for.
+    """The demands of a schedule.
 
     Attributes:
         per_rank: stages per rank: exactly 1, exactly 2, or at least 2.
@@ -63,7 +63,7 @@ DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def stages_per_rank(pipeline: config.Pipeline) -> int:
-    """How many stages each rank holds; with a CSV file, 0 if the file decides.
+    """The number of stages that each rank holds; with a CSV file, 0 if the file decides.
 
     Raises:
         ValueError: a number that the schedule cannot run.
@@ -89,7 +89,7 @@ def make_table(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> Table
 
 
 def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> Table:
-    """The table of one of SCHEDULES; its own requirements must hold (`schedule.check`)."""
+    """The table of one of SCHEDULES; its own requirements must hold (`schedule.check_schedule`)."""
     if schedule == "GPipe":
         return [[Action(r, kind, m) for kind in "FB" for m in range(n_microbatches)] for r in range(pp)]
     if schedule == "1F1B":
@@ -190,14 +190,14 @@ class TimedAction(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When each rank does what, in units of one forward, and the fraction of all ranks' time in which they wait."""
+    """The actions of each rank with their times, in units of one forward, and the fraction of time spent waiting."""
 
     rows: list[list[TimedAction]]
     bubble: float
 
 
 def simulate(table: Table, where: str = "schedule") -> Timeline:
-    """Every action as early as its rank and its inputs allow; transfers take no time.
+    """Run every action as early as its rank and its inputs allow; transfers take no time.
 
     A forward needs the one of the stage before; a backward (B or I) the own forward and the backward of the stage
     after; W its I.
@@ -210,7 +210,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
     rows: list[list[TimedAction]] = [[] for _ in table]
 
     def ready_at(action: Action) -> int | None:
-        """None as long as an input is missing."""
+        """The time at which an action can begin; None as long as an input is missing."""
         stage, kind, m = action
         needs: list[int | None] = []
         if kind == "F":

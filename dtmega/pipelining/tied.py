@@ -66,7 +66,7 @@ class Tied:
 
     @property
     def duplicates(self) -> list[nn.Parameter]:
-        """Copies here that norms, counts of zeros and checkpoints leave out: all but that of the first stage."""
+        """The copies here that norms, counts of zeros and checkpoints leave out: all but that of the first stage."""
         return [copy for number, copy in self.copies.items() if number != self.stages[0]]
 
     def sum_gradients(self) -> None:
@@ -105,7 +105,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """Are all copies equal to the bit? Every rank with a copy calls it, and gets the same answer."""
+        """Tell whether all copies are equal to the bit. Every rank with a copy calls it, and gets the same answer."""
         sums = drift.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
@@ -114,7 +114,7 @@ class Tied:
 
 
 def _add_up(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum, one after the other."""
+    """The sum of some tensors, added one after the other."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
@@ -122,5 +122,5 @@ def _add_up(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """What its group's collectives run on; an offloaded shard is elsewhere."""
+    """The device that its group's collectives run on; an offloaded shard is elsewhere."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
