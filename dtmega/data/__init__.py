@@ -1,5 +1,8 @@
-"""From text to batches: `tokenize` and `corpus` write `.bin/.idx` pairs, `indexed` reads them, `samples` and `pairs`
-cut them, `loader` serves batches. Here is only where all of them keep what can be made again."""
+"""The way from text to batches.
+
+`tokenize` and `corpus` write `.bin/.idx` pairs, `indexed` reads them, `samples` and `pairs` cut them, `loader` serves
+batches. This file has only the folder where all of them keep what can be made again.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The first that can be written: `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega`, a folder of this user in the temp
-    directory. It exists on return.
+    """The folder for what can be made again; it exists on return.
+
+    It is the first of these that can be written: `$XDG_CACHE_HOME/dtmega`, `~/.cache/dtmega`, a folder of this user in
+    the temp directory.
 
     Raises:
         ValueError: none can be written.

@@ -105,7 +105,7 @@ class Blend:
 
 
 class SplitRule(NamedTuple):
-    """How a corpus is cut into parts.
+    """The rule by which a corpus is cut into parts.
 
     Attributes:
         size: how many documents it has, whatever counts as one.

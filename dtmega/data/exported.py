@@ -27,16 +27,16 @@ class ExportedTokenizer(NamedTuple):
 
 
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """For models of running text: in training an end-of-document stands before a document and after it."""
+    """The tokenizer for models of running text. In training an end-of-document stands around each document."""
     return ExportedTokenizer(
         to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
     )
 
 
 def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """For models of hidden spans: also with the marks that training put behind the tokenizer's last id.
+    """The tokenizer for models of hidden spans, with the marks that training put behind the tokenizer's last id.
 
-    What it encodes gets an end, as what an encoder has read in training.
+    It puts an end behind what it encodes, as the encoder has read it in training.
 
     Raises:
         ValueError: as `marks`, or a tokenizer whose ids have gaps, behind which tokenizer.json cannot put any.

@@ -147,7 +147,7 @@ def _map(path: str) -> NDArray[np.uint8]:
 
 
 class IndexedWriter:
-    """Writes a pair so that PREFIX.idx only ever stands beside the finished PREFIX.bin of the same write.
+    """A writer of a pair, such that PREFIX.idx only ever stands beside the finished PREFIX.bin of the same write.
 
         with IndexedWriter("data/mine", token_dtype(vocab_size)) as writer:
             writer.add([5, 7, 2])  # a document

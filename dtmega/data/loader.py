@@ -1,4 +1,4 @@
-"""From samples to batches, one optimizer step at a time. The only state is how many samples have been consumed.
+"""Batches made of samples, one optimizer step at a time. The only state is the number of samples consumed.
 
 The step after c consumed samples has `batch.size_at(c)` sequences, samples c, c + 1, ...; data rank r of R takes the
 r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch] micro_batch_size`. What is in one is
@@ -32,7 +32,7 @@ FEEDER = "QueueFeederThread"  # the name that multiprocessing gives them
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one data rank computes in one optimizer step.
+    """The part of one data rank in one optimizer step.
 
     Attributes:
         first_sample: the first of the global batch's samples.
@@ -52,7 +52,7 @@ class TrainBatches:
     ranks. StatefulDataLoader's own state does neither: another number of workers is an AssertionError, another number
     of data ranks silently repeats or skips data.
 
-    The worker processes sit out SIGINT, SIGTERM and SIGHUP, which terminals, torchrun and Slurm send to all processes:
+    The worker processes ignore SIGINT, SIGTERM and SIGHUP, which terminals, torchrun and Slurm send to all processes:
     how the run ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or within seconds of
     the trainer's death. They are spawned, so the script that iterates needs its `if __name__ == "__main__"`.
 
@@ -97,7 +97,7 @@ class TrainBatches:
         return StepBatch(first, size, _microbatches(rows, self._batch.micro_batch_size))
 
     def state_dict(self) -> dict[str, int]:
-        """What has been delivered; what workers have prepared beyond it does not count."""
+        """The samples that were delivered; those that workers have prepared beyond them do not count."""
         return {"samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -105,7 +105,7 @@ class TrainBatches:
         self._consumed = state["samples"]
 
     def close(self) -> None:
-        """Ends the worker processes. Iterating again starts new ones."""
+        """End the worker processes. Iterating again starts new ones."""
         self._iterator = None
         gc.collect()  # queues in a cycle would be left to the end of the process, which would warn of their semaphores
         # A feeder drops the last semaphore of its queue a moment later; the end of the process in between is a warning.
@@ -150,7 +150,7 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
 
 
 def bears_loss(rows: Rows, g: int) -> bool:
-    """Whether a token of sample g counts in the loss."""
+    """Tell whether a token of sample g counts in the loss."""
     return bool((rows[range(g, g + 1)]["labels"] != IGNORED).any())
 
 
@@ -182,9 +182,9 @@ def _check_sizes(batch: Batch, world: int) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Processes that start here inherit the mask: not even while they import does such a signal end them."""
+    """Block signals for the processes that start here: they inherit the mask, so none ends them while they import."""
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
-    # The tracker of semaphores, which they share, sits out the other two by itself; to do so it lifts their mask here
+    # The tracker of semaphores, which they share, ignores the other two by itself; to do so it lifts their mask here
     # (up to Python 3.11).
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked & {signal.SIGHUP})
     resource_tracker.ensure_running()
@@ -196,7 +196,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _hear_only_the_trainer(worker: int) -> None:
-    """SIGTERM ends a worker only if it comes from its trainer: multiprocessing sends it at exit, and waits.
+    """Let SIGTERM end a worker only if it comes from its trainer: multiprocessing sends it at exit, and waits.
 
     So does the trainer's death, even before the worker came here: torch's own watchdog would take init for its parent.
     """

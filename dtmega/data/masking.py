@@ -1,4 +1,4 @@
-"""Masks of BERT: some whole words of each sample are hidden, and are to be predicted.
+"""BERT's masks: some whole words of each sample are hidden, and are to be predicted.
 
     masked = hide(pairs, vocabulary, mask_prob=0.15, max_ngram=3)
     masked.tokens, masked.hidden  # [B, S] both

@@ -38,7 +38,7 @@ class FoundIndices(NamedTuple):
 
 
 class OrderName(NamedTuple):
-    """How the original calls the order of a part.
+    """The name that the original gives the order of a part.
 
     Attributes:
         name: of its group of corpora.
@@ -82,7 +82,7 @@ def named_caches(asked: Asked, name: str) -> FoundIndices:
 
 
 def described_caches(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | None] | None) -> FoundIndices:
-    """megatron-core's cache for "train", "valid" or "test".
+    """The cache of megatron-core for "train", "valid" or "test".
 
     Args:
         matrix: where each split begins and ends; None where the splits have data of their own.

@@ -1,7 +1,7 @@
 """Megatron's doc, sample and shuffle index of a corpus, to the integer: the order of samples that its GPTDataset reads.
 
     indices = index_of(Asked(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
-    indices.shuffle[g]  # which sample of the stream is sample g
+    indices.shuffle[g]  # the sample of the stream that is sample g
 
 Sequences of the .idx, as many epochs of them as the samples need, are shuffled together; laid end to end they are
 the stream, of which sample k is tokens k S to k S + S, both included. Samples are shuffled too. Where the last epoch
@@ -38,7 +38,7 @@ RUN = 1 << 12  # ... and their length
 
 
 class Asked(NamedTuple):
-    """All that an order is a function of.
+    """The things that an order is a function of.
 
     Attributes:
         sequences: (start, stop) in the .idx.
@@ -60,7 +60,7 @@ class Asked(NamedTuple):
 
 
 class Epochs(NamedTuple):
-    """How often a corpus is read.
+    """The number of times that a corpus is read.
 
     Attributes:
         n: epochs.
@@ -102,7 +102,7 @@ class Indices(NamedTuple):
 
 
 def epochs_of(asked: Asked) -> Epochs:
-    """See `Epochs`; for one with tokens."""
+    """The epochs of a corpus that has tokens."""
     tokens, length = asked.epoch_tokens, asked.seq_len
     # The first n for which (n tokens - 1) // S samples, each with the token after its last, are enough.
     n = max(1, -(-(asked.samples * length + 1) // tokens))

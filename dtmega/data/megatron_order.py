@@ -144,7 +144,7 @@ class MegatronSamples:
 
 
 def wanted_samples(cfg: Config) -> dict[str, int]:
-    """How many samples the original asks of "train", "valid" and "test" (`megatron/training.py`).
+    """The number of samples that the original asks of "train", "valid" and "test" (`megatron/training.py`).
 
     Raises:
         ValueError: nothing says how many the run was started for, or it is longer.
@@ -193,7 +193,7 @@ def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
 
 
 class _Builder:
-    """One split.
+    """The samples of one split, as the original orders them.
 
     Attributes:
         notes: lines for people.

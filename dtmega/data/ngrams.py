@@ -4,7 +4,7 @@
     grams = choose(words, n_words, max_ngram, n_to_hide(0.15, lengths), keys)
 
 The rule is Megatron-LM's (`create_masked_lm_predictions`), for BERT and for T5: words in random order begin n-grams.
-One that is more than what is still to be hidden is tried with fewer words; one that overlaps another is left out.
+One that is larger than what is still to be hidden is tried with fewer words; one that overlaps another is left out.
 
 Other than there: the number of tokens to hide is rounded, where Megatron's is in effect rounded down; and the first
 token of a segment begins a word, also where truncation left the rest of one.

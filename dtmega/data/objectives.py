@@ -68,7 +68,7 @@ class Objective(Protocol):
         ...
 
     def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
-        """The number of ids in samples that are not the tokenizer's, but the ones behind its last."""
+        """The number of ids in samples that are not the tokenizer's, but stand behind its last one."""
         ...
 
     def samples(
@@ -172,7 +172,7 @@ class Masked:
 
 
 class Spans:
-    """T5's: hidden spans, which never touch, as a mean over what the decoder is to say of them."""
+    """T5's objective: hidden spans, which never touch, as a mean over what the decoder is to say of them."""
 
     sums = (Sum("lm", "tokens"),)
     aim = "hidden spans"

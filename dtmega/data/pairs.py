@@ -150,7 +150,7 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """How many of the lost tokens [B] are the segment's first ones, each with probability 1/2; the others its last."""
+    """The number of lost tokens [B] at the segment's front, each with probability 1/2; the others are at its end."""
     index = np.arange(lost.max())
     front = keyed.below(keyed.draws(keys[:, None], name, index), 2) == 1
     return (front & (index < lost[:, None])).sum(1)

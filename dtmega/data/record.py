@@ -21,7 +21,7 @@ LONGEST_SENTENCE = 512  # tokens, of a text in sentences: LONG_SENTENCE_LEN of M
 
 
 class Record(BaseModel):
-    """How a text was tokenised.
+    """The way in which a text was tokenised.
 
     Attributes:
         tokenizer: the spec, for people.
@@ -56,7 +56,7 @@ def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = F
 
 
 def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
-    """Whether there is a record of this data set that says it is in `tokenizer`.
+    """Tell whether there is a record of this data set that says it is in `tokenizer`.
 
     Raises:
         ValueError: the record says something else, has no end of documents where `[data]` needs one, or is damaged.

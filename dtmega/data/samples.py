@@ -1,4 +1,4 @@
-"""Which S + 1 tokens are sample g: a pure function of (seed, g), whatever was read before and however long the run is.
+"""The S + 1 tokens of sample g, a pure function of (seed, g), whatever was read before and however long the run is.
 
     samples = Samples(dataset, documents=(0, 1000), seq_len=256, seed=1234, split="train")
     samples[g]  # [S + 1] token ids

@@ -19,7 +19,7 @@ from dtmega.data.tokenizer import Tokenizer
 
 PROSE, BLOCKS = "prose", "blocks"
 PARAGRAPH_END = re.compile(r"\n[ \t\r\f]*\n")
-# Looking for quotes in a paragraph takes sentencex a time that grows as its square: 37 s for 7 million characters.
+# The time in which sentencex looks for quotes in a paragraph grows as its square: 37 s for 7 million characters.
 PORTION_CHARS = 100_000
 
 

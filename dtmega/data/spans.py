@@ -44,7 +44,7 @@ class HiddenSpans(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What encoder and decoder are given of some texts.
+    """The sequences of encoder and decoder of some texts.
 
     Attributes:
         tokens: int64 [B, S], of the encoder.

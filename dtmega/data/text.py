@@ -1,4 +1,4 @@
-"""What a run reads: the tokenizer and the samples of each split, checked whole before anything starts."""
+"""The data of a run: the tokenizer and the samples of each split, checked whole before anything starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLED_BYTES, SAMPLES = 2**16, 64
 
 
 class Text(NamedTuple):
-    """What there is to read, per split, and the vocabulary it is written in.
+    """The samples of each split, and the vocabulary they are written in.
 
     Attributes:
         objective, data: how it is read.
@@ -58,7 +58,7 @@ class Text(NamedTuple):
 
 
 def open_text(cfg: Config, objective: Objective) -> Text:
-    """Tokenizer and data of the configuration; builds the default corpus on first use.
+    """Open the tokenizer and the data of the configuration; builds the default corpus on first use.
 
     Raises:
         ValueError: keys of another objective, no such tokenizer or data, damaged files, ids outside the vocabulary or
@@ -97,7 +97,7 @@ def check_order(data: Data, objective: Objective) -> None:
 
 
 def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
-    """The model has a row for every id of a sample.
+    """Check that the model has a row for every id of a sample.
 
     Raises:
         ValueError: it has not.
@@ -155,7 +155,7 @@ class Corpora:
         return self._opened[path]
 
     def _has_record(self, dataset: IndexedDataset, made_here: bool) -> bool:
-        """False: nothing says in which tokenizer the file is.
+        """Check a file against the configuration; False where nothing says in which tokenizer it is.
 
         Raises:
             ValueError: ids outside the vocabulary, another tokenizer, sentences where documents are read, or the
@@ -172,7 +172,7 @@ class Corpora:
 
 
 def check_losses(text: Text, cfg: Config) -> None:
-    """In what an evaluation reads of the validation and of the test split, a token bears a loss.
+    """Check that a token bears a loss in what an evaluation reads of the validation and of the test split.
 
     As a rule the first sample that is looked at has one. Without any, the mean would be of nothing.
 
@@ -194,7 +194,7 @@ def check_losses(text: Text, cfg: Config) -> None:
 
 
 def read_again(cfg: Config, text: Text) -> list[str]:
-    """A line if an evaluation is longer than a split that it reads."""
+    """The line to say if an evaluation is longer than a split that it reads."""
     wanted = cfg.eval.steps * cfg.batch.global_batch_size
     held = {name: int(part.n_samples) for name in (*text.evaluated, "test") if (part := text.splits[name])}
     short = [f"{name} has {n:,}" for name, n in held.items() if n < wanted]
@@ -205,7 +205,7 @@ def read_again(cfg: Config, text: Text) -> list[str]:
 
 
 def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
-    """See `Text`. Where the files are and what they are called does not count."""
+    """`Text.identity`. Place and name of the files do not count."""
     same = ("weights", "seq_len", "split", *objective.reads)
     mixture = cfg.data.train_mixture
     shares = {"[data] train": [list(share[:3]) for share in mixture.shares]} if mixture else {}
@@ -220,7 +220,7 @@ def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: 
 
 
 def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
-    """The order that is followed, and what it is a function of beside seed, data and length."""
+    """The order of samples that is followed, and what it depends on beside seed, data and length."""
     train = splits.samples["train"]
     assert train is not None
     return {

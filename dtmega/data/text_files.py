@@ -127,7 +127,7 @@ def _kind(path: str) -> str:
 
 
 def read_batches(files: Sequence[File], column: str, *, at_blank_lines: bool = False) -> Iterator[RecordBatch]:
-    """All files as batches.
+    """Read all files as batches.
 
     Args:
         column: what to read of parquet files.
@@ -174,7 +174,7 @@ def _read_lines(path: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _read_parts(path: str) -> Iterator[tuple[int, bytes, int]]:
-    """The same, cut only where blank lines end a part of the text."""
+    """Whole lines as `_read_lines` reads them, cut only where blank lines end a part of the text."""
     first, kept, position = 1, [], 0
     blanks = b""  # at the end of what has been read: the part ends after them, if there is another one
     for _, lines, position in _read_lines(path):
@@ -228,7 +228,7 @@ def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
-    """Like zstandard's own stream reader, which however takes a file that was cut off for a whole one."""
+    """Decompress as zstandard's own stream reader does, which takes a file that was cut off for a whole one."""
     import zstandard
 
     # Windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd's memory for one is used

@@ -100,7 +100,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def is_wordpiece(spec: str) -> bool:
-    """Whether a spec names a vocab.txt."""
+    """Tell whether a spec names a vocab.txt."""
     return spec == SHIPPED_WORDPIECES or spec.startswith(tuple(f"{kind}:" for kind in WORDPIECES))
 
 
@@ -246,7 +246,7 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 
 
 def _eos_token(path: Path) -> list[str]:
-    """What the directory of a model says of it: a string, or a token written out."""
+    """A special token as the directory of a model has it: a string, or a token written out."""
     try:
         token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
     except ValueError:

@@ -4,7 +4,7 @@
     16 bits     optimizer = {optimizer: the same, fp32_from_fp16_params: [[...], [...]], grad_scaler: {...}}
 
 They stand there by number alone: first those that are decayed, weights outside of LayerNorms; then LayerNorms and
-biases; each in the order of the modules. That the numbers are the right ones is seen by the masters, which have to
+biases; each in the order of the modules. That the numbers are the right ones is proven by the masters, which have to
 round to the weights. apex's FusedAdam has `step` in param_groups.
 """
 
@@ -142,7 +142,7 @@ def _moments(
 
 
 def step_of(file: SavedFile, said: Any) -> int:
-    """A number of updates: an int, or a tensor of one."""
+    """The number of updates, from an int or a tensor of one."""
     if type(said) is PickledObject:
         said = _number(file, said)
     if type(said) not in (int, float) or not 0 <= said < 1 << 60 or said != int(said):

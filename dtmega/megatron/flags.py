@@ -41,7 +41,7 @@ def _switch(name: str, key: str, why: str = "") -> Flag:
 
 
 def _other(names: str, n_values: int, keys: str, why: str, default: str | None = None) -> Flag:
-    """A flag whose value is not that of one key, see `translate.py`. Several names or keys stand apart by blanks."""
+    """A flag whose value is not that of one key (`translate.py`). Names, and keys, are separated by blanks."""
     return Flag(tuple(f"--{name}" for name in names.split()), n_values, default, tuple(keys.split()), why)
 
 

@@ -4,8 +4,8 @@
     megatron-core          iter_......./metadata.json, common.pt       core.py
     Megatron-DeepSpeed     global_step*/layer_*-model_*                deepspeed.py
 
-Either is named itself, or the folder above with its `latest_checkpointed_iteration.txt` or `latest`. Nothing that is in
-a file runs, and tensors are read when they are asked for.
+The path names one of these, or the folder above with its `latest_checkpointed_iteration.txt` or `latest`. Nothing that
+is in a file runs, and tensors are read when they are asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Contents(NamedTuple):
     """The contents of a folder.
 
     Attributes:
-        path: the very folder.
+        path: of that folder.
         args: the arguments of the run as plain values; empty where the files have none.
         weights: by Megatron's names of the whole model.
         moments: exp_avg and exp_avg_sq by the same names; empty where they are not whole.
@@ -208,7 +208,7 @@ def _of_core(folder: Path, args: dict[str, Any], weights: Source, training: core
 def _progress(
     args: Mapping[str, Any], iteration: int, steps: Collection[int], scheduler: Any
 ) -> tuple[Progress, int, str]:
-    """How far a run was, the updates that Adam counts, and the reason why that is not known.
+    """The progress of a run, the updates that Adam counts, and the reason why these are not known.
 
     Args:
         steps: that the ranks' optimizers say.

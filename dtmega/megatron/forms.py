@@ -218,7 +218,7 @@ BERT_FORM = Format(
     to_section=_bert,
     from_section=_args_of_bert,
 )
-# Megatron's own, which shares a name with transformers' and little else.
+# Megatron's own T5, which shares a name with that of transformers and little else.
 T5_FORM = Format(
     rules=_rules(T5_ROWS),
     implied={

@@ -139,7 +139,7 @@ def cut_dim(name: str) -> int | None:
 
 
 def fused(name: str) -> int:
-    """How many of q, k and v stand side by side in each head of a tensor; 1: it is not of that kind.
+    """The number of q, k and v that stand side by side in each head of a tensor; 1: it is not of that kind.
 
     Of these the files of versions below 2 have rows in another order, in each shard.
 

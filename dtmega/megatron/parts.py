@@ -38,7 +38,7 @@ class Part(Protocol):
     def where(self) -> str: ...
 
     def read(self) -> Tensor:
-        """All of it, in host memory."""
+        """Read all of it, in host memory."""
         ...
 
 
@@ -152,7 +152,7 @@ class WholeTensors:
         self._average = average
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """That part (None: all) of a tensor."""
+        """Read a part (None: all) of a tensor."""
         dtype, shape = self.tensors[name]
         parts = self.parts[name]
         index = index or (slice(None),) * len(shape)
@@ -172,7 +172,7 @@ class WholeTensors:
 
 
 def _joined(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """dtype and shape of the whole."""
+    """The dtype and the shape of the whole tensor."""
     first, *others = parts
     if first.dtype not in FLOATS:
         raise ValueError(f"{first.where}: '{name}' is of {first.dtype}, expected one of {', '.join(map(str, FLOATS))}")
@@ -201,7 +201,7 @@ def _mean(parts: Sequence[Part]) -> Tensor:
 
 
 class Drift(NamedTuple):
-    """How far the copies of a tensor are apart, as a part of its largest absolute value."""
+    """The distance of a tensor's copies, as a fraction of its largest absolute value."""
 
     name: str
     size: float

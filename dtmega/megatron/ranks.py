@@ -41,7 +41,7 @@ SCALERS = {
 
 
 class Rank(NamedTuple):
-    """One file.
+    """The content of one rank's file.
 
     Attributes:
         args: the arguments of the run, as far as they are numbers, words or lists of them; empty in files of 2019.
@@ -192,7 +192,7 @@ def _check_same(first: Rank, other: Rank) -> None:
 
 
 def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
-    """(stage, chunk) -> name within it -> name in the whole model.
+    """The names of all tensors: (stage, chunk) -> name within it -> name in the whole model.
 
     Raises:
         ValueError: stages of another depth, layers that are missing, or a tensor in two stages.
@@ -224,7 +224,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
 
 
 def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
-    """Layers of a stack in a chunk."""
+    """The number of layers of a stack in a chunk."""
     numbers = {int(match[2]) for name in chunk if (match := LAYER.fullmatch(name)) and match[1] == stack}
     if numbers != {*range(len(numbers))}:
         lost = min({*range(len(numbers))} - numbers)

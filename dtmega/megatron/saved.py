@@ -72,7 +72,7 @@ class Stored(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Bytes of the file from its first element to behind its last."""
+        """The bytes of the file from its first element to behind its last."""
         n = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.elements.strides, strict=True))
         return self.elements.at, self.elements.at + n * self.dtype.itemsize
 
@@ -125,7 +125,7 @@ class SavedFile:
         return Stored(found.dtype, found.sizes, storage, SavedTensor(at, found.dtype, found.strides))
 
     def read(self, tensor: Stored, part: list[tuple[int, int]] | None = None) -> Tensor:
-        """A tensor, in host memory; the first of a storage only after the storage's checksum was compared.
+        """Read a tensor, in host memory; the first of a storage only after the storage's checksum was compared.
 
         Args:
             part: from where to where in each dim, not empty; None: all.
@@ -226,7 +226,7 @@ def _zip(fd: int, n_bytes: int, names: Collection[str]) -> _Opened:
 
 
 def _older(fd: int, n_bytes: int, names: Collection[str]) -> _Opened:
-    """The format before torch 1.6."""
+    """Read the format of before torch 1.6."""
     stream = BytesIO(read_bytes(fd, 0, min(n_bytes, MAX_PICKLE_BYTES)))
     try:
         magic = decode(stream, ())

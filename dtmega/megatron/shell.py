@@ -2,8 +2,8 @@
 
     words(Path("examples/pretrain_bert_distributed.sh").read_text())    # [..., 'pretrain_bert.py', '--num-layers', ...]
 
-Assignments are followed, also those in quotes or brackets over several lines, and `${NAME:-default}`. What only a shell
-would know (`$(nproc)`, a variable of the environment) stays in the words as it is written.
+Assignments are followed, also those in quotes or brackets over several lines, and `${NAME:-default}`. Whatever only a
+shell would know (`$(nproc)`, a variable of the environment) stays in the words as it is written.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ PRE_TRAINED = {"pretrain_gpt": "gpt", "pretrain_prefix_lm": "gpt", "pretrain_ber
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
 # Scripts that train a family for another objective than its own.
 OBJECTIVE_OF_SCRIPT = {"pretrain_prefix_lm": "prefix-lm", "pretrain_t5": "separate-spans"}
-# What Megatron's T5 is, beside its flags, of the forms that there are here.
+# The keys of [model] that Megatron's T5 has, whatever its flags say.
 THEIR_T5: Mapping[str, Any] = MappingProxyType(
     {
         "positions": "learned",
@@ -34,7 +34,7 @@ THEIR_T5: Mapping[str, Any] = MappingProxyType(
     }
 )
 WORDPIECE_OF = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
-# Without one of these theirs does not start, or takes what it finds on the machine.
+# Without one of these, Megatron does not start or takes what it finds on the machine.
 REQUIRED_FLAGS = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *("--micro-batch-size", "--global-batch-size", "--lr"),
@@ -163,7 +163,7 @@ class _Draft:
         return values[0] if values else self.flags[f"--{name}"].default
 
     def number(self, name: str) -> int | float | None:
-        """The same as a number; None where there is none, or one that only a shell would know."""
+        """The value as a number; None where there is none, or one that only a shell would know."""
         value = self.value(name)
         return None if value is None else _number(value)
 
@@ -172,7 +172,7 @@ class _Draft:
         return kinds.classes[self.family if kinds.tells else ""].model_fields
 
     def copy_plain(self) -> None:
-        """The flags whose value is that of one key; where one is left out, Megatron's default if ours is another."""
+        """Copy the flags whose value is that of one key; of one left out, Megatron's default if ours is another."""
         for name in REQUIRED_FLAGS:
             flag = self.flags[name]
             if not self.given.values.keys() & {*flag.names}:

@@ -1,4 +1,4 @@
-"""How many ids the tokenizer of a checkpoint has, whose embedding has rows of padding behind them."""
+"""The number of ids that the tokenizer of a checkpoint has; its embedding has rows of padding behind them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ WORDS_FOR_HEAD = f"{COPY_FOR_HEAD}weight"
 
 
 class Layout(NamedTuple):
-    """How a model is cut for their ranks.
+    """The layout of a model on their ranks.
 
     Attributes:
         split: the stage where the decoder begins, of a model with two stacks on several stages; else 0.
@@ -138,7 +138,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
 
 
 def _depth(source: Source, stack: str) -> int:
-    """How many layers a stack has; 0: there is no such stack."""
+    """The number of layers of a stack; 0: there is no such stack."""
     return len({name.split(".")[2] for name in source.tensors if name.startswith(f"{stack}.layers.")})
 
 

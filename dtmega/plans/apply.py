@@ -93,7 +93,7 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Regions keep their gathered input for backward, where gathering it again would cost more than it saves.
+    """Let regions keep their gathered input for backward, where gathering it again would cost more than it saves.
 
     That is in blocks that are computed again, where backward has gathered it just now; and where backward runs in two
     parts, of which only torch's own product can run one without the other.
@@ -158,7 +158,7 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
 
 
 def _check_regions(entered: list[str], inside: list[str]) -> None:
-    """A rank's features come from an input that was taken in once: never, or twice, gives wrong gradients silently."""
+    """Check that a rank's features come from an input that was taken in once: any other gives wrong gradients."""
     for name in inside:
         around = [e for e in entered if e in ("", name) or name.startswith(f"{e}.")]
         if len(around) != 1:

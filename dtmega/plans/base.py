@@ -100,7 +100,7 @@ class Style(ParallelStyle):
         return local_part(module.weight)
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Raises ValueError where tp ranks cannot share the module, or the style is not for it."""
+        """Refuse, by a ValueError, a module that tp ranks cannot share or that the style is not for."""
         kind, owner = type(self).__name__, type(module).__name__
         for key, size in self.sizes.items():
             if size % tp:
@@ -173,5 +173,8 @@ def computing_on(module: nn.Module, here: Callable[[Any], Tensor]) -> Iterator[N
 
 
 def local_part(parameter: Any) -> Any:
-    """This rank's part. The gradient comes back with the parameter's placement, and for a replicated one unsummed."""
+    """The part of a parameter on this rank.
+
+    The gradient comes back with the parameter's placement, and for a replicated one unsummed.
+    """
     return None if parameter is None else parameter.to_local()

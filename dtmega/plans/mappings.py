@@ -45,7 +45,7 @@ def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def part(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """What `x.chunk` gives this rank; any size of x along `dim`, as long as no rank is left without."""
+    """This rank's chunk of x, as `x.chunk` cuts it; x may have any size along `dim` that leaves no rank without."""
     return cast(Tensor, _Part.apply(x, group, dim))
 
 

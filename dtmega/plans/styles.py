@@ -40,7 +40,7 @@ from dtmega.plans.products import product
 
 
 class Enter(ParallelStyle):
-    """On a module whose linears share its input: taken in once, [B, S/tp, D] -> [B, S, D].
+    """A module whose linears share its input, which is taken in once, [B, S/tp, D] -> [B, S, D].
 
     What is gathered is not kept but gathered again for backward; without sequence parallelism the input is whole
     already, and its gradient is summed. The input is the first positional argument, or `hidden_states`; the module's
@@ -86,7 +86,7 @@ class Enter(ParallelStyle):
 
 
 class EnterOnce(ParallelStyle):
-    """On an nn.Identity that hidden states go through to Columns elsewhere, as an encoder's output does to each layer.
+    """An nn.Identity through which hidden states go to Columns elsewhere, as an encoder's output does to each layer.
 
     Taken in once for all of them, [B, S/tp, D] -> [B, S, D], and kept for backward, where the gradients that come from
     all of them are summed over tp at once. Without sequence parallelism it is whole already.
@@ -168,7 +168,7 @@ class KVColumn(Column):
 
 
 def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") -> None:
-    """Raises ValueError where heads of keys can neither be cut evenly nor copied evenly."""
+    """Refuse heads of keys that can neither be cut evenly nor copied evenly, by a ValueError."""
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(
             f"tp={tp} and {key}={kv_heads}: neither divides the other, so heads of keys can neither be cut nor copied "

@@ -113,7 +113,7 @@ class HeadColumns(Style):
 
 
 class Rejoin(ParallelStyle):
-    """On a module that is not cut at all, and does the same work on every rank: its input is made whole.
+    """A module that is not cut at all, and does the same work on every rank: its input is made whole.
 
     [B, S/tp, D] -> [B, S, D]. The gradient of that is whole on every rank too, so each takes its part, and nothing is
     summed. Without sequence parallelism there is nothing to do. Inside of it parameters are whole (`Whole(False)`), and
