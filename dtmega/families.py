@@ -60,7 +60,7 @@ class Family(Protocol):
         directory: [model] path names a directory that the model is read from.
         formats: how other programs store it, by the names that `convert` has for them; one for each form there.
         objectives: what it can be trained for, by [data] objective; "auto" without it.
-        show: what there is to see of it once it is trained.
+        show: the sample of it that is shown once it is trained.
         dtypes: of [precision] params that it can be trained in. Of float16 each head must know the loss scale.
     """
 
@@ -130,7 +130,7 @@ class Family(Protocol):
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        """Memory for a cut stage on meta: ties hold, buffers have their values, parameters none yet."""
+        """Give a cut stage on meta memory: ties hold, buffers have their values, parameters none yet."""
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:

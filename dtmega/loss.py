@@ -29,7 +29,7 @@ CACHED_LOGITS = 2**19  # on a CPU the softmax goes over a few rows at a time, wh
 
 
 class Columns(NamedTuple):
-    """Which columns of the logits are here: from `start` on; `group` has `n_valid` together, and then padding."""
+    """The columns of the logits that are here: from `start` on; `group` has `n_valid` together, and then padding."""
 
     start: int
     n_valid: int
@@ -207,7 +207,7 @@ def token_losses(
 def locate(
     n_local: int, vocab_start: int | None, n_valid: int | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> Columns:
-    """Where this rank's n_local columns are among all. What is not given follows from the sizes of the other ranks'."""
+    """Find this rank's n_local columns among all. What is not given follows from the other ranks' sizes."""
     sizes, rank = [n_local], 0
     if group is not None and (vocab_start is None or n_valid is None):
         sizes, rank = _all_gather(torch.tensor(n_local, device=device), group).tolist(), group.rank()

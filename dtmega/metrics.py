@@ -1,4 +1,4 @@
-"""What a step reports, and where it goes: a progress line, `metrics.jsonl`, TensorBoard, trackers.
+"""The report of a step, and where it goes: a progress line, `metrics.jsonl`, TensorBoard, trackers.
 
     metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
     metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
@@ -199,7 +199,7 @@ class Metrics:
         self._line(step, " | ".join([f"{split} loss {loss:.4f}", *(parts or [f"ppl {perplexity(loss):.2f}"])]))
 
     def saved(self, step: int, checkpoint: int, stall_s: float, error: str, warning: str = "") -> None:
-        """After `step`: the checkpoint of step `checkpoint` is there, or is not, and training stood still for it.
+        """Report, after `step`, whether the checkpoint of step `checkpoint` is there; training stood still for it.
 
         Args:
             error: why it is not there, or ''.
@@ -273,7 +273,7 @@ class Metrics:
         return sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)
 
     def _eta_s(self, step: int) -> float:
-        """From the time since the first step, which compiles and warms up, so that evaluation and checkpoints count."""
+        """The seconds that are left, by the time since the first step: evaluation and checkpoints count."""
         assert self._first is not None
         first_step, ended = self._first
         per_step = (time.monotonic() - ended) / (step - first_step) if step > first_step else self._recent[-1][1]
@@ -357,7 +357,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reference_flops(device: torch.device, dtype: str) -> float:
-    """What MFU is a fraction of: the datasheet's FLOP/s for a GPU known to `cost`, else `matmul_flops`, measured here.
+    """The FLOP/s that MFU is a fraction of: a datasheet's for a GPU known to `cost`, else `matmul_flops`, measured.
 
     The second makes MFU a ratio to what this machine can do, so such figures do not compare across machines.
     """

@@ -118,7 +118,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float
 
 
 class Spikes:
-    """Which losses and gradient norms are out of the ordinary (OLMo-core `SkipStepOptimizer`): a step that is skipped.
+    """A judge of losses and gradient norms: steps out of the ordinary are skipped (OLMo-core `SkipStepOptimizer`).
 
     Args:
         sigmas: how far above the mean of the last WINDOW steps; 0 = nothing is a spike.
@@ -131,7 +131,7 @@ class Spikes:
         self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """Compares with the steps before, then counts this one among them. Never true in the first half window."""
+        """Compare with the steps before, then counts this one among them. Never true in the first half window."""
         found = False
         if self.sigmas and len(self.recent) >= self.WINDOW // 2:
             for value, before in zip((loss, grad_norm), zip(*self.recent, strict=True), strict=True):
@@ -149,7 +149,7 @@ def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessG
 
 
 def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
-    """On a CPU torch adds up all squares of a tensor in fp32: half a million are 5e-5 off, each layout otherwise."""
+    """The L2 norm of a tensor. On a CPU torch adds up squares in fp32: half a million are 5e-5 off, by the layout."""
     norms = [torch.zeros(1)]
     for tensor in tensors:
         flat = tensor.flatten()

@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch: what the loop repeats, what a step's time is the time of."""
+"""One optimizer step on one global batch: the loop repeats it, and the time of a step is its time."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def check_same_batch(batch: StepBatch, world: World) -> None:
 
 
 def signalled(run: Run) -> bool:
-    """Whether a signal has come, to any rank; all say the same."""
+    """Tell whether a signal has come, to any rank; all say the same."""
     seen = torch.tensor(len(run.watch.signals), device=run.world.device)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     return bool(seen.item())

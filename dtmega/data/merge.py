@@ -1,4 +1,4 @@
-"""Several token files -> one: what `python -m dtmega merge` does, after a text was tokenised in parts on several nodes.
+"""Join token files into one; `python -m dtmega merge` does so with a text tokenised in parts on several nodes.
 
     python -m dtmega merge --input data/part-0 data/part-1 --output data/mine
 

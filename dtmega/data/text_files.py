@@ -198,7 +198,7 @@ def _starts(text: bytes) -> list[int]:
 
 
 def _check_size(path: str, line: int, parts: list[bytes]) -> None:
-    """A plain file says by its size what it holds; a compressed one can hold a thousand times more, or a million."""
+    """Refuse too large a text of a compressed file, which can hold a million times what its size says."""
     if path.endswith((".gz", ".zst")) and sum(map(len, parts)) > MAX_RECORD_BYTES:
         raise ValueError(
             f"{path}: the document in line {line} has more than {MAX_RECORD_BYTES:,} bytes when decompressed; if that "

@@ -14,7 +14,7 @@ from dtmega.data.indexed import CHUNK, IndexedDataset
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Every id is in [0, vocab_size). The file is read once; its range is then remembered in the cache directory.
+    """Check that every id is in [0, vocab_size). A file is read once; the cache directory remembers its range.
 
     Raises:
         ValueError: an id outside, or tokens that are no integers.

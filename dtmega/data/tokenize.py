@@ -1,4 +1,4 @@
-"""A user's text -> Megatron's `.bin/.idx`: what `python -m dtmega tokenize` does.
+"""Make Megatron's `.bin/.idx` of a user's text; `python -m dtmega tokenize` calls it.
 
     python -m dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer gpt2 --output data/mine --append-eod
     python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
@@ -118,7 +118,7 @@ def _check_sentences(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to know; it pickles.
+    """The settings that a worker needs; they pickle.
 
     Attributes:
         longest: tokens of a document that is a piece of a .txt; 0 leaves each .txt whole.
@@ -151,7 +151,7 @@ class Result:
 
 
 class Worker:
-    """RecordBatch -> Result, with the vocabulary loaded once."""
+    """A function from RecordBatch to Result, with the vocabulary loaded once."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
@@ -250,7 +250,7 @@ def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
 
 
 def _serve(pipe: Connection, job: Job) -> None:
-    """A worker's life. It ends with the parent's end of the pipe, in whatever way the parent ended."""
+    """Run a worker until the parent's end of the pipe is gone, in whatever way the parent ended."""
     batches: SimpleQueue[text_files.RecordBatch] = SimpleQueue()
 
     # Receiving goes on while computing, else parent and worker could each wait for the other to take what it sends.

@@ -12,7 +12,7 @@ from dtmega.shards import dim_to_cut
 
 
 def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
-    """Are a block's weights freed after its forward? `pp` and `dp_shard` are the resolved sizes."""
+    """Tell whether a block's weights are freed after its forward. `pp` and `dp_shard` are the resolved sizes."""
     if cfg.fsdp.reshard_after_forward == "auto":
         # Under pp each microbatch would gather the weights again; with one shard there is nothing to free.
         return pp == 1 and dp_shard > 1
@@ -58,7 +58,7 @@ def apply_fsdp(
 
 
 def release(model: nn.Module) -> None:
-    """After a forward without backward: put the shards back, which are what optimizer and checkpoint know."""
+    """Put the shards back after a forward without backward; optimizer and checkpoint know only these."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

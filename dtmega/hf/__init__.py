@@ -2,10 +2,10 @@
 
 An annex: nothing of the core but `dtmega/families.py` imports it, and a first reader may skip it.
 
-    families.py      what is known of each family, as data
+    families.py      the facts about each family, as data
     directory.py     DIR -> its configuration and model; initial.py: the values that the family starts with
     model.py         that model as the trainer has it, whole or one stage of a pipeline
-    resolve.py       what DIR decides of a configuration
+    resolve.py       the keys of a configuration that DIR decides
     files/           directories of transformers: config.json, safetensors, export; also of models that are written here
     tp/              a model cut over ranks, and the proof that it is the same: works without the trainer
 

@@ -1,4 +1,4 @@
-"""A directory of `transformers` as the trainer finds it: its config.json, the model that makes, and initial values."""
+"""A directory of `transformers` as the trainer finds it: config.json, the model made of it, and initial values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from dtmega.hf.initial import draws_of
 
 
 def read_config(path: str) -> Any:
-    """Raises:
-    ValueError: transformers is missing, no directory with config.json, or not of a causal language model of its own.
+    """The configuration that transformers makes of a directory.
+
+    Raises:
+        ValueError: transformers is missing, no directory with config.json, or not of a causal language model of its
+            own.
     """
     try:
         import transformers

@@ -1,4 +1,4 @@
-"""How a family of `transformers` draws its initial values: found by letting it, on meta, and looking on."""
+"""The initial values of a family of `transformers`: it draws them on meta, and this notes what it does."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
 
 
 class _LookOn(TorchDispatchMode):
-    """Attributes:
-    found: what was done to each parameter last.
+    """A mode in which the draws of initial values are noted.
+
+    Attributes:
+        found: what was done to each parameter last.
     """
 
     def __init__(self, names: dict[int, str]) -> None:

@@ -27,7 +27,7 @@ from dtmega.models.model import Model
 
 
 class _Zero(nn.Module):
-    """In place of learned positions where these were added already."""
+    """A stand-in for learned positions where these were added already."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())  # of no dim, so that it does not decide the dtype of a sum
@@ -35,7 +35,7 @@ class _Zero(nn.Module):
 
 @dataclass(frozen=True)
 class Ends:
-    """What of a base model is not of every stage.
+    """The parts of a base model that not every stage has.
 
     Attributes:
         layers: the list of blocks, a child of `owner`, whose forward runs them.
@@ -78,8 +78,10 @@ ENDS = {
 
 
 class HF(Model):
-    """Attributes:
-    hf: the model of transformers; without a head on stages that are not the last.
+    """A decoder of transformers, or the part of it that one pipeline stage holds.
+
+    Attributes:
+        hf: the model of transformers; without a head on stages that are not the last.
     """
 
     def __init__(self, cfg: config.Model) -> None:
@@ -99,7 +101,10 @@ class HF(Model):
         places: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """See `Model`; sample_ids are not used, because nothing is dropped, and transformers counts places itself."""
+        """Run the model as `Model` says.
+
+        sample_ids are not used, because nothing is dropped; transformers counts places itself.
+        """
         inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
         if not self.is_last:
             return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}

@@ -1,4 +1,4 @@
-"""What a directory of transformers decides of a configuration; and is it still the one that was trained?"""
+"""The keys of a configuration that a directory of transformers decides, and the check that it did not change."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def resolve(cfg: config.Config) -> config.Config:
 
 
 def notes(model: config.Model) -> list[str]:
-    """What the trainer does otherwise than config.json says, or the user might not know."""
+    """Lines about what the trainer does otherwise than config.json says, or the user might not know."""
     directory = model.directory
     drops = [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]
     found = [f"{directory}: without its dropout ({', '.join(drops)})"] if drops else []

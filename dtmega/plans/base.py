@@ -163,7 +163,7 @@ def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def computing_on(module: nn.Module, here: Callable[[Any], Tensor]) -> Iterator[None]:
-    """The module's own parameters are what `here` makes of them, for a forward that knows nothing of DTensors."""
+    """Put what `here` makes of the module's parameters in their place, for a forward that knows no DTensors."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     module._parameters.update({name: here(p) for name, p in own.items()})  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:

@@ -119,7 +119,7 @@ class Column(Style):
     inside = True
 
     def entering(self) -> Column:
-        """The same as a region of its own, which takes in [B, S/tp, D] where the sequence is cut."""
+        """Compute as a region of its own, which takes in [B, S/tp, D] where the sequence is cut."""
         self.enters, self.cost = True, Enter.cost
         return self
 

@@ -26,7 +26,7 @@ PLAUSIBLE = 1000  # is not held against the files; the deepest models that are p
 
 
 def read_plain(directory: str | Path) -> dict[str, Any]:
-    """The file as it stands.
+    """The content of the file as it stands.
 
     Raises:
         ValueError: no such file, no JSON object, no model_type, code or weights elsewhere, or more layers (experts,

@@ -19,8 +19,10 @@ class Folder(Copies):
     def __init__(
         self, files: TensorFiles, weights: Source, copies: Mapping[str, Sequence[str]], otherwise: str
     ) -> None:
-        """Args:
-        weights, copies, otherwise: see `Copies`.
+        """Take the weights as `Copies` does.
+
+        Args:
+            weights, copies, otherwise: see `Copies`.
         """
         super().__init__(weights, copies, str(files.path), otherwise)
         self._files = files

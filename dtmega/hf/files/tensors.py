@@ -37,9 +37,11 @@ class TensorFiles:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises:
-        ValueError: no directory, no such files, one that is no safetensors file; an index that is none, that names
-            files which are not beside it, or tensors that they do not have; a tensor twice, or of an unknown dtype.
+        """Find the files that count and read their headers.
+
+        Raises:
+            ValueError: no directory, no such files, one that is no safetensors file; an index that is none, that names
+                files which are not beside it, or tensors that they do not have; a tensor twice, or of an unknown dtype.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -71,8 +73,11 @@ class TensorFiles:
         self.tensors[name] = dtype, tuple(part.get_shape())
 
     def check_weight(self, name: str, expected: tuple[int, ...]) -> None:
-        """Raises:
-        ValueError: the tensor is of another shape, or of a dtype that weights do not have, unless they are quantised.
+        """Refuse a tensor that is not the weight of that shape.
+
+        Raises:
+            ValueError: the tensor is of another shape, or of a dtype that weights do not have, unless they are
+                quantised.
         """
         dtype, _ = self.tensors[name]
         self.check_shape(name, expected)
@@ -83,8 +88,10 @@ class TensorFiles:
             )
 
     def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        """Raises:
-        ValueError: the tensor is of another shape.
+        """Refuse a tensor of another shape.
+
+        Raises:
+            ValueError: the tensor is of another shape.
         """
         _, shape = self.tensors[name]
         if shape != expected:
@@ -92,7 +99,7 @@ class TensorFiles:
             raise ValueError(f"'{name}' of {file} is {list(shape)}, but by config.json {list(expected)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """That part (None: all) of a tensor, in the file's dtype."""
+        """Read a part (None: all) of a tensor, in the file's dtype."""
         part: Tensor = self._slices[name][... if index is None else index]
         self.bytes_read += part.nbytes
         return part
@@ -139,5 +146,5 @@ def _others(directory: Path) -> str:
 
 
 def has_weights(directory: str | Path) -> bool:
-    """Without them a run starts with random values. Pickles and strange names count: to be refused, not overlooked."""
+    """Tell whether a directory has weights; pickles and strange names count, so that they are refused later."""
     return any(True for pattern in WEIGHTS for _ in Path(directory).glob(pattern))

@@ -58,7 +58,7 @@ def in_pieces(conversions: Iterable[Any], shapes: Shapes) -> Directions:
 
 
 def understood(conversion: Any) -> bool:
-    """Whether a conversion stacks numbered entries, perhaps joined from several, and does nothing else."""
+    """Tell whether a conversion stacks numbered entries, perhaps joined from several, and does nothing else."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(conversion, "operations", ())]
     joined = steps == STACKS_JOINED and conversion.operations[1].num_shards_attribute is None
     if not (steps == STACKS or joined) or len(conversion.target_patterns) != 1:

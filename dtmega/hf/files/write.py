@@ -52,7 +52,7 @@ def outs(source: Source, dtype: torch.dtype | None) -> list[Out]:
 
 
 def widest(tensors: list[Out]) -> str:
-    """Name of the dtype that a model of these tensors has."""
+    """The name of the dtype that a model of these tensors has."""
     return str(functools.reduce(torch.promote_types, (out.dtype for out in tensors))).removeprefix("torch.")
 
 
@@ -140,7 +140,7 @@ def write(
 
 
 def header(tensors: list[Out]) -> bytes:
-    """What stands in a safetensors file before the data of these tensors: its length in 8 bytes, then JSON.
+    """The header of a safetensors file of these tensors: its length in 8 bytes, then JSON.
 
     Written here and not by the library, which takes all of a file's tensors at once and gives the file mode 0600.
     """

@@ -1,4 +1,4 @@
-"""Is the plan of this model right? `verify_plan`, and behind `python -m dtmega verify-plan DIR --tp 2`."""
+"""The proof of a plan, called by a user: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verify_plan(
     *,
     generic: bool = False,
 ) -> Verification:
-    """Loss, logits and every gradient of a small clone of the model, cut over `mesh`, against one process.
+    """Compare loss, logits and every gradient of a small clone of the model, cut over `mesh`, with one process.
 
     Every rank of the mesh calls it. Print what it returns; `.ok` says whether all is as it should be.
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 
 def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
-    """Where every rank has the whole hidden state, all must drop the same.
+    """Check that the ranks have one random state: with the whole hidden state on each, all must drop the same.
 
     Raises:
         ValueError: the ranks of `group` have different random states.
@@ -53,5 +53,5 @@ class RandomStream:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The one that dropout on this device draws from."""
+    """The generator that dropout on this device draws from."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

@@ -44,8 +44,10 @@ class Experts(Style):
         super().check(module, tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Raises:
-        ValueError: not a module of transformers whose experts may be on several ranks.
+        """Refuse a class whose experts cannot be on several ranks.
+
+        Raises:
+            ValueError: not a module of transformers whose experts may be on several ranks.
         """
         n_experts = getattr(module, "num_experts", None)
         shapes = {name: list(p.shape) for name, p in module.named_parameters()}

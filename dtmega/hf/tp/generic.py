@@ -1,4 +1,4 @@
-"""Any other model: every parameter a DTensor, and the model's own code computes on DTensors. Right, but slow.
+"""Plans for any other model: its own code computes on DTensors, which all parameters are. Right, but slow.
 
 A block's linears are cut by their names; what torch cannot cut in between (most views of fused heads) it gathers. Keys
 and values cannot be cached. Only `attn_implementation="eager"`: fused attention has no DTensor rule on CPU.
@@ -74,21 +74,21 @@ class GlobalWhole(ParallelStyle):
 
 
 class GlobalEmbedding(VocabEmbedding):
-    """As ever, and from here on the hidden state is a DTensor."""
+    """An embedding that computes as ever; from here on the hidden state is a DTensor."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return DTensor.from_local(super().forward(module, x), module.weight.device_mesh, [Replicate()], run_check=False)
 
 
 class GlobalHead(LogitsHead):
-    """As ever, and from here on the results are plain tensors."""
+    """A head that computes as ever; from here on the results are plain tensors."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return super().forward(module, local(x))
 
 
 class GlobalForward(ParallelStyle):
-    """On the model: plain tensors among DTensors (masks, positions) count as replicated."""
+    """The whole model: plain tensors among DTensors (masks, positions) count as replicated."""
 
     cost = ("", "")
 
@@ -117,7 +117,7 @@ class GlobalForward(ParallelStyle):
 
 
 def local(x: Any) -> Any:
-    """Whole and plain."""
+    """The whole of a tensor, as a plain one."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])

@@ -27,7 +27,7 @@ from dtmega.shards import boxes
 
 
 class Read(NamedTuple):
-    """What this rank read from the files, and what they hold for this model."""
+    """The bytes that this rank read from the files, and those that they hold for this model."""
 
     bytes: int
     of: int
@@ -119,7 +119,7 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
 
 @torch.no_grad()
 def materialize(model: Any, device: str | torch.device) -> None:
-    """Memory for a model on meta: ties stay, buffers that no file has get their values, parameters have none yet."""
+    """Give a model on meta memory: ties stay, buffers that no file has get their values, parameters have none yet."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -34,14 +34,14 @@ _MULTIPLIES, _DIVIDES, _TANH = {_T.mul, torch.mul}, {_T.div, torch.div}, {_T.tan
 
 
 class Parts(NamedTuple):
-    """What logits are made of.
+    """The tensors and numbers that logits are made of.
 
     Args:
         h: [..., D], the same on all ranks; its gradient is this rank's part {U_tp}.
         weight, bias: this rank's rows, [V_local, D] and [V_local].
         size, start: V, and the global number of this rank's first row.
         group: the ranks that have the others; None: all are here.
-        unchanged: has the weight still the values of the forward?
+        unchanged: tells whether the weight still has the values of the forward.
         scale: what the product of h and weight, with the bias, is multiplied by.
         softcap: what is capped then, to softcap * tanh(it / softcap); None: nothing.
     """
@@ -103,7 +103,7 @@ class VocabLogits(torch.Tensor):
         return (logits if p.group is None else mappings.whole(logits, p.group, -1, p.size)).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
-        """Of logits [N, V] and target [N]; -100 takes no part."""
+        """The cross-entropy of logits [N, V] and target [N]; -100 takes no part."""
         p = self._checked()
         terms: dict[str, Any] = {"label_smoothing": label_smoothing, "n_valid": p.size, "vocab_start": p.start}
         if p.bias is None:
@@ -149,7 +149,7 @@ class VocabLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What comes past `__torch_function__`, from C++."""
+        """Compute the whole logits for calls that come past `__torch_function__`, from C++."""
         args, kwargs = tree_map_only(VocabLogits, lambda x: x.whole(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -44,7 +44,9 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = False) -> HFPlan:
-    """Args:
+    """The plan of a model by the strings that it carries.
+
+    Args:
         rest_whole: what the plan says and we have no word for, or what cannot be cut so, is whole on every rank.
 
     Raises:
@@ -92,8 +94,10 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
 
 
 def _shares(style: Any, experts: list[nn.Module], tp: int, rest_whole: bool) -> bool:
-    """Raises:
-    ValueError: tp ranks cannot share these experts, and they may not be whole on every rank.
+    """Tell whether tp ranks share these experts; otherwise they are whole on every rank.
+
+    Raises:
+        ValueError: they cannot share them, and the experts may not be whole on every rank.
     """
     try:
         for module in experts:
@@ -145,7 +149,7 @@ def copy_heads(plan: HFPlan, model: Any) -> None:
 
 
 def block_names(model: Any) -> list[str]:
-    """Names of the modules in the longest list of the model: what FSDP2 wraps."""
+    """The names of the modules in the longest list of the model: what FSDP2 wraps."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     if not lists:
         return []

@@ -25,7 +25,7 @@ from dtmega.shards import dim_to_cut
 def plan_for(
     model: Any, tp: int = 2, sequence_parallel: bool = True, loss_parallel: bool = True, *, generic: bool = False
 ) -> HFPlan:
-    """What `parallelize_hf` would do to a model, to be printed; nothing is done.
+    """The plan that `parallelize_hf` would carry out, to be printed; nothing is done.
 
     Args:
         model: of `transformers`, real or on meta.
@@ -101,7 +101,7 @@ def parallelize_hf(
 
 
 def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool) -> None:
-    """For the trainer: cut the model in `stage` over tp only, with a fused loss on one rank too.
+    """Cut, for the trainer, the model in `stage` over tp only, with a fused loss on one rank too.
 
     Args:
         stage: what is called with labels or without.
@@ -145,7 +145,7 @@ def prove(model: Any, mesh: DeviceMesh, made: HFPlan, **options: bool) -> None:
 
 
 def cut(model: Any, mesh: DeviceMesh, made: HFPlan) -> Any:
-    """Do what the plan says."""
+    """Cut a model by its plan."""
     tp, data = meshes(mesh)
     apply_plan(model, tp, made.table)
     if made.head is not None:
@@ -157,7 +157,7 @@ def cut(model: Any, mesh: DeviceMesh, made: HFPlan) -> Any:
 
 
 def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """(tp, the mesh of FSDP2 or None)"""
+    """The mesh of tp, and that of FSDP2 or None."""
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1 and names in ((), ("tp",)):
         return mesh, None
@@ -171,7 +171,7 @@ def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """A rank's part is taken from what that rank has, so all must have the same.
+    """Check that all ranks have the same weights, since each takes its part from its own.
 
     Raises:
         ValueError: names a parameter that differs, and the ranks.
@@ -192,12 +192,12 @@ def watch_labels(model: nn.Module, head: LogitsHead) -> None:
 
 
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
-    """FSDP2 (or HSDP) of each block, then of the rest, so that tied weights are in one group."""
+    """Apply FSDP2 (or HSDP) to each block, then to the rest, so that tied weights are in one group."""
     allow_views()
     for module in (*(model.get_submodule(name) for name in blocks), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)
 
 
 def allow_views() -> None:
-    """OPT's blocks return a view. FSDP2 warns, since an in-place operation on it would be wrong; no family does one."""
+    """Silence FSDP2's warning of blocks that return a view, as OPT's do: no family changes one in place."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

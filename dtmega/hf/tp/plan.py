@@ -1,4 +1,4 @@
-"""From a model of `transformers` to its table: refuse first, then a style for every module that has parameters."""
+"""The table of a model of `transformers`: refuse first, then find a style for every module with parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_a
 
 @dataclass
 class HFPlan:
-    """What `parallelize_hf` does to a model: print it.
+    """A plan of `parallelize_hf` for a model: print it.
 
     Attributes:
         family: `config.model_type`.
@@ -154,7 +154,7 @@ def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHe
 
 
 def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
-    """Every other module with parameters: whole, if it stands outside of the blocks, or `in_blocks` too.
+    """Add every other module with parameters: whole, if it stands outside of the blocks, or `in_blocks` too.
 
     A parameter tied to one that has a style (BERT's second name for the head's bias) follows that one.
     """
@@ -226,7 +226,7 @@ def dropouts(model: Any) -> list[str]:
 
 
 def parameters(plan: HFPlan, model: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters of the modules of each pattern."""
+    """The names of the parameters of the modules of each pattern."""
     return {
         pattern: list({n: None for _, m in matching(model, pattern) for n, _ in m.named_parameters(recurse=False)})
         for pattern in plan.table

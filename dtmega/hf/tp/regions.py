@@ -1,4 +1,4 @@
-"""What happens to the hidden state at the edges: of a run of blocks, and of each attention and feed-forward in them.
+"""The edges at which the hidden state changes: of a run of blocks, and of each attention and feed-forward.
 
 The modules' own forwards stay. Refused is what would come back wrong: attention probabilities (a rank
 has those of its heads), and dropout whose masks the ranks would not agree on.
@@ -20,7 +20,7 @@ from dtmega.plans.styles import Enter
 
 
 class Counts(ParallelStyle):
-    """Attributes of a module that say how many heads or groups of them there are: on this rank.
+    """A module with attributes that count heads or groups of them: they get the numbers of this rank.
 
     Args:
         set: their new values.
@@ -126,7 +126,7 @@ class Ends(ParallelStyle):
 
 
 class Guard(ParallelStyle):
-    """On the module that runs a stack: what was asked for that the cut model cannot give as it is?"""
+    """The module that runs a stack: refuses what the cut model cannot give as it is."""
 
     cost = ("", "")
 

@@ -1,4 +1,4 @@
-"""A small model with all the peculiarities of a large one, and a batch for it: what a plan is proven on."""
+"""A small model with all the peculiarities of a large one, and a batch for it: a plan is proven on these."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def build(model_class: type[Any], config: Any, attention: str) -> Any:
 
 
 def without_dropout(model: nn.Module) -> Any:
-    """Nothing is dropped, also not by modules whose rate is in no key of the config.
+    """Set all dropout to 0, also of modules whose rate is in no key of the config.
 
     Masks are random, so with them a right cut would look wrong.
     """
@@ -109,7 +109,7 @@ def without_dropout(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def perturbed(model: nn.Module) -> Any:
-    """Every parameter moved by noise from its name, so that a missing or doubled term shows."""
+    """Move every parameter by noise from its name, so that a missing or doubled term shows."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.ndim < 2 else 0.05))

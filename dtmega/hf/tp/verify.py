@@ -1,4 +1,4 @@
-"""Is a plan right? A small clone of the model, cut, against one process: loss, logits, every gradient.
+"""The proof of a plan: a small clone of the model, cut, against one process: loss, logits, every gradient.
 
 Plausible plans can be wrong without any error: per-head norms whose gradients nobody sums, head counts that a view
 absorbs elsewhere, slopes of the wrong heads, fused projections cut in the wrong place, ties that sharding undid.
@@ -42,7 +42,7 @@ class Verification:
         return {key: error for key, error in self.errors.items() if not error <= self.tolerance}
 
     def __str__(self) -> str:
-        """Worst of all cases for each name."""
+        """The worst of all cases for each name."""
         names = dict.fromkeys(name for _, name in self.errors)
         worst = {name: max(e for (_, n), e in self.errors.items() if n == name) for name in names}
         width = max(len(name) for name in names)
@@ -89,7 +89,7 @@ def _classes(model: nn.Module) -> set[str]:
 
 
 def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
-    """After a forward and backward of both: relative deviations of loss, logits and every gradient."""
+    """The relative deviations of loss, logits and every gradient, after a forward and backward of both."""
     results: list[dict[str, Any]] = []
     for model in (truth, ours):
         loss, logits = tiny.outcome(model, inputs)

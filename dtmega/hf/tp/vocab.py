@@ -35,7 +35,7 @@ class LogitsHead(VocabStyle):
             self.cost = (_WHOLE, _WHOLE)
 
     def fuse(self, module: Any) -> None:
-        """For one rank: the module keeps its parameters, only the loss is another one."""
+        """Fuse the loss on one rank: the module keeps its parameters."""
         self.check(module, 1)
         module.forward = types.MethodType(self._function, module)
 
