@@ -7,12 +7,48 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config
+from dtmega.shards import local
+
+
+class _OnLocalParts(torch.optim.Adam):
+    """An Adam whose kernel gets this rank's part of each DTensor: every number is updated by itself.
+
+    DTensor would do the same, after it has found out how lists of tensors are cut; that takes longer than small steps.
+    """
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> bool:
+        """Fill the lists as torch does, from a state that stays as DTensors; then put the local parts into them."""
+        lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        has_complex = super()._init_group(group, *lists)
+        for parameter, gradient in zip(params_with_grad, grads, strict=True):
+            assert getattr(parameter, "placements", None) == getattr(gradient, "placements", None)
+        for tensors in lists:
+            tensors[:] = [local(tensor) for tensor in tensors]
+        return has_complex
+
+
+class AdamW(_OnLocalParts, torch.optim.AdamW):
+    """torch's AdamW on local parts."""
+
+
+class Adam(_OnLocalParts, torch.optim.Adam):
+    """torch's Adam on local parts."""
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
@@ -38,7 +74,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
     if optim.name == "sgd":
         # Not fused: DTensor has no rule for that kernel (torch 2.13).
         return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=True)
-    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    kind = AdamW if optim.name == "adamw" else Adam
     return kind(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 

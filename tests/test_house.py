@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "attention": (1, {"keyed", "rule"}),  # dropout on the probabilities
     "cost": (1, set()),
     "drift": (1, {"shards"}),
-    "optim": (1, set()),
+    "optim": (1, {"shards"}),  # the part of a parameter that is here
     "trackers": (1, set()),  # libraries of others, imported by their threads only
     "metrics": (1, {"cost", "trackers"}),
     "watch": (1, {"job"}),  # how it ends the process

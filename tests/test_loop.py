@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from dtmega import config, metrics
+from dtmega import config, metrics, optim
 from dtmega.checkpoint.resume import State, open_checkpoint, state_of
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.objectives import NEXT_TOKEN
@@ -269,7 +269,7 @@ def peak_bytes() -> int:
 @contextlib.contextmanager
 def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
     """Note what is done, on a machine of PEAK_FLOPS, and let go wrong what is to go wrong."""
-    draw, update = ShardedModel.draw, torch.optim.AdamW.step
+    draw, update = ShardedModel.draw, optim.AdamW.step
     beat, check_copies = Watch.beat, ShardedModel.check_copies
     forward_backward, losses = ShardedModel.forward_backward, ShardedModel.losses
     save, fsync = Checkpoints.save, os.fsync
@@ -279,7 +279,7 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
         if not noted.weights:
             noted.weights = {hf_name(name): p.detach().clone() for name, p in self.named_parameters()}
 
-    def noting_rates(self: torch.optim.AdamW, *args: Any) -> Any:
+    def noting_rates(self: optim.AdamW, *args: Any) -> Any:
         noted.rates.append([group["lr"] for group in self.param_groups])
         return update(self, *args)
 
@@ -322,7 +322,7 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
             (ShardedModel, "draw", noting_weights),
-            (torch.optim.AdamW, "step", noting_rates),
+            (optim.AdamW, "step", noting_rates),
             (Watch, "beat", noting_beats),
             (ShardedModel, "check_copies", noting_checks),
             (Checkpoints, "save", noting_saves),

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtmega import optim
+from tests import ranks
 from tests.layouts import write_text
 from tests.test_faults import alone, replaced
 from tests.test_loop import SMALL
@@ -108,3 +111,35 @@ def test_every_update_is_the_formula_written_out(text, tmp_path, keys, formula):
             torch.testing.assert_close(weights[step][name], weight, rtol=1e-5, atol=1e-6)
             weight = weights[step][name]
     assert not math.isclose(weights[0]["embed.weight"].norm().item(), weights[-1]["embed.weight"].norm().item())
+
+
+def updated(kind: type[torch.optim.Adam]) -> tuple[list[Tensor], bool]:
+    """This rank's parts of parameters and moments after two updates; whether all moments are cut as parameters are."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    cuts = (Shard(0), Shard(1), Replicate())
+    parameters = [
+        torch.nn.Parameter(distribute_tensor(torch.randn(5, 3, generator=generator), mesh, [cut])) for cut in cuts
+    ]
+    optimizer = kind(parameters, lr=0.1, weight_decay=0.1, fused=True)
+    for _ in range(2):
+        for parameter, cut in zip(parameters, cuts, strict=True):
+            parameter.grad = distribute_tensor(torch.randn(5, 3, generator=generator), mesh, [cut])
+        optimizer.step()
+    moments = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+    alike = all(isinstance(m, DTensor) and m.placements == parameters[i // 2].placements for i, m in enumerate(moments))
+    return [t.to_local().detach() for t in (*parameters, *moments)], alike
+
+
+def both_updated() -> list[tuple[list[Tensor], bool]]:
+    kinds = (optim.AdamW, torch.optim.AdamW, optim.Adam, torch.optim.Adam)
+    return [updated(kind) for kind in kinds]
+
+
+def test_updates_of_local_parts_have_the_bits_that_torch_gives_dtensors_and_moments_stay_dtensors():
+    for found in ranks.run(2, both_updated):
+        assert [alike for _, alike in found] == [True] * 4
+        ours, torchs, adam, torchs_adam = (parts for parts, _ in found)
+        assert all(map(torch.equal, ours, torchs))
+        assert all(map(torch.equal, adam, torchs_adam))
+        assert not all(map(torch.equal, ours, adam))

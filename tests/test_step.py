@@ -50,7 +50,7 @@ def test_the_time_of_a_step_is_from_the_wait_for_data_until_the_device_is_done_w
     takes("data", TrainBatches, "__next__")
     takes("rate", train.optim, "rate_at")
     takes("forward", ShardedModel, "forward_backward")
-    takes("optimizer", torch.optim.AdamW, "step")
+    takes("optimizer", train.optim.AdamW, "step")
     takes("device", mesh, "synchronize")
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
     keys = DEBUG | write_text(tmp_path) | {"train.steps": 2, "eval.interval": 1, "model.n_layers": 1}

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.optim import AdamW
 
 from dtmega import job, optim, train
 from dtmega.models.bloom import Block
@@ -205,7 +204,8 @@ def hang_in_training(argv: list[str], folder: str, where: str) -> None:
         enter(self, phase)
 
     Watch.enter = impatient
-    owner, name = {"forward": (Block, "forward"), "reduce": (optim, "total_norm"), "optimizer": (AdamW, "step")}[where]
+    parts = {"forward": (Block, "forward"), "reduce": (optim, "total_norm"), "optimizer": (optim.AdamW, "step")}
+    owner, name = parts[where]
     honest = getattr(owner, name)
 
     def hanging(*args: Any, **keywords: Any) -> Any:
