@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SETUPTOOLS = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
-def trained(site: Path, program: list[str], corpus: str, folder: Path) -> str:
-    """What `dtmega train` says of one step, from a folder without the repository and with the package of `site`."""
+def trained(site: Path, program: list[str], corpus: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`dtmega train` for one step, from a folder without the repository and with the package of `site`."""
     _, _, *overrides = arguments(folder / "run", corpus, train__steps=1, checkpoint__final="false")
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
@@ -30,7 +30,7 @@ def trained(site: Path, program: list[str], corpus: str, folder: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
 def test_every_folder_with_modules_is_a_package_of_the_wheel_and_configs_are_beside_it():
@@ -40,12 +40,15 @@ def test_every_folder_with_modules_is_a_package_of_the_wheel_and_configs_are_bes
     assert not (ROOT / "dtmega" / "configs").exists()
 
 
-def test_installed_without_the_repository_it_trains_a_configuration_by_name(corpus, tmp_path):
+def test_installed_without_the_repository_it_trains_a_configuration_by_name_without_transformers(corpus, tmp_path):
     site = tmp_path / "site"
     shutil.copytree(ROOT / "dtmega", site / "dtmega", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", site / "dtmega" / "configs")
-    said = trained(site, [sys.executable, "-m", "dtmega"], corpus, tmp_path)
-    assert "step 1/1 | loss " in said
+    done = trained(site, [sys.executable, "-X", "importtime", "-m", "dtmega"], corpus, tmp_path)
+    assert "step 1/1 | loss " in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "dtmega.plans.apply" in imported
+    assert "transformers" not in imported
 
 
 @pytest.mark.full
@@ -58,5 +61,5 @@ def test_a_wheel_holds_what_the_command_needs(corpus, tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    said = trained(site, [sys.executable, str(site / "bin" / "dtmega")], corpus, tmp_path)
-    assert "step 1/1 | loss " in said
+    done = trained(site, [sys.executable, str(site / "bin" / "dtmega")], corpus, tmp_path)
+    assert "step 1/1 | loss " in done.stdout
