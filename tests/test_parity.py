@@ -41,7 +41,17 @@ def data(tmp_path_factory) -> dict[str, dict[str, str]]:
 
 # Fewer steps and microbatches than in the README's table, with everything in them: warm-up, decay, three evaluations.
 SHORT = {"train.steps": 3, "eval.interval": 2, "optim.warmup": 1} | PAIRS
+# A layer costs what all else does, and two show what four do, where no stage needs one of its own.
+FEW_LAYERS = {"model.n_layers": 2}
+FEW_LAYERS_OF_TWO_STACKS = FEW_LAYERS | {"model.n_decoder_layers": 1}
 FEWEST = {"batch.micro_batch_size": 0}  # of one process: as many sequences in each as divide the batch, up to 4
+
+
+def shortened(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a layout, with fewer steps, and with fewer layers where it does not count them."""
+    counted = keys.keys() & {"mesh.pp", "recompute.layers"}
+    few = FEW_LAYERS_OF_TWO_STACKS if keys.get("model.name") == "t5" else FEW_LAYERS
+    return SHORT | ({} if counted else few) | keys
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +77,7 @@ FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x t
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
 # tp 4 has all of Llama's plan: it copies heads of keys.
 FULL |= {"llama, dp_shard 2 x tp 2", "llama, recompute full, tp 2"}
+FULL |= {"dp_shard 2 x tp 2", "HSDP 2 x 2"}  # with pp 2, and for GPT and BERT, these stay
 FULL |= {"gpt, pp 2, 1F1B", "gpt, tp 2, no sequence parallel"}  # BERT's stages and embeddings are as these
 LIGHT_OF_BERT = {f"bert, {name}" for name in ("tp 3", "HSDP 2 x 2", "pp 2, ZBVZeroBubble", "V 131, pp 2 x tp 2")}
 FULL |= {name for name in LAYOUTS if name.startswith("bert, ")} - LIGHT_OF_BERT
@@ -97,13 +108,19 @@ def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     here = [item for item in request.session.items if item.path == Path(__file__)]
     asked = {item.callspec.params["name"] for item in here if "trained" in item.fixturenames}
     names = sorted((name for name in LAYOUTS if name in asked), key=lambda name: "compile" in name)  # which comes last
-    truth_of = {name: truth_keys(LAYOUTS[name][1]) | FEWEST for name in names}
-    wanted = {str(keys): (1, keys) for keys in truth_of.values()} | {name: LAYOUTS[name] for name in names}
+    asked_of = {name: shortened(LAYOUTS[name][1]) for name in names}
+    layers = ("model.n_layers", "model.n_decoder_layers")
+    truth_of = {
+        name: SHORT | truth_keys(LAYOUTS[name][1]) | FEWEST | {key: keys[key] for key in layers if key in keys}
+        for name, keys in asked_of.items()
+    }
+    wanted = {str(keys): (1, keys) for keys in truth_of.values()}
+    wanted |= {name: (LAYOUTS[name][0], keys) for name, keys in asked_of.items()}
     folders = {what: folder / str(i) for i, what in enumerate(wanted)}
     trainings = []
     for what, (n, keys) in wanted.items():
         plant = partial(keeping_initial, str(folders[what]))
-        every = debug_keys(data[family(keys)] | SHORT | keys)
+        every = debug_keys(data[family(keys)] | keys)
         trainings.append(Training(n, every, folders[what] / "run", plant))
     samples = dict(zip(wanted, train_all(trainings), strict=True))
     runs = {what: Run(left) for what, left in folders.items()}
@@ -215,7 +232,7 @@ def one_bit_of_a_replica() -> None:
     parallelize.ShardedModel.forward_backward = forward_backward
 
 
-@pytest.mark.parametrize("keys", [TP2, {"mesh.dp_replicate": 2}])
+@pytest.mark.parametrize("keys", [TP2 | FEW_LAYERS, {"mesh.dp_replicate": 2} | FEW_LAYERS])
 def test_a_replica_that_drifts_stops_the_run_and_is_named(run, keys):
     with pytest.raises(AssertionError, match=r"layers\.1\.attn_norm\.weight"):
         run(2, keys, one_bit_of_a_replica)
