@@ -110,7 +110,8 @@ job.leave(job.DONE)
 """
 
 
-@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=pytest.mark.full), "standalone"])
+@pytest.mark.full  # a job of two nodes says it below
+@pytest.mark.parametrize("rendezvous", ["static", "standalone"])
 def test_a_job_that_dies_on_each_attempt_starts_again_each_time(tmp_path, rendezvous):
     how = ["--standalone"] if rendezvous == "standalone" else ["--master-port", free_port()]
     command = [*TORCHRUN, *how, "--nproc-per-node", 2, "--max-restarts", 2, script(tmp_path, START + RESTART), 2]
@@ -122,16 +123,16 @@ def test_a_job_that_dies_on_each_attempt_starts_again_each_time(tmp_path, rendez
     ]
 
 
-def test_nodes_that_count_different_restarts_find_each_other(tmp_path):
+def test_nodes_that_count_different_restarts_find_each_other_after_each_death(tmp_path):
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"]
-    command = [*TORCHRUN, *rendezvous, "--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 1]
-    command += [script(tmp_path, START + RESTART), 1]
+    command = [*TORCHRUN, *rendezvous, "--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 2]
+    command += [script(tmp_path, START + RESTART), 2]
     with started(*command, cwd=tmp_path) as one, started(*command, cwd=tmp_path) as other:
         outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in (one, other)]
     assert [one.returncode, other.returncode] == [0, 0], "\n".join(outputs)
-    assert sorted(re.findall(r"rank \d attempt 1: 2 ranks, restart count \d", "\n".join(outputs))) == [
-        "rank 0 attempt 1: 2 ranks, restart count 0",
-        "rank 1 attempt 1: 2 ranks, restart count 1",
+    assert sorted(re.findall(r"rank \d attempt \d: 2 ranks, restart count \d", "\n".join(outputs))) == [
+        *(f"rank 0 attempt {attempt}: 2 ranks, restart count 0" for attempt in range(3)),
+        *(f"rank 1 attempt {attempt}: 2 ranks, restart count {attempt}" for attempt in range(3)),
     ]
 
 
