@@ -7,6 +7,9 @@ PYTHON ?= python3
 
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 
+# Tests start some hundred processes: without bytecode each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test types tests test-full test-oldest bench
 
 train: .venv/installed
@@ -48,8 +51,9 @@ bench: .venv/installed-bench
 	$(call install,.)
 	touch $@
 
+# To compile all of torch and transformers takes a minute; what the tests import is compiled as they import it.
 .venv/installed-test: pyproject.toml constraints.txt
-	$(call install,.[test])
+	$(call install,.[test],--no-compile)
 	touch .venv/installed $@
 
 .venv/installed-bench: pyproject.toml constraints.txt
@@ -60,5 +64,5 @@ define install
 @$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \
 	"dtmega needs Python >= 3.10, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.11")'
 $(PYTHON) -m venv .venv
-.venv/bin/pip install --disable-pip-version-check -c constraints.txt -e '$(1)'
+.venv/bin/pip install --disable-pip-version-check $(2) -c constraints.txt -e '$(1)'
 endef
