@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch.distributed as dist
+
 from dtmega import train
 from dtmega.data.loader import StepBatch
 from dtmega.startup import Startup
@@ -29,8 +31,12 @@ ALONE: dict[str, Any] = {
 
 
 def begin(config: str, keys: Mapping[str, Any], closing: ExitStack) -> Run:
-    """The trainer, ready for its first step; it has a folder of its own until `closing` ends."""
+    """The trainer, ready for its first step; all ranks call it, and share a folder until `closing` ends."""
     folder = closing.enter_context(tempfile.TemporaryDirectory())
+    if dist.is_initialized():
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        (folder,) = folders
     run, _ = train.begin(arguments(config, ALONE | {"run.dir": folder} | dict(keys)), Startup(), closing)
     return run
 

@@ -79,10 +79,11 @@ def _on_a_rank(rounds: int) -> dict[str, Found]:
             stepper()
             times_ms, busy_ms = [], []
             for _ in range(rounds):
-                asleep.total_s = 0.0
+                asleep.total_s, asleep.times = 0.0, 0
                 cpu_s, started_s = time.process_time(), time.perf_counter()
                 stepper()
                 times_ms.append(1e3 * (time.perf_counter() - started_s))
+                assert asleep.times == MICROBATCHES * LAYERS // RANKS * 3, asleep.times
                 busy_ms.append(1e3 * (asleep.total_s + time.process_time() - cpu_s))
             found[name] = Found(statistics.median(times_ms), statistics.median(busy_ms), loss)
     return found
@@ -95,27 +96,33 @@ def _alone() -> float:
 
 
 class Asleep:
-    """Sleeps at the ends of blocks; `total_s` is how long."""
+    """Sleeps at the ends of blocks; `total_s` is how long, `times` how often."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
+        self.times = 0
+        self._heard: set[int] = set()
 
     def sleep(self) -> None:
         started_s = time.perf_counter()
         time.sleep(SLEEP_S)
         self.total_s += time.perf_counter() - started_s
+        self.times += 1
 
     def instead_of(self, block: nn.Module) -> None:
         def forward(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             self.sleep()
+            # One of its weights stands for all, as FSDP has gathered it: the hook runs when its gradient is there.
+            weight = next(module.parameters())
+            if weight.requires_grad and id(weight) not in self._heard:
+                self._heard.add(id(weight))
+                weight.register_hook(weights)
             return _SleepsInBackward.apply(output, self)
 
         def weights(gradient: Tensor) -> None:
             self.sleep()
 
         block.register_forward_hook(forward)
-        # One of its weights stands for all: the hook runs when its gradient has been computed.
-        next(block.parameters()).register_hook(weights)
 
 
 class _SleepsInBackward(torch.autograd.Function):

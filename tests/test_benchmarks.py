@@ -1,0 +1,74 @@
+"""Claims about the table of speed: who takes turns with whom, what counts as reached, and what a wrong result does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import __main__ as table
+from benchmarks.rows.measure import Row, check_losses, check_tensors, cpu_ms, interleaved
+
+ROOT = Path(__file__).resolve().parent.parent
+MACHINE = {"processor": "CPU", "cores": 2, "bf16 instructions": [], "python": "3", "versions": {"torch": "2"}}
+
+
+def row(ratio: float, reach: float | None, name: str = "a step") -> Row:
+    return Row(name, "a peer", 3 * ratio, 3.0, "CPU ms", reach, "losses within 0e+00", ["50 % aten::mm"])
+
+
+def said(*rows: Row) -> str:
+    about: dict[str, Any] = {"benchmark": "step.x", "date": "2026-11-22 10:00", "load": 0.5, "quick": False}
+    record = [about | r._asdict() | {"ratio": r.ratio, "falls_short": r.falls_short} for r in rows]
+    return "\n".join(table.markdown({"machine": MACHINE, "rows": record}))
+
+
+def test_forms_take_turns_in_the_opposite_order_every_other_round():
+    calls: list[str] = []
+    forms = {name: lambda name=name: calls.append(name) for name in "abc"}
+    times = interleaved(forms, rounds=3, warm_up=1)
+    assert "".join(calls) == "abc" + "abc" + "cba" + "abc"
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_time_is_the_median_of_the_process_and_not_of_the_clock(monkeypatch: pytest.MonkeyPatch):
+    now_s = [0.0, 1.0, 1.0, 6.0, 6.0, 8.0]  # three rounds of 1, 5 and 2 seconds
+    monkeypatch.setattr("time.process_time", lambda: now_s.pop(0))
+    assert cpu_ms({"a": int}, rounds=3, warm_up=0) == {"a": 2000.0}
+
+
+@pytest.mark.parametrize(("ratio", "reach", "short"), [(0.5, 0.5, False), (0.51, 0.5, True), (9.0, None, False)])
+def test_a_row_falls_short_above_its_reach(ratio: float, reach: float | None, short: bool):
+    assert row(ratio, reach).falls_short is short
+    assert ("falls short" in said(row(ratio, reach))) is short
+
+
+def test_a_count_that_should_be_none_is_reached_at_none_only():
+    assert not Row("breaks", "none", 0.0, 0.0, "", 0.0).falls_short
+    assert Row("breaks", "none", 2.0, 0.0, "", 0.0).falls_short
+
+
+def test_a_row_that_falls_short_shows_its_operators_its_cause_and_what_was_tried(monkeypatch, tmp_path: Path):
+    tmp_path.joinpath("notes.toml").write_text('["a step"]\n"next cause" = "copies"\ntried = "none yet"\n')
+    monkeypatch.setattr(table, "HERE", tmp_path)
+    text = said(row(0.9, 0.5), row(0.1, 0.5, "another"))
+    assert text.count("aten::mm") == 1
+    assert "Next cause: copies" in text
+    assert "Tried: none yet" in text
+
+
+def test_results_that_differ_are_an_error_and_not_a_row():
+    assert check_losses(1.0, 1.0) == "losses within 0e+00"
+    with pytest.raises(AssertionError, match="differ by"):
+        check_losses(1.0001, 1.0)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        check_tensors(torch.ones(3), torch.tensor([1.0, 1.0, 1.001]), 1e-5)
+
+
+def test_notes_are_of_rows_that_there_are():
+    notes = table.tomli.loads((ROOT / "benchmarks/notes.toml").read_text(encoding="utf-8"))
+    recorded = table.json.loads((ROOT / "benchmarks/RESULTS.json").read_text())["rows"]
+    assert notes.keys() <= {found["name"] for found in recorded}
+    assert all(found["name"] in notes for found in recorded if found["falls_short"])
