@@ -65,18 +65,24 @@ def attention(
         assert dropout is None
         return _flex(q, k, v, rule, scale)
     is_learned = rule.table is not None and rule.table.requires_grad
+    if dropout is not None or is_learned:
+        parts = [(chunk, *_of_chunk(chunk, q, k, v)) for chunk in rule.chunks()]
+        return torch.cat([_plain(*part, rule, chunk, dropout, scale) for chunk, *part in parts], dim=2)
+    if q.device.type == "cpu":
+        return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
     outs = []
     for chunk in rule.chunks():
-        part = q[:, :, chunk.start : chunk.stop], k[:, :, chunk.first : chunk.last], v[:, :, chunk.first : chunk.last]
-        if dropout is not None or is_learned:
-            outs.append(_plain(*part, rule, chunk, dropout, scale))
-        elif rule.keeps_bias or q.device.type != "cpu":
-            bias = _in_dtype(rule.bias(chunk), q)
-            shared = q.shape[1] != k.shape[1]
-            outs.append(F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scale, enable_gqa=shared))
-        else:
-            outs.append(_WithBiasMadeAgain.apply(*part, scale, *chunk, *rule))
+        bias = _in_dtype(rule.bias(chunk), q)
+        part = _of_chunk(chunk, q, k, v)
+        shared = q.shape[1] != k.shape[1]
+        outs.append(F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scale, enable_gqa=shared))
     return torch.cat(outs, dim=2)
+
+
+def _of_chunk(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of a chunk, and the keys and values that they see."""
+    keys = slice(chunk.first, chunk.last)
+    return q[:, :, chunk.start : chunk.stop], k[:, :, keys], v[:, :, keys]
 
 
 def _plain(
@@ -89,14 +95,8 @@ def _plain(
     scale: float | None,
 ) -> Tensor:
     """The formula, for what no kernel takes: dropout by global indices, a table that learns."""
-    n_groups = k.shape[1]
-    # Queries that share a head of k stand one below the other, so that k is not repeated.
-    scores = torch.matmul(_stacked(q, n_groups), k.transpose(-2, -1)).float()
-    scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
-    scores = _unstacked(scores, q.shape[1])
     bias = rule.bias(chunk)
-    if bias is not None:
-        scores = scores + bias
+    scores = _scores(q, k, bias, scale)
     if bias is not None and rule.strip is None:  # with a strip, every query sees at least itself
         sees_none = (bias == -math.inf).all(-1, keepdim=True)
         probabilities = scores.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
@@ -106,7 +106,7 @@ def _plain(
         queries = rule.query_places[:, chunk.start : chunk.stop]
         keys = rule.key_places[:, chunk.first : chunk.last]
         probabilities = _drop(probabilities, dropout, queries, keys)
-    return _unstacked(torch.matmul(_stacked(probabilities.to(v.dtype), n_groups), v), q.shape[1])
+    return _over_heads(probabilities.to(v.dtype), v)
 
 
 def _stacked(x: Tensor, n_groups: int) -> Tensor:
@@ -132,29 +132,71 @@ def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 
-class _WithBiasMadeAgain(torch.autograd.Function):
-    """`scaled_dot_product_attention` on a CPU, which keeps its mask for backward: here the mask is made again."""
+class _ByChunks(torch.autograd.Function):
+    """torch's kernel for CPUs, chunk by chunk. The mask of a chunk, which that would keep, backward makes again.
+
+    Keys are read by many chunks: their gradients are added up in place. Slices of them would each have a gradient of
+    the whole length, with zeros.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *chunk_and_rule: Any) -> Tensor:
-        chunk, rule = Chunk(*chunk_and_rule[:4]), AttentionRule(*chunk_and_rule[4:])
-        bias = _in_dtype(rule.bias(chunk), q)
-        out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=bias, scale=scale
-        )
-        tensors = rule[:N_TENSORS]
-        ctx.save_for_backward(q, k, v, out, log_sum_exp, *tensors)
-        ctx.scale, ctx.chunk, ctx.settings = scale, chunk, rule[N_TENSORS:]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *fields: Any) -> Tensor:
+        rule = AttentionRule(*fields)
+        n_rows, n_heads, n_queries, _ = q.shape
+        # As the projection behind it reads it: [B, S, H, K].
+        out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
+        sums: list[Tensor] = []
+        for chunk in rule.chunks():
+            part, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_of_chunk(chunk, q, k, v), attn_mask=_in_dtype(rule.bias(chunk), q), scale=scale
+            )
+            out[:, :, chunk.start : chunk.stop] = part
+            sums.append(log_sum_exp)
+        ctx.save_for_backward(q, k, v, out, *sums, *rule[:N_TENSORS])
+        ctx.scale, ctx.settings = scale, rule[N_TENSORS:]
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, log_sum_exp, *tensors = ctx.saved_tensors
-        bias = _in_dtype(AttentionRule(*tensors, *ctx.settings).bias(ctx.chunk), q)
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, log_sum_exp, 0.0, False, attn_mask=bias, scale=ctx.scale
-        )
-        return (*gradients, *(None for _ in ("scale", *ctx.chunk, *tensors, *ctx.settings)))
+        q, k, v, out, *saved = ctx.saved_tensors
+        sums, tensors = saved[:-N_TENSORS], saved[-N_TENSORS:]
+        rule = AttentionRule(*tensors, *ctx.settings)
+        of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        chunks = list(zip(rule.chunks(), sums, strict=True))
+        for chunk, log_sum_exp in reversed(chunks):  # the order in which autograd would add them up
+            queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
+            one_q, one_k, one_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient[:, :, queries],
+                *_of_chunk(chunk, q, k, v),
+                out[:, :, queries],
+                log_sum_exp,
+                0.0,
+                False,
+                attn_mask=_in_dtype(rule.bias(chunk), q),
+                scale=ctx.scale,
+            )
+            if len(chunks) == 1:
+                of_q, of_k, of_v = one_q, one_k, one_v
+            else:
+                of_q[:, :, queries] = one_q
+                of_k[:, :, keys] += one_k
+                of_v[:, :, keys] += one_v
+        return of_q, of_k, of_v, None, *(None for _ in rule)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    """[B, H, C, keys] in fp32, -inf where a pair is not allowed."""
+    scores = _over_heads(q, k.mT)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
+    return scores if bias is None else scores + bias
+
+
+def _over_heads(x: Tensor, y: Tensor) -> Tensor:
+    """x [B, H, C, n] times y [B, H or a divisor of it, n, m], [B, H, C, m]: each of y's for some heads of x."""
+    # Rows that share a head of y stand one below the other, so that y is not repeated.
+    n_groups = y.shape[1]
+    return _unstacked(torch.matmul(_stacked(x, n_groups), y), x.shape[1])
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | None) -> Tensor:

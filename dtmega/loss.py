@@ -14,6 +14,8 @@ Over a group, a chunk's row maxima, sums and target logits travel in one packed 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 # Tokens whose logits live at once: enough of them that adding to dW [V, D] costs little beside the products.
-CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
 CHUNK_LOGITS = 2**24  # or as many tokens as keep to this number of logits, if the vocabulary is small
 CACHED_LOGITS = 2**19  # on a CPU the softmax goes over a few rows at a time, which stay in its cache: twice as fast
 
@@ -50,6 +52,7 @@ def linear_cross_entropy(
     vocab_start: int | None = None,
     group: dist.ProcessGroup | None = None,
     expected: float = 1.0,
+    compiled: bool = False,
 ) -> Tensor:
     """Sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
@@ -69,6 +72,8 @@ def linear_cross_entropy(
         expected: the derivative by this sum that backward will begin with, as float16's loss scale / count. Gradients
             are computed with it in fp32 before they are rounded; if another one comes, they are out by the quotient's
             rounding, no more.
+        compiled: the softmax is two kernels of Inductor's, which are made once for all sizes, and on a GPU is never
+            there in fp32.
 
     Returns:
         fp32 scalar, the same on all ranks. The gradients of weight and bias are final; that of h is this rank's part
@@ -103,7 +108,7 @@ def linear_cross_entropy(
             dlogits = logits if needs_dh or needs_dweight or needs_dbias else None
             weights = None if label_weights is None else label_weights[rows]
             loss += token_losses(
-                logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected, weights
+                logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected, weights, compiled
             ).sum()
             if tanh is not None and dlogits is not None:
                 torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
@@ -129,6 +134,7 @@ def token_losses(
     gradient: Tensor | None,
     expected: float = 1.0,
     weights: Tensor | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Losses [N] in fp32 from logits [N, V_local]; their derivatives by the logits are written to `gradient`, if given.
 
@@ -139,6 +145,16 @@ def token_losses(
     no columns: it takes its part in the collective, which the others would wait for in vain.
     """
     start, n_valid, group = columns
+    # On a CPU a few rows at a time, so that they stay in its cache from one pass to the next.
+    n_rows = max(1, logits.shape[0] if logits.is_cuda else CACHED_LOGITS // max(1, logits.shape[1]))
+    if group is None and logits.shape[0] > n_rows:
+        rows = zip(*(_split(x, n_rows, logits.shape[0]) for x in (logits, labels, gradient, weights)), strict=True)
+        return torch.cat(
+            [
+                token_losses(x, some, columns, label_smoothing, z_loss, dx, expected, each, compiled)
+                for x, some, dx, each in rows
+            ]
+        )
     if logits.shape[1] == 0:
         logits = logits.new_empty(logits.shape[0], 1)  # one of padding
         gradient = None
@@ -151,24 +167,20 @@ def token_losses(
     here = known & (labels >= start) & (labels < start + n_here)
     column = (labels - start).where(here, 0).masked_fill(valid & ~known, -1).unsqueeze(1)  # -1 fails in gather
 
-    # This rank's part of each token's softmax: peak, sum, the label's logit, and with smoothing the sum of logits.
-    # On a CPU a few rows at a time, so that they stay in its cache from one pass to the next.
-    n_rows = logits.shape[0] if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
+    # This rank's part of each token's softmax. Where there is a group, other ranks' are wanted before the next pass.
     pieces = logits.split(n_rows)
-    wide = _wide(logits.dtype)
-    rows = []
-    whole = torch.softmax(logits, dim=1, dtype=wide) if len(pieces) == 1 else None
-    for x, at in zip(pieces, column.split(n_rows), strict=True):
-        p = torch.softmax(x, dim=1, dtype=wide) if whole is None else whole
-        row = [
-            x.amax(dim=1).to(wide),
-            1 / p.amax(dim=1),  # where the peak is, p = 1 / sum(exp(x - peak))
-            x.gather(1, at).squeeze(1).to(wide),
-        ]
-        if label_smoothing:
-            row.append(x[:, :n_here].sum(dim=1, dtype=wide))
-        rows.append(torch.stack(row))
-    mine = torch.cat(rows, dim=1)  # [3 or 4, N]
+    gradients = _split(gradient, n_rows, logits.shape[0])
+    rows: list[Tensor] = []
+    kept: list[Tensor | None] = []
+    for x, dx, at in zip(pieces, gradients, column.split(n_rows), strict=True):
+        row, p = _statistics(x, at, n_here, bool(label_smoothing), compiled)
+        rows.append(row)
+        if p is not None and dx is not None and len(pieces) > 1:
+            p = dx.copy_(p)  # together they would be twice the logits
+        kept.append(p if dx is not None else None)
+    found = torch.cat(rows, dim=1)  # [5, N]
+    p_at_label = found[4].unsqueeze(1)
+    mine = found[: 4 if label_smoothing else 3].contiguous()
     mine[2].masked_fill_(~here, 0)
     ranks = _all_gather(mine, group)  # [ranks, 3 or 4, N]
 
@@ -191,17 +203,65 @@ def token_losses(
         scale = (share * (1 + 2 * z_loss * log_z)).where(valid, 0).unsqueeze(1) * factor
         one_hot = ((1 - label_smoothing) * here).unsqueeze(1) * factor
         smooth = (label_smoothing / n_valid * valid).unsqueeze(1) * factor
-        by_rows = (t.split(n_rows) for t in (gradient, column, scale, one_hot, smooth))
-        for x, dx, at, times, one, every in zip(pieces, *by_rows, strict=True):
-            # Again, rather than kept from above: a few rows are in the cache, all of them would not be.
-            p = torch.softmax(x, dim=1, dtype=wide) if whole is None else whole
-            at_label = p.gather(1, at) * times - one
-            torch.mul(p, times, out=dx)
-            dx.scatter_(1, at, at_label.to(dx.dtype))
+        at_label = (p_at_label * scale - one_hot).to(gradient.dtype)
+        own_peak, own_sum = mine[0].unsqueeze(1), mine[1].unsqueeze(1)
+        by_rows = (t.split(n_rows) for t in (gradient, column, own_peak, scale / own_sum, scale, at_label, smooth))
+        for x, p, (dx, at, peak, of_exponential, of_p, d_label, every) in zip(
+            pieces, kept, zip(*by_rows, strict=True), strict=True
+        ):
+            if p is None:
+                # In one place: where two arguments are parts of one tensor, torch writes to the first call's (2.13).
+                if dx.data_ptr() != x.data_ptr():
+                    dx.copy_(x)
+                _fused(_exponential_)(dx, peak, of_exponential)
+            elif p.dtype == dx.dtype:
+                torch.mul(p, of_p, out=dx)
+            else:
+                dx.copy_(p.mul_(of_p))
+            dx.scatter_(1, at, d_label)
             if label_smoothing:
                 dx[:, :n_here] -= every
     losses = losses.where(valid, 0)
     return losses if weights is None else losses * weights
+
+
+def _statistics(x: Tensor, column: Tensor, n_here: int, smooths: bool, compiled: bool) -> tuple[Tensor, Tensor | None]:
+    """Numbers of each row of logits [N, V], [5, N] in fp32; and its probabilities, unless `compiled`.
+
+    They are the largest, the sum of exp(x - largest), the logit at `column` [N, 1], the sum of all (if `smooths`), and
+    the probability at `column`.
+    """
+    wide = _wide(x.dtype)
+    label = x.gather(1, column).squeeze(1).to(wide)
+    every = x[:, :n_here].sum(dim=1, dtype=wide) if smooths else label
+    if compiled:
+        peak, total = _fused(_peak_and_sum)(x)
+        return torch.stack([peak, total, label, every, (label - peak).exp() / total]), None
+    p = torch.softmax(x, dim=1, dtype=wide)
+    # Where the peak is, p = 1 / sum(exp(x - peak)).
+    peak, total = x.amax(dim=1).to(wide), 1 / p.amax(dim=1)
+    return torch.stack([peak, total, label, every, p.gather(1, column).squeeze(1)]), p
+
+
+def _split(x: Tensor | None, n_rows: int, n_all: int) -> Sequence[Tensor | None]:
+    return [None] * max(1, -(-n_all // n_rows)) if x is None else x.split(n_rows)
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _peak_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] -> in fp32 the largest of each row, and the sum of exp(x - largest)."""
+    wide = x.to(_wide(x.dtype))
+    peak = wide.amax(dim=1, keepdim=True)
+    return peak.squeeze(1), (wide - peak).exp().sum(dim=1)
+
+
+def _exponential_(x: Tensor, peak: Tensor, times: Tensor) -> None:
+    """times exp(x - peak), in place. x: [N, V], peak and times: [N, 1]."""
+    x.copy_((x.to(_wide(x.dtype)) - peak).exp() * times)
 
 
 def locate(

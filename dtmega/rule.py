@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128  # queries, and keys, of a block in FlexAttention's masks
-LARGEST_CHUNK = 1024  # queries that the chunked formula takes at a time
+# Queries that are taken at a time, about: below 192 torch's kernel for CPUs works in its smallest tiles.
+CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
 N_TENSORS = 8  # of a rule, or None, before its settings
 
 
@@ -101,11 +102,11 @@ class AttentionRule(NamedTuple):
             return self.query_documents is None
         return not self.adds and not self.forbids
 
-    def chunks(self) -> Iterator[Chunk]:
-        """All queries, some at a time."""
+    def chunks(self, size: int = 0) -> Iterator[Chunk]:
+        """All queries, `size` at a time; 0: as many as suit the device."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
-        size = _chunk_size(n_queries)
+        size = size or _chunk_size(n_queries, self.query_places.device)
         for start in range(0, n_queries, size):
             stop = min(start + size, n_queries)
             first, last = 0, n_keys
@@ -122,8 +123,10 @@ class AttentionRule(NamedTuple):
             return self._bias_pair_by_pair(chunk)
         n_queries = chunk.stop - chunk.start
         # The strip's first query is the first of the last chunk. What that one sees at column c, ours sees as far away.
-        shift = _last_start(self.query_places.shape[1]) - chunk.start
-        bias = self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last]
+        shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
+        row = max(0, -shift)  # of a query behind it
+        column = max(0, shift)
+        bias = self.strip[:, :, row : row + n_queries, column + chunk.first : column + chunk.last]
         if self.query_documents is None or self.key_documents is None:
             return bias
         queries = self.query_documents[:, None, chunk.start : chunk.stop, None]
@@ -225,12 +228,14 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
     return bucket
 
 
-def _chunk_size(n_queries: int) -> int:
-    return min(max(64, -(-n_queries // 4)), LARGEST_CHUNK, n_queries)
+def _chunk_size(n_queries: int, device: torch.device) -> int:
+    """As many queries in each chunk, but for what is left to the last one."""
+    n_chunks = max(1, round(n_queries / CHUNK_QUERIES[device.type]))
+    return -(-n_queries // n_chunks)
 
 
-def _last_start(n_queries: int) -> int:
-    size = _chunk_size(n_queries)
+def _last_start(n_queries: int, device: torch.device) -> int:
+    size = _chunk_size(n_queries, device)
     return (n_queries - 1) // size * size
 
 
@@ -243,10 +248,11 @@ def _consecutive(places: Tensor) -> bool:
 def _strip(rule: AttentionRule) -> Tensor | None:
     """The bias of the last chunk's queries, and of as many keys behind it as the first chunk sees ahead."""
     n_queries = rule.query_places.shape[1]
-    size = _chunk_size(n_queries)
-    start = _last_start(n_queries)
+    device = rule.query_places.device
+    size = _chunk_size(n_queries, device)
+    start = _last_start(n_queries, device)
     n_columns = start + (size if rule.causal else n_queries)
-    place = torch.arange(n_columns, device=rule.query_places.device, dtype=torch.int32)[None]
+    place = torch.arange(n_columns, device=device, dtype=torch.int32)[None]
     one_row = rule._replace(
         query_places=place[:, start : start + size],
         key_places=place[:, :n_columns],

@@ -18,6 +18,12 @@ SLOPES = alibi_slopes(H).double()
 FLEX_IN_EAGER = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short sequences have several."""
+    monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 64)
+
+
 def textbook(q: Tensor, k: Tensor, v: Tensor, added: Tensor | float, allowed: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K) + added) v over the allowed pairs, with everything written out."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -214,7 +220,7 @@ LONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", LONG)
 def test_no_tensor_of_all_pairs_is_made_and_none_that_a_kernel_needs_is_kept_for_backward(case, drops, monkeypatch):
     s, chunk = 512, 32
-    monkeypatch.setattr(R, "LARGEST_CHUNK", chunk)
+    monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", chunk)
     kept: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -98,6 +98,22 @@ def test_weighted_losses_and_their_gradients_are_those_of_cross_entropy_times_th
         torch.testing.assert_close(ours, whole, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("options", ["plain", "bias, soft cap and the rest"])
+def test_compiled_losses_and_their_gradients_are_those_of_cross_entropy(monkeypatch, options: str):
+    small_chunks(monkeypatch, 40)
+    monkeypatch.setattr(room, "CACHED_LOGITS", 131 * 15)
+    h, w, labels = case(64, 131, labels_below=100)
+    others, bias = with_bias(options, 131)
+    inputs = [x for x in (h, w, bias) if x is not None]
+    weights = torch.linspace(0, 2, 64)
+    expected = (truth(F.linear(h, w, bias), labels, **others) * weights).sum() / 3
+    expected_grads = torch.autograd.grad(expected, inputs)
+    loss = linear_cross_entropy(h, w, labels, bias=bias, label_weights=weights, compiled=True, **others) / 3
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for ours, whole in zip(torch.autograd.grad(loss, inputs), expected_grads, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-5, atol=2e-6)
+
+
 def test_padding_rows_have_no_gradient():
     h, w, labels = case(64, 131, labels_below=100)
     others, bias = with_bias("bias, soft cap and the rest", 131)

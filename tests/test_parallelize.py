@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, families, fsdp, keyed, mesh
+from dtmega.models.layers import LMHead
 from dtmega.parallelize import ShardedModel, check, fitted, parallelize
 from dtmega.shards import dim_to_cut, local
 from tests import hf_models, ranks
@@ -321,7 +324,7 @@ def test_what_fsdp2_is_asked_for(alone, monkeypatch, device, offload, reshard):
         honest(module, **keywords | {"mesh": here, "offload_policy": OffloadPolicy()})
 
     monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
-    here, there = init_device_mesh("cpu", (1,)), Mock(device_type=device)
+    here, there = init_device_mesh("cpu", (1,)), Mock(device_type=device, **{"size.return_value": 1})
     fsdp.apply_fsdp(model, model.blocks(), there, cfg, reshard=reshard)
     first, last = model.blocks()
     # Backward begins with the last block, and needs the root's first and last.
@@ -336,6 +339,37 @@ def test_what_fsdp2_is_asked_for(alone, monkeypatch, device, offload, reshard):
         assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
         assert not policy.cast_forward_inputs
         assert isinstance(keywords["offload_policy"], CPUOffloadPolicy) == (offload and device == "cuda")
+
+
+class Flat(TorchDispatchMode):
+    """Counts what makes a flat tensor of so many elements."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.counts = size, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.shape == (self.size,):
+            self.counts[func.overloadpacket.__name__] += 1
+        return out
+
+
+def test_without_other_ranks_the_gradients_of_a_block_are_cast_into_one_buffer_and_not_divided(alone):
+    model = alone(precision__params="bfloat16")
+    (stage,) = model.stages.values()
+    counts = {"tokens": 7.0}
+    model.forward_backward(microbatches(), counts)
+    with Flat(sum(p.numel() for p in stage.blocks()[0].parameters())) as flat:
+        model.forward_backward(microbatches(), counts)
+    assert flat.counts == {"empty": 2, "copy_": 2}  # of two blocks; what is copied to itself is left alone
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_the_loss_is_compiled_where_the_blocks_are(alone, enable):
+    head = alone(compile__enable=enable).stages[0].get_submodule("head")
+    assert isinstance(head, LMHead)
+    assert head.loss_terms()["compiled"] is enable
 
 
 # Keys, the rank that drifts, and of which parameters.

@@ -150,9 +150,16 @@ def test_consecutive_places_share_one_strip_of_scores_for_all_chunks(first):
 
 def test_chunks_skip_the_keys_that_no_query_of_theirs_sees():
     spans = [
-        [(chunk.first, chunk.last) for chunk in R.attention_rule(in_order(400), **keywords).chunks()]
+        [(chunk.first, chunk.last) for chunk in R.attention_rule(in_order(400), **keywords).chunks(100)]
         for keywords in ({"causal": True}, {"causal": True, "window": 30}, {"window": 30})
     ]
     assert spans[0] == [(0, 100), (0, 200), (0, 300), (0, 400)]
     assert spans[1] == [(0, 100), (71, 200), (171, 300), (271, 400)]
     assert spans[2] == [(0, 129), (71, 229), (171, 329), (271, 400)]
+
+
+def test_the_chunks_of_a_cpu_are_large_enough_for_its_kernel_and_all_but_the_last_as_large():
+    for n_queries in range(384, 5000, 7):
+        sizes = {chunk.stop - chunk.start for chunk in list(R.attention_rule(in_order(n_queries, 1)).chunks())[:-1]}
+        assert len(sizes) == 1
+        assert 192 <= min(sizes) <= 320

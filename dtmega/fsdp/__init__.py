@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -38,6 +41,7 @@ def apply_fsdp(
         # The ALiBi bias enters a block as an input and must stay fp32.
         cast_forward_inputs=False,
     )
+    n_ranks = mesh.size()
     # On a CPU mesh the shards are in host memory anyway.
     offload = cfg.fsdp.cpu_offload and mesh.device_type != "cpu"
     for module in (*blocks, model):
@@ -50,11 +54,32 @@ def apply_fsdp(
             shard_placement_fn=dim_to_cut,
         )
         assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
+        if n_ranks > 1:
+            module.set_gradient_divide_factor(1.0)
+        else:
+            # There is nothing to divide by, and torch would divide by 1.0 into another copy (2.13).
+            module.set_custom_reduce_scatter(_NothingToReduce())
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
             # A parameter that only some data ranks have used: the others reduce a zero, and do not leave it out.
             module.set_reduce_scatter_unused_params(True)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, not one multiplied by 1.0, which gloo lacks
+
+
+class _NothingToReduce:
+    """A reduce-scatter among one rank: the gradients that go in, cast, come out of the same memory."""
+
+    def __init__(self) -> None:
+        self._put_in: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for what goes in, and then for what comes out, which it copies unless it is the same."""
+        found, self._put_in = self._put_in, None
+        if found is None:
+            found = self._put_in = torch.empty(*size, dtype=dtype, device=device)
+        return found
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("one rank has nothing to reduce")
 
 
 def release(model: nn.Module) -> None:

@@ -179,11 +179,13 @@ class LMHead(nn.Module):
     Attributes:
         loss_name: its sum among the model's.
         expected: by `Model.expect`.
+        compiled: by `Model.compile_losses`.
     """
 
     bias: nn.Parameter | None
     loss_name = "lm"
     expected = 1.0
+    compiled = False
 
     def __init__(self, cfg: config.OwnModel, bias: bool = False) -> None:
         super().__init__()
@@ -209,7 +211,8 @@ class LMHead(nn.Module):
         """The terms for `linear_cross_entropy`; the extra ones in training only, so that evaluations are comparable."""
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         weights = None if label_weights is None else label_weights.flatten()
-        return {"n_valid": self.vocab_size, "expected": self.expected, "label_weights": weights, **terms}
+        how = {"expected": self.expected, "compiled": self.compiled}
+        return {"n_valid": self.vocab_size, "label_weights": weights, **how, **terms}
 
 
 def finish(

@@ -116,6 +116,12 @@ class Model(nn.Module):
             if hasattr(module, "expected"):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
+    def compile_losses(self) -> None:
+        """Let the heads that compute a loss by tokens do it in compiled kernels, as the blocks are compiled."""
+        for module in self.modules():
+            if isinstance(getattr(module, "compiled", None), bool):
+                module.compiled = True  # pyright: ignore[reportArgumentType]
+
     def tie(self) -> None:
         """Give the names of a tie that are here one parameter; again after anything that replaces parameters."""
         here = dict(self.named_parameters(remove_duplicate=False))
