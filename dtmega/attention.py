@@ -66,8 +66,11 @@ def attention(
         return _flex(q, k, v, rule, scale)
     is_learned = rule.table is not None and rule.table.requires_grad
     if dropout is not None or is_learned:
-        parts = [(chunk, *_of_chunk(chunk, q, k, v)) for chunk in rule.chunks()]
-        return torch.cat([_plain(*part, rule, chunk, dropout, scale) for chunk, *part in parts], dim=2)
+        found: list[Tensor] = []
+        for chunk in rule.chunks():
+            one_q, one_k, one_v = _of_chunk(chunk, q, k, v)
+            found.append(_plain(one_q, one_k, one_v, rule, chunk, dropout, scale))
+        return torch.cat(found, dim=2)
     if q.device.type == "cpu":
         return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
     outs = []

@@ -148,11 +148,11 @@ def token_losses(
     # On a CPU a few rows at a time, so that they stay in its cache from one pass to the next.
     n_rows = max(1, logits.shape[0] if logits.is_cuda else CACHED_LOGITS // max(1, logits.shape[1]))
     if group is None and logits.shape[0] > n_rows:
-        rows = zip(*(_split(x, n_rows, logits.shape[0]) for x in (logits, labels, gradient, weights)), strict=True)
+        parts = zip(*(_split(x, n_rows, logits.shape[0]) for x in (logits, labels, gradient, weights)), strict=True)
         return torch.cat(
             [
                 token_losses(x, some, columns, label_smoothing, z_loss, dx, expected, each, compiled)
-                for x, some, dx, each in rows
+                for x, some, dx, each in parts
             ]
         )
     if logits.shape[1] == 0:

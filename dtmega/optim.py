@@ -225,4 +225,4 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
     """In place; on a GPU a few kernels, not one for each tensor."""
     if tensors:
-        torch._foreach_mul_(list(tensors), factor)
+        torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

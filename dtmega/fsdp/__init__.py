@@ -58,7 +58,7 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
         else:
             # There is nothing to divide by, and torch would divide by 1.0 into another copy (2.13).
-            module.set_custom_reduce_scatter(_NothingToReduce())
+            module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
             # A parameter that only some data ranks have used: the others reduce a zero, and do not leave it out.
             module.set_reduce_scatter_unused_params(True)
