@@ -195,7 +195,7 @@ def number(x: float) -> str:
 
 
 def shortfalls(found: list[dict[str, Any]]) -> list[str]:
-    """For each row that falls short: where its time goes, the next cause, and what was tried."""
+    """The rows that fall short: where their time goes, the next cause, and what was tried."""
     notes = tomli.loads((HERE / "notes.toml").read_text(encoding="utf-8"))
     lines = []
     for row in found:

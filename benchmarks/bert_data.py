@@ -1,4 +1,4 @@
-"""How long BERT's samples of a corpus of many sentences take to be there, and how fast its batches and T5's are made.
+"""The time in which BERT's samples of many sentences are there, and the speed at which its batches and T5's are made.
 
     python benchmarks/bert_data.py [--sentences 100000000] [--per-document 30]
 

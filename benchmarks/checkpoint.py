@@ -88,7 +88,7 @@ def main() -> None:
         assert synchronous.load(found, parameters.items(), optimizer, []) is not None
 
     def step() -> float:
-        """What training would do meanwhile."""
+        """Do what training would do meanwhile."""
         return timed(lambda: torch.mm(matrix, matrix))
 
     def ours_async() -> None:

@@ -1,4 +1,4 @@
-"""What a loader worker takes of a corpus of many documents: memory of its own, and time to its first sample.
+"""The cost of a loader worker with a corpus of many documents: memory of its own, and time to its first sample.
 
     python benchmarks/data_order.py [--documents 20000000] [--workers 2] [--samples 2000]
 
@@ -26,7 +26,7 @@ from dtmega.data.samples import Samples
 
 
 def own_bytes() -> int:
-    """Of this process alone: without mapped files, whose pages the kernel shares and can drop."""
+    """The memory of this process alone: without mapped files, whose pages the kernel shares and can drop."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 

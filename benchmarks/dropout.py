@@ -1,4 +1,4 @@
-"""What layout-invariant dropout costs beside `F.dropout`: `python benchmarks/dropout.py`.
+"""The cost of layout-invariant dropout beside `F.dropout`: `python benchmarks/dropout.py`.
 
 Forward of [4, 512, 1024] fp32 on one CPU thread, process time, median of 30; the two are interleaved.
 """

@@ -27,7 +27,7 @@ from tests.test_kill import MODES, PUBLISHES, RANKS, Crash
 
 
 def holds(what: str, check: Callable[..., object], *args: object) -> bool:
-    """Whether it neither raises nor gives False; says what did."""
+    """Tell whether it neither raises nor gives False; says what did."""
     try:
         if check(*args) is not False:
             return True

@@ -212,7 +212,7 @@ def hf(name: str, ladder: list[int], compiled: bool) -> int:
 
 
 def kernels(step: Callable[[], object]) -> None:
-    """Where the time of a step goes: the twenty that take most."""
+    """The operations that take most of a step's time, twenty of them."""
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]) as seen:
         step()
     sort_by = "self_device_time_total" if GPU else "self_cpu_time_total"

@@ -80,7 +80,7 @@ def state_bytes(run: Run) -> int:
 
 @contextlib.contextmanager
 def traced_only() -> Iterator[None]:
-    """What is compiled is traced, as always, but the graphs run as they are: what inductor makes costs many seconds."""
+    """Trace what is compiled, as always, but run the graphs as they are: inductor's kernels cost many seconds."""
     compile_module = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     compile_function = functools.partial(torch.compile, backend="aot_eager")
     with patch.object(nn.Module, "compile", compile_module), patch.object(torch, "compile", compile_function):
@@ -88,7 +88,7 @@ def traced_only() -> Iterator[None]:
 
 
 def graphs_by_step(n_steps: int) -> tuple[list[int], dict[str, int]]:
-    """How many graphs there are after each of so many steps on different batches, and the breaks in them by reason."""
+    """The number of graphs after each of so many steps on different batches, and the breaks in them by reason."""
     with traced_only():
         counters.clear()
         run = begin(settings(compile={"enable": True}))

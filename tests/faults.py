@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class FileEvents:
-    """From now on, each change this process makes to files is numbered before it is made; at number `die_at`, SIGKILL.
+    """Number each change that this process makes to files from now on, before it is made; at number `die_at`, SIGKILL.
 
     A write counts twice: before it, and when half of it is written.
 
@@ -70,7 +70,7 @@ class FileEvents:
         self.names.append(name)
 
     def watch(self) -> None:
-        """What the kernel has seen since the last call."""
+        """The events that the kernel has seen since the last call."""
         with contextlib.suppress(BlockingIOError):
             seen, at = os.read(self._inotify, 2**16), 0
             while at < len(seen):
@@ -185,5 +185,5 @@ def alone() -> Iterator[None]:
 
 
 def value(name: str, shape: tuple[int, ...], step: int) -> Tensor:
-    """What the whole tensor of that name is at that step."""
+    """The whole tensor of that name at that step."""
     return torch.from_numpy(np.random.default_rng([step, *name.encode()]).standard_normal(shape, np.float32))

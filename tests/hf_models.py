@@ -214,7 +214,7 @@ def generated(model: Any, case: Case) -> Tensor:
 
 
 def truth(case: Case, rows_apart: bool) -> dict[str, Any]:
-    """What one process finds. `rows_apart`: the loss is the mean of the rows' losses, as data ranks have it."""
+    """The results of one process. `rows_apart`: the loss is the mean of the rows' losses, as data ranks have it."""
     inputs, found = batch(case), {}
     model = build(case)
     rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(2)] if rows_apart else [inputs]

@@ -130,7 +130,7 @@ def loss_of(model: Any, step: int, label_smoothing: float = 0.0) -> Tensor:
 
 
 def truth(path: str) -> dict[str, Any]:
-    """What transformers and torch make of the directory in one process."""
+    """The results of transformers and torch on the directory in one process."""
     options = {"dtype": torch.float32, "experts_implementation": "eager"}  # a plain loop over experts
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, **options).train()
     found: dict[str, Any] = {"smoothed": loss_of(model, 0, 0.1).item()}
@@ -184,7 +184,7 @@ def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, int]:
 
 
 def numbers(world: World, keys: dict[str, Any], directories: dict[Case, str], path: str) -> dict[Case, Any]:
-    """For each case: how far from transformers loss, gradients and three steps are, and what was read for it."""
+    """The distance from transformers of loss, gradients and three steps, for each case, and what was read for it."""
     truths, found = torch.load(path, weights_only=False), {}
     for case, where in directories.items():
         cfg, expected = configured(where, keys), truths[case]
@@ -270,7 +270,7 @@ def saving(world: World, keys: dict[str, Any], where: str, folder: str, mode: st
 
 
 def reading(world: World, keys: dict[str, Any], where: str, folder: str) -> dict[str, Tensor]:
-    """What a run on this layout has after it loaded that checkpoint, whole."""
+    """The whole tensors of a run on this layout after it loaded that checkpoint."""
     cfg = configured(where, keys)
     model = parallelize(cfg, world)
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)

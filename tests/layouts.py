@@ -216,7 +216,7 @@ def debug_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def truth_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """What one process is given to be the truth for a layout with these keys."""
+    """The keys that one process is given to be the truth for a layout with these keys."""
     return {k: v for k, v in keys.items() if k in TRUTH_KEYS}
 
 
@@ -225,7 +225,7 @@ def bound_of(keys: dict[str, Any]) -> dict[str, float]:
 
 
 class Run:
-    """What a run left behind."""
+    """The files that a run left behind."""
 
     def __init__(self, folder: Path) -> None:
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -334,7 +334,7 @@ def write_sentences(folder: Path, n_words: int = 123) -> dict[str, str]:
 
 
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
-    """What each family reads, and each form of one."""
+    """Write the data of each family, and of each form of one; returns the keys that name them."""
     text, sentences = write_text(folder), write_sentences(folder)
     found = {name: sentences if families.FAMILIES[name].objectives["auto"].sentences else text for name in FAMILIES}
     n_sentinels = FAMILIES["t5"]["data.sentinels"]

@@ -30,7 +30,7 @@ Key = tuple[int, int]  # tp rank, stage
 
 
 class Layout(NamedTuple):
-    """How a run was cut.
+    """The layout of a run.
 
     Attributes:
         chunks: virtual stages of each stage.
@@ -79,7 +79,7 @@ class Name(NamedTuple):
 
     @property
     def place(self) -> tuple[int, ...]:
-        """In the order of modules, and of weight and bias in each."""
+        """The place in the order of modules, and of weight and bias in each."""
         layer = math.inf if self.layer < 0 else self.layer
         return SECTIONS.index(self.section), layer, MODULES.index(self.module), self.end == "bias"  # pyright: ignore
 
@@ -117,7 +117,7 @@ def stages(weights: Weights, layout: Layout) -> dict[tuple[int, int], dict[str, 
 
 
 def _ends(layout: Layout, stage: int, chunk: int) -> tuple[bool, bool]:
-    """Has it embeddings, and has it the head?"""
+    """Tell whether a stage has embeddings, and whether it has the head."""
     first = (stage, chunk) == (0, 0) or (layout.split > 0 and stage == layout.split)
     return first, (stage, chunk) == (layout.pp - 1, layout.chunks - 1)
 
@@ -263,7 +263,7 @@ def optimizer(
 
 
 def _master(name: str, tensor: Tensor) -> Tensor:
-    """With attributes, which torch saves in another way than a tensor without."""
+    """A tensor with attributes, which torch saves in another way than one without."""
     cut = Name.of(name).cut
     tensor.tensor_model_parallel = cut is not None  # pyright: ignore[reportAttributeAccessIssue]
     tensor.partition_dim = -1 if cut is None else cut  # pyright: ignore[reportAttributeAccessIssue]

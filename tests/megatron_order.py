@@ -104,7 +104,7 @@ class Run(NamedTuple):
         return tokens + list(sequences[doc_idx[last]][: end + 1])
 
     def asked(self, weights: Sequence[float], n: int) -> list[int]:
-        """How many samples each corpus of a blend is asked for."""
+        """The number of samples that each corpus of a blend is asked for."""
         if self.fork == "megatron-core":
             shares = (np.array(weights, np.float64) / np.sum(np.array(weights, np.float64))).tolist()
             return [math.ceil(math.ceil(n * w) * (1 + 0.005)) for w in shares]

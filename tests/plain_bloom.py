@@ -54,7 +54,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def initial(cfg: Any, seed: int) -> Weights:
-    """What training starts from, in fp32 as it does: N(0, std), and std / sqrt(2 L) for what writes to the residual."""
+    """The initial values of training, in fp32: N(0, std), and std / sqrt(2 L) for what writes to the residual."""
     d, ffn = cfg.hidden_size, cfg.ffn_hidden_size or 4 * cfg.hidden_size
     rows = -(-cfg.vocab_size // cfg.pad_vocab_to_multiple) * cfg.pad_vocab_to_multiple
     matrices = {"embed": (rows, d)}

@@ -102,7 +102,7 @@ def table(root: Path) -> list[Fault]:
 
 
 def mistakes(root: Path, faults: list[Fault]) -> Iterator[str]:
-    """How entries do not fit the code."""
+    """The ways in which entries do not fit the code."""
     for fault in faults:
         text = (root / fault.file).read_text() if (root / fault.file).exists() else ""
         count = text.count(fault.line)

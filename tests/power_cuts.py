@@ -137,7 +137,7 @@ class Disk:
             yield at
 
     def uncertain(self) -> list[str]:
-        """What a power cut now, after the block, could undo: paths whose names or contents are not synced."""
+        """The paths that a power cut after the block could undo: names or contents that are not synced."""
         return [*_uncertain(self._top, "")]
 
     def _recorded_fsync(self, fd: int) -> None:
@@ -168,7 +168,7 @@ class Disk:
         return node
 
     def _watch(self, path: Path, folder: Folder) -> None:
-        """From now on; and what is in a new folder already has just been made."""
+        """Watch a folder from now on; what is in a new one already has just been made."""
         kinds = CREATE | MODIFY | MOVED_FROM | MOVED_TO | DELETE
         self._folders[self._libc.inotify_add_watch(self._inotify, os.fsencode(path), ctypes.c_uint32(kinds))] = path
         for child in sorted(path.iterdir()):
@@ -248,7 +248,7 @@ class Disk:
 
 
 def _trees(folder: Folder, path: str, content: str) -> Iterator[Tree]:
-    """What can be on the disk below a folder, each file with its `content`."""
+    """The states that can be on the disk below a folder, each file with its `content`."""
     for names in folder.possible():
         here: Tree = {
             path + name: None if isinstance(node, Folder) else getattr(node, content) for name, node in names.items()

@@ -46,7 +46,7 @@ LATE = ("torch._dynamo", "torch._dynamo.repro.after_dynamo", "torch._inductor.pa
 
 
 class Ended(NamedTuple):
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
         code: of its exit; -9 if it was killed.
@@ -60,7 +60,7 @@ class Ended(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What the server is asked for: n ranks that call what is pickled in folder/call.
+    """A request to the server: n ranks that call what is pickled in folder/call.
 
     Attributes:
         module: where the called function is; the server imports it once for all ranks.
@@ -110,7 +110,7 @@ class Forks:
         theirs.close()
 
     def run(self, n: int, fn: Callable[..., Any], *args: Any) -> list[Ended]:
-        """How each of n ranks ended that were to call fn(*args), and may have been killed."""
+        """The ends of n ranks that were to call fn(*args), and may have been killed."""
         with tempfile.TemporaryDirectory() as folder:
             return self.fork(n, folder, fn, args, timeout_s=300.0, grace_s=60.0)
 
@@ -132,7 +132,7 @@ class Forks:
 
 @functools.cache
 def forks() -> Forks:
-    """What all tests share; it ends with this process."""
+    """The server that all tests share; it ends with this process."""
     return Forks()
 
 
@@ -154,7 +154,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _import(names: list[str]) -> None:
-    """What fails here fails in the ranks too, if they need it, and says so there."""
+    """Import what ranks may need. What fails here fails in the ranks too, if they need it, and says so there."""
     if new := [name for name in names if name not in sys.modules]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # in a rank they have been errors already

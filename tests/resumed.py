@@ -63,7 +63,7 @@ class Training(NamedTuple):
 
 
 class Record:
-    """What a training left behind, by step."""
+    """The record that a training left behind, by step."""
 
     def __init__(self, folder: Path) -> None:
         self.lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -82,7 +82,7 @@ def whole(layout: str, folder: Path, keys: Mapping[str, Any]) -> Training:
 
 
 def rest(layout: str, writer: Path, folder: Path, keys: Mapping[str, Any]) -> Training:
-    """From the first checkpoint of the training in `writer` to the end."""
+    """Train from the first checkpoint of the training in `writer` to the end."""
     n, mesh = LAYOUTS[layout]
     named = str(writer / "checkpoints" / resume.name(keys["checkpoint.interval"]))
     return Training(n, {**keys, **mesh, "checkpoint.resume": named}, folder)
@@ -133,7 +133,7 @@ def flags(keys: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 class Deviation(NamedTuple):
-    """Of a run that was resumed from one that went on; the largest relative difference of each.
+    """The differences of a resumed run from one that went on; the largest relative one of each.
 
     Attributes:
         first_loss: of the first step after the checkpoint.
@@ -156,7 +156,7 @@ class Deviation(NamedTuple):
 
 
 def deviation(resumed: Record, truth: Record, first: int | None = None) -> Deviation:
-    """From step `first` (default: of those that were resumed) to the end, which both must have."""
+    """Compare from step `first` (default: of those that were resumed) to the end, which both must have."""
     first = first or min(resumed.steps)
     assert [step for step in resumed.steps if step >= first] == [step for step in truth.steps if step >= first] != []
     assert resumed.final.keys() == truth.final.keys()

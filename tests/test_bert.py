@@ -76,7 +76,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def asked(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a model needs beside tokens to give logits."""
+    """The inputs that a model needs beside tokens to give logits."""
     return {name: x[name] for name in ("token_types", "document_ids")}
 
 

@@ -118,7 +118,7 @@ class Wire(TorchDispatchMode):
 
 
 def wire(mesh: DeviceMesh, sequence_parallel: bool) -> list[list[tuple[str, int]]]:
-    """Of the two heads on the last hidden state: forward, backward."""
+    """The traffic of the two heads on the last hidden state: forward, backward."""
     model, _ = cut(mesh, sequence_parallel)
     assert model.head is not None
     assert model.order is not None

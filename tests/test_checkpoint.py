@@ -47,7 +47,7 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(params=["disk", "url"])
 def root(request, tmp_path) -> Iterator[str]:
-    """Where a run's checkpoints are; the claims are the same for both."""
+    """The place of a run's checkpoints; the claims are the same for both."""
     if request.param == "disk":
         yield str(tmp_path / "checkpoints")
     else:
@@ -86,7 +86,7 @@ class Run:
         return self.checkpoints.save(self.tensors(), state)
 
     def load(self, **keys: object) -> tuple[State | None, list[str]]:
-        """With other keys of [checkpoint]; into this model."""
+        """Load with other keys of [checkpoint], into this model."""
         found, damage = resume.find_checkpoints(self.with_keys(**keys), IDENTITY)
         return self.checkpoints.load(found, self.model.named_parameters(), self.optimizer, damage), damage
 
@@ -227,7 +227,7 @@ def test_a_state_that_json_cannot_hold_is_an_error_of_the_save():
 
 
 def test_two_parameters_of_one_name_on_a_rank_are_both_filled(root):
-    """As the embedding is, where a rank has the first and the last stage of a pipeline."""
+    """The embedding is such a pair where a rank has the first and the last stage of a pipeline."""
     run, twin = Run(root), nn.Parameter(torch.zeros(3, 5))
     run.save(1)
     before = bits(run.tensors())
@@ -551,7 +551,7 @@ def test_one_save_is_in_flight_and_the_next_waits_for_it(root, monkeypatch):
 
 @pytest.mark.parametrize(("mode", "stall_s"), [("sync", 10 + 5), ("async", 1 + 5)])
 def test_training_stands_still_for_a_copy_or_a_save_and_for_its_publication_and_no_other(monkeypatch, mode, stall_s):
-    """On a clock that these three move by 1, 10 and 5 s, and training by 100."""
+    """Run on a clock that these three move by 1, 10 and 5 s, and training by 100."""
     now_s = [0.0]
 
     def takes(seconds: float, honest: Callable[..., object]) -> Callable[..., object]:
@@ -723,7 +723,7 @@ def test_another_seed_data_or_tokenizer_is_refused_unless_that_is_allowed(root, 
 
 
 def test_what_the_newest_checkpoint_was_of_is_what_counts(root):
-    """Where a run was allowed to go on with other data, the older ones are of the data before."""
+    """Older checkpoints are of the data before, where a run was allowed to go on with other data."""
     run = Run(root, keep=9)
     run.save(1)
     state = State.of(run.cfg.model_dump(), progress=Progress(2), identity=IDENTITY | {"data": "another"})

@@ -33,7 +33,7 @@ def full(*args: object) -> None:
 
 
 def saves(root: Path, mode: str, plant: Callable[[], object]) -> list[list[SaveOutcome]]:
-    """What each poll after a save of step 1 gives on this rank, up to the first that gives something."""
+    """The results of each poll after a save of step 1 on this rank, up to the first that has one."""
     plant()
     trained = Trained(root, mode)
     ended = [trained.save(1)]
@@ -138,7 +138,7 @@ CUTS: dict[str, Placement] = {"in parts": _StridedShard(0, split_factor=3), "cut
 
 
 def from_layout_to_layout(root: Path) -> tuple[list[tuple[str, str]], int]:
-    """Which of CUTS are not equal to the bit when they are loaded from each of CUTS; boxes of the one in parts."""
+    """The CUTS that are not equal to the bit when loaded from each of CUTS; boxes of the one in parts."""
     mesh, group, files = init_device_mesh("cpu", (2,)), dist.group.WORLD, Disk(str(root))
     assert group is not None
     saved = {name: distribute_tensor(FUSED, mesh, [cut], src_data_rank=None) for name, cut in CUTS.items()}

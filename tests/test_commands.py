@@ -1,4 +1,4 @@
-"""How the commands of `python -m dtmega` refuse and fail: one line that names what is wrong, and an exit code."""
+"""Claims about commands of `python -m dtmega` that refuse or fail: one line that names what is wrong, an exit code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def refused(argv: list[str], capsys: Any) -> str:
-    """What a command says that the arguments alone end, with exit code 2."""
+    """The message of a command that its arguments alone end, with exit code 2."""
     with pytest.raises(SystemExit) as stop:
         command(argv)
     assert stop.value.code == job.REFUSED
@@ -439,7 +439,7 @@ def rank_1_raises(function: str, error: Exception) -> None:
 
 
 def convert_on_a_rank(argv: list[str], port: int, plant: Callable[[], object]) -> tuple[int, str]:
-    """As one of two processes that were started by hand: rank 0 holds the store, and takes it with it."""
+    """Run as one of two processes that were started by hand: rank 0 holds the store, and takes it with it."""
     plant()
     hf_export.export = partial(hf_export.export, max_file_bytes=12_000)  # so that both write
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -538,5 +538,5 @@ def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goe
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """What all files of a directory hold together."""
+    """The content of all files of a directory together."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

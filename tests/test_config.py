@@ -425,7 +425,7 @@ def printed_help(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[s
 
 
 def help_of(printed: str, title: str, section: str, k: str) -> tuple[str, str]:
-    """What stands behind an option of a group, and the lines below it as one."""
+    """The text behind an option of a group, and the lines below it as one."""
     (group,) = re.findall(rf"(?ms)^{re.escape(title)}\n(.*?)^\n", f"{printed}\n\n")
     found = re.search(rf"(?m)^  --{section}\.{k} (.*)\n((?:      .*\n)+)", group)
     assert found, f"--{section}.{k}"

@@ -1,4 +1,4 @@
-"""What an encoder-decoder asks of the house, shown by `two_stacks.py`: every layout is one process."""
+"""Claims about what an encoder-decoder needs, by `two_stacks.py`: every layout is one process."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def truth(frozen: tuple[str, ...]) -> dict[str, Any]:
 
 
 def train(layouts: list[str]) -> dict[str, Any]:
-    """What this rank finds on each of these layouts."""
+    """The findings of this rank on each of these layouts."""
     return {name: trained(*LAYOUTS[name][1:]) for name in layouts}
 
 
@@ -149,7 +149,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def differences(found: Any, expected: Any) -> float:
-    """Of what is compared, relative to it."""
+    """The largest difference, relative to what is compared."""
     if isinstance(found, Tensor):
         return ((found - expected).norm() / expected.norm().clamp(min=1e-9)).item()
     return abs(found - expected) / max(abs(expected), 1e-3)

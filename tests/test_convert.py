@@ -126,7 +126,7 @@ def test_a_folder_of_plain_dcp_becomes_a_checkpoint(tmp_path, trained, capsys):
 
 
 def most_probable(path: Path, prompt: str, n: int, cfg: Config) -> str:
-    """What a plain loop over forward passes with the weights of a checkpoint puts after the prompt: n bytes."""
+    """The n bytes that a plain loop over forward passes with the weights of a checkpoint puts after the prompt."""
     model = families.build(cfg).eval()
     model.init_buffers(cfg.run.seed)
     model.load_state_dict(weights(path), strict=False)

@@ -85,7 +85,7 @@ class Victim:
                 yield Wound(kind, file, (blamed if kind == "of another step" else file,), hurt)
 
     def detects(self, wound: Wound) -> bool:
-        """Whether step 1 is loaded, to the bit, and the message says of step 2 what it should."""
+        """Tell whether step 1 is loaded, to the bit, and the message says of step 2 what it should."""
         wound.hurt()
         try:
             state, damage = self.load(self.root)
@@ -101,7 +101,7 @@ class Victim:
             path.write_bytes(self.files[wound.file])
 
     def load(self, root: Path) -> tuple[State | None, list[str]]:
-        """As a run in that folder would: into `reader`."""
+        """Load as a run in that folder would, into `reader`."""
         there = self.reader.cfg.checkpoint.model_copy(update={"dir": str(root)})
         candidates, damage = resume.find_checkpoints(self.reader.cfg.model_copy(update={"checkpoint": there}), IDENTITY)
         loaded = self.reader.checkpoints.load(candidates, self.reader.parameters.items(), self.reader.optimizer, damage)
@@ -113,7 +113,7 @@ class Victim:
             f.write(bytes([self.files[file][at] ^ 1 << at % 8]))
 
     def _owners(self, file: str) -> list[tuple[int, int, str]]:
-        """Of which entry the bytes of a data file are."""
+        """The entry that bytes of a data file are of."""
         tensors = json.loads(self.files[manifest.NAME])["content"]["tensors"]
         return [
             (start, start + 4 * int(torch.tensor(sizes).prod()), f"'{name}'")

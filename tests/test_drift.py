@@ -21,7 +21,7 @@ def copies(rank: int, spoiled: int | None) -> dict[str, torch.Tensor]:
 
 
 def check(spoiled: int | None, members: list[int] | None = None) -> str:
-    """What is said on this rank, if it is one of the members (None: all)."""
+    """The message on this rank, if it is one of the members (None: all)."""
     group: Any = dist.group.WORLD if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
         return "elsewhere"

@@ -1,4 +1,4 @@
-"""How a run ends, in exit code, last lines and checkpoints: saves that fail, reasons to stop; steps without a loss."""
+"""Claims about the end of a run: exit code, last lines, checkpoints; failed saves, stops, steps without a loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_FINAL = {"checkpoint.final": False}
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory) -> dict[str, Any]:
-    """Of a run of four steps, with a checkpoint after each second one and no evaluation before the end."""
+    """The keys of a run of four steps, with a checkpoint after each second one and no evaluation before the end."""
     short = {"train.steps": 4, "checkpoint.interval": 2, "checkpoint.keep": 9, "eval.interval": 0, "eval.steps": 1}
     return SMALL | write_text(tmp_path_factory.mktemp("text")) | short | {"eval.sample_tokens": 0}
 

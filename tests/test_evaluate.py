@@ -34,7 +34,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory) -> dict[str, Any]:
-    """Of a run with a long evaluation after its steps 0, 3 and 6."""
+    """The keys of a run with a long evaluation after its steps 0, 3 and 6."""
     sizes = {"model.n_layers": 1, "batch.micro_batch_size": 4}
     short = {"train.steps": STEPS, "eval.interval": 3, "eval.steps": 12, "eval.sample_tokens": 5}
     return DEBUG | write_text(tmp_path_factory.mktemp("text")) | sizes | short
@@ -42,7 +42,7 @@ def keys(tmp_path_factory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory, keys) -> Record:
-    """What a run that nothing happens to gives."""
+    """The result of a run that nothing happens to."""
     folder = tmp_path_factory.mktemp("truth")
     assert alone(keys, folder) == 0
     return Record(folder)
@@ -162,7 +162,7 @@ def test_a_second_signal_while_the_run_closes_does_not_change_its_exit_code(tmp_
 
 @contextlib.contextmanager
 def another_draw_on_rank_1() -> Iterator[None]:
-    """Of the second token of the sample: the end of the document."""
+    """Let rank 1 draw another second token of the sample: the end of the document."""
     honest, draws = torch.multinomial, []
 
     def multinomial(*args: Any, **keywords: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What can happen to a run from inside: full disks, gradients that are none, spikes, damage, other data, a rewind."""
+"""Claims about faults in a run: full disks, gradients that are none, spikes, damage, other data, a rewind."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class NotANumber(torch.autograd.Function):
 
 
 def nan_gradient(rank: int) -> contextlib.AbstractContextManager[None]:
-    """In the backward pass of the third step, on one rank."""
+    """Plant a fault in the backward pass of the third step, on one rank."""
     honest = Block.forward
 
     def forward(self: Block, h: torch.Tensor, rule: Any, head_ids: Any, sample_ids: torch.Tensor, places: Any) -> Any:

@@ -50,7 +50,7 @@ def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, k
 
 
 class Counting(Model):
-    """After token t comes t + 1, for certain; it has `longest` positions."""
+    """A model after whose token t comes t + 1, for certain; it has `longest` positions."""
 
     def __init__(self, longest: int | None) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ def test_a_world_of_one_sums_to_itself_in_every_group(device: str):
 
 
 def losses(device: str) -> dict[str, list[float]]:
-    """Of four steps, on the device eager and compiled; on a CPU what is compiled is traced only."""
+    """The losses of four steps, on the device eager and compiled; on a CPU compiled graphs are traced only."""
     found = {}
     with counts.traced_only() if device == "cpu" else contextlib.nullcontext(), group_of_one():
         for name, where, compiled in (("truth", "cpu", False), ("eager", device, False), ("compiled", device, True)):
@@ -217,7 +217,7 @@ def trained(device: str, corpus: str, folder: Path, exit_interval: int) -> int:
 
 
 def losses_in(run: Path) -> dict[int, float]:
-    """By step."""
+    """The losses by step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 

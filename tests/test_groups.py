@@ -1,4 +1,4 @@
-"""Which group each operation is handed to, and what each rank holds, where no two groups have the same ranks.
+"""Claims about the group of each operation, and the part of each rank, where no two groups have the same ranks.
 
 24 processes, of which one at a time is here: torch's "fake" process group, in which nobody answers. What a rank
 computes with that is of no use; what it asks for, of whom, and which parameters it holds, is.
@@ -55,7 +55,7 @@ def world_of(cfg: config.Config) -> World:
 
 
 def handed(groups: dict[str, dist.ProcessGroup], what: Callable[[], object]) -> dict[tuple[str, str], int]:
-    """How many operations of each kind `what` hands to each group."""
+    """The number of operations of each kind that `what` hands to each group."""
     with Wire(groups) as wire:
         what()
     found: Counter[tuple[str, str]] = Counter()
@@ -141,7 +141,7 @@ def test_over_the_shards_each_element_of_the_model_comes_once_but_all_here_are_c
 
 
 class Built(Exception):
-    """By a pipeline that is not really made."""
+    """Raised by a pipeline that is not really made."""
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def opened(folder: Path | str, model: config.Model = MODEL) -> Folder:
 
 
 def model_section(folder: Path) -> dict:
-    """What its config.json says of [model]."""
+    """The [model] section that its config.json describes."""
     return HF.section(config_json.read_plain(folder), str(folder))
 
 
@@ -99,7 +99,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, pair) -> dict[str, Path]:
-    """What transformers writes, and what older versions wrote."""
+    """The files that transformers writes, and those that older versions wrote."""
     root, (_, theirs) = tmp_path_factory.mktemp("hf"), pair
     named = {name: root / name for name in ("many", "one", "bare", "with head", "cache")}
     theirs.save_pretrained(named["many"], max_shard_size="100KB")
@@ -150,7 +150,7 @@ def test_a_folder_of_any_form_gives_the_weights_and_logits_of_hugging_face(folde
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor, gathered over one axis after the other, the one that cut last first."""
+    """The whole of a DTensor, gathered over one axis after the other, the one that cut last first."""
     if isinstance(tensor, DTensor):
         for axis in range(tensor.device_mesh.ndim):
             placements = [Replicate() if i <= axis else p for i, p in enumerate(tensor.placements)]
@@ -463,7 +463,7 @@ def model_to_write() -> Bloom:
 
 
 def write_on_two_ranks(folder: str) -> tuple[list[str], str]:
-    """What this rank read; and the error it got when rank 1 could not read."""
+    """The names of the tensors that this rank read, and the error it got when rank 1 could not read."""
     place = {"rank": dist.get_rank(), "size": 2, "barrier": dist.barrier, "max_file_bytes": 12_000}
     eod_id = load_tokenizer("stdlib-8k").eod_id
     ends = {"bos_token_id": eod_id, "eos_token_id": eod_id}

@@ -63,7 +63,7 @@ def trained(folder: Path, path: Path, dtype: torch.dtype = torch.float32) -> dic
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """What transformers makes of a directory, in which nothing is missing and nothing is too much."""
+    """The model that transformers makes of a directory, in which nothing is missing and nothing is too much."""
     from transformers import AutoModelForCausalLM
 
     found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -335,7 +335,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path, llama, capsy
 
 
 def exported(here: str, original: str, tensors: dict[str, torch.Tensor], max_file_bytes: int) -> list[str]:
-    """What an export does to files, in order; writes to one file count once."""
+    """The operations of an export on files, in order; writes to one file count once."""
     events = FileEvents(Path(here), rank=0, die_at=-1)
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None, "max_file_bytes": max_file_bytes}
     export(Memory(tensors), Path(here, "out"), LLAMA, Path(original), None, **alone)

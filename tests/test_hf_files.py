@@ -55,7 +55,7 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
 
 
 def ours(folder: Path) -> dict[str, torch.Tensor]:
-    """What a run starts with."""
+    """The weights that a run starts with."""
     model = config_of(folder).model
     source = families.of(model).weights(model)
     assert source is not None
@@ -63,7 +63,7 @@ def ours(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def theirs(folder: Path) -> dict[str, torch.Tensor]:
-    """What transformers loads."""
+    """The weights that transformers loads."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -109,7 +109,7 @@ def an_equal_head(folder: Path) -> None:
 
 
 def old_masks(folder: Path) -> None:
-    """What old versions stored, and transformers leaves out for this class."""
+    """Tensors that old versions stored, and transformers leaves out for this class."""
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in range(2)}
     save_file(saved(folder, Case("gpt2")) | masks, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -559,7 +559,7 @@ def test_the_coefficient_of_a_routers_loss_alone_is_no_reason_to_refuse(tmp_path
 
 
 def on_one_rank() -> dict[str, list[str]]:
-    """What a mixture of each kind computes otherwise than before it was "cut" over one rank."""
+    """The differences in what a mixture of each kind computes from before it was "cut" over one rank."""
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     tokens = torch.arange(24).view(2, 12)
     found: dict[str, list[str]] = {}

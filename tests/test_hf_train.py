@@ -85,7 +85,7 @@ def numbers_on(trained: dict[str, list[Case]]) -> dict[str, Job]:
 
 @functools.cache
 def folder(name: str) -> Path:
-    """Of this module, next to the models."""
+    """A folder of this module, next to the models."""
     path = Path(truths()[1]).with_suffix("") / name
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -133,7 +133,7 @@ def without_weights() -> dict[str, str]:
 
 @functools.cache
 def arguments() -> list[str]:
-    """Of train.py: a tiny LLaMA whose directory has weights and a tokenizer, on text in the words of that."""
+    """The arguments of train.py for a tiny LLaMA whose directory has weights and a tokenizer, on text in its words."""
     home = folder("llama")
     hf_models.build(Case("llama", tied=False)).save_pretrained(home)
     text = layouts.write_text(home)["data.path"]
@@ -168,7 +168,7 @@ def main() -> Iterator[Any]:
 
 
 def check_numbers(results: list[Any], case: Case) -> None:
-    """Of all ranks of a layout."""
+    """Check the results of all ranks of a layout."""
     expected = {n for n, p in hf_models.build(case).named_parameters() if p.requires_grad}
     for kind, bound in (("gradients", GRADIENT), ("stepped", STEPPED)):
         worst: dict[str, float] = {}
@@ -230,7 +230,7 @@ def test_in_bf16_blocks_compute_in_it_and_what_is_trained_stays_fp32(layout: str
 
 
 def together(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of all stages; ranks that have the same tensor have the same bits."""
+    """Join the tensors of all stages; ranks that have the same tensor have the same bits."""
     found: dict[str, Tensor] = {}
     for result in results:
         for name, tensor in result.items():

@@ -117,7 +117,7 @@ def native(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def masks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, Any]:
-    """What each rank drops after the first attention of GPT-2, in two forwards, and the generator behind them."""
+    """The masks of each rank after the first attention of GPT-2, in two forwards, and the generator behind them."""
     model = hf_models.build(Case("gpt2"))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

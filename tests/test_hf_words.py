@@ -173,7 +173,7 @@ def deviations(use: Use, mesh: DeviceMesh) -> dict[str, float]:
 
 
 def losses(mesh: DeviceMesh) -> dict[str, float]:
-    """Of logits that no rank has whole, with some tokens that take no part: the loss and each gradient."""
+    """The loss and each gradient of logits that no rank has whole, with some tokens that take no part."""
     labels = torch.arange(B * S) % V
     labels[::3] = -100
     found: dict[str, float] = {}
@@ -196,7 +196,7 @@ def losses(mesh: DeviceMesh) -> dict[str, float]:
 
 
 def tokens_outside(mesh: DeviceMesh) -> list[str]:
-    """What is raised for ids below and above the vocabulary."""
+    """The errors for ids below and above the vocabulary."""
     module = nn.Embedding(V, D)
     apply_plan(nn.Sequential(module), mesh, {"0": VocabEmbedding(Stack())})
     found: list[str] = []

@@ -150,7 +150,7 @@ def test_ranks_started_by_hand_find_each_other_and_finish_with_0(tmp_path):
 
 
 def first_of_three(port: int) -> str:
-    """What it says after 2 s."""
+    """The error that it raises after 2 s."""
     dist.destroy_process_group()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(RuntimeError) as caught:

@@ -114,11 +114,11 @@ def test_only_a_worker_of_torchrun_dies_with_its_parent_and_by_sigkill(monkeypat
 
 
 class Left(BaseException):
-    """In place of the end of this process."""
+    """A stand-in for the end of this process."""
 
 
 def deeds_of_leaving(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """From now on, what is done instead of ending this process."""
+    """The deeds, from now on, in place of the end of this process."""
     done: list[Any] = []
 
     def end(code: int) -> NoReturn:

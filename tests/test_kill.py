@@ -84,7 +84,7 @@ def save(
     record: Path | None = None,
     plant: Callable[[], None] | None = None,
 ) -> None:
-    """What a rank does; it dies if `die` names it and one of its events."""
+    """Run a rank; it dies if `die` names it and one of its events."""
     manifest.BLOCK_BYTES = tensor_files.BLOCK_BYTES = BLOCK_BYTES
     if plant is not None:
         plant()

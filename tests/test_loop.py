@@ -173,7 +173,7 @@ RUNS = {
 
 
 class Noted:
-    """What was seen of a run from inside.
+    """The record of a run from inside.
 
     Attributes:
         weights: the first ones, by the names of transformers.
@@ -202,7 +202,7 @@ class Noted:
 
 
 class Recorded(NamedTuple):
-    """What a run did and left behind.
+    """The result of a run: what it did and left behind.
 
     Attributes:
         codes: of its exits, one for each part.
@@ -221,7 +221,7 @@ class Recorded(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """What the plain loop gives.
+    """The result of the plain loop.
 
     Attributes:
         lines: of metrics.jsonl, without what depends on a clock.

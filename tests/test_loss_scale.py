@@ -161,7 +161,7 @@ def text(tmp_path_factory) -> dict[str, str]:
 
 
 def infinite_at(lost: Callable[[int], bool], rank: int = 0) -> None:
-    """On one rank, the first gradient has an element that is not finite in each of these steps."""
+    """Plant, on one rank, an element that is not finite in the first gradient of each of these steps."""
     honest = ShardedModel.forward_backward
 
     def forward_backward(self: ShardedModel, microbatches: Any, *args: Any) -> Tensor:
@@ -184,7 +184,7 @@ def infinite(monkeypatch):
 
 
 def expected_rates(lines: dict[int, dict[str, Any]], sizes: int) -> dict[int, float]:
-    """Of a schedule that counts samples: those of skipped steps do not count."""
+    """The expected rates of a schedule that counts samples: those of skipped steps do not count."""
     rates, learned = {}, 0
     section = config.Optim(lr=1e-2, min_lr=1e-4, schedule="linear", unit="samples", warmup=8)
     for step, line in lines.items():

@@ -32,7 +32,7 @@ def joined(tensors: Tensors, dim: int = 1) -> Tensors:
 
 
 def parts(tensors: Tensors, dim: int = 1) -> Tensors:
-    """Of each rank's tensor its own part; the last one may be smaller."""
+    """Each rank's own part of a tensor; the last one may be smaller."""
     return [whole.chunk(TP, dim)[rank] for rank, whole in enumerate(tensors)]
 
 
@@ -68,7 +68,7 @@ MOVES = {
 
 
 def values(move: Move, batch: int) -> tuple[Tensors, Tensors]:
-    """What goes in, and the gradients of what comes out."""
+    """The inputs, and the gradients of the outputs."""
     generator = torch.Generator().manual_seed(batch)
 
     def drawn(shape: torch.Size) -> Tensor:

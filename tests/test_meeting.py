@@ -37,7 +37,7 @@ def take(one: Startup, same: Mapping[str, Any]) -> None:
 
 
 def both(pair: list[Startup], do: Callable[[Startup], object]) -> list[Exception | None]:
-    """What `do` raised on each rank."""
+    """The error that `do` raised on each rank."""
     raised: list[Exception | None] = [None, None]
 
     def caught(rank: int) -> None:

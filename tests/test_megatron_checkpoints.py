@@ -85,7 +85,7 @@ def read(path: Path) -> tuple[config.Model, dict[str, Tensor]]:
 
 
 def logits(path: Path) -> dict[str, Tensor]:
-    """Of our model with the weights of a checkpoint."""
+    """The logits of our model with the weights of a checkpoint."""
     model, weights = read(path)
     built = families.of(model).build(model).eval()
     built.init_buffers(0)

@@ -32,7 +32,7 @@ def as_laid_out(kind: str, layout: Layout) -> Layout:
 
 
 def padded(weights: dict[str, Tensor], tp: int) -> dict[str, Tensor]:
-    """With rows of zeros up to the next multiple of 128 for each rank."""
+    """Pad with rows of zeros up to the next multiple of 128 for each rank."""
     rows = -(-V // (128 * tp)) * 128 * tp - V
     by_token = {"embedding.word_embeddings.weight", "output_layer.weight", "lm_head.bias"}
     return {

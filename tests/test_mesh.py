@@ -132,7 +132,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch, wanted, gpus
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int | None) -> None:
-    """With so many GPUs, and this process so many after the first."""
+    """Pretend that there are so many GPUs, and that this process is so many after the first."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("RANK", "9")
@@ -142,7 +142,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int | None) 
 
 
 class Started(Exception):
-    """By a process group that is not really made."""
+    """Raised by a process group that is not really made."""
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_only_a_gpu_is_waited_for(monkeypatch):
 
 
 class Calls:
-    """What is asked of torch's functions that make groups."""
+    """The calls of torch's functions that make groups."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.new: list[list[int]] = []
@@ -266,7 +266,7 @@ def test_without_replicas_parameters_are_cut_over_one_axis(pretended):
 
 
 def test_a_communicator_that_is_bound_to_a_device_is_split_once_a_kind_by_every_rank(monkeypatch, pretended):
-    """As nccl needs it: a process that stays away from a split would be waited for."""
+    """nccl needs that: a process that stays away from a split would be waited for."""
     splits = []
     for rank in (0, 9000):
         everyone = pretended(16384, rank)
@@ -303,7 +303,7 @@ BETWEEN = [[0, 3], [0, 1, 3], [0, 1, 2, 3]]  # the last is pp itself
 
 
 def meet(sizes: dict[str, int], folder: str) -> dict[str, Any]:
-    """What this rank finds in its groups; the process group itself, too, is made by `mesh.start`."""
+    """The findings of this rank in its groups; the process group itself, too, is made by `mesh.start`."""
     me, n = dist.get_rank(), dist.get_world_size()
     mesh.stop()  # all together: one that leaves while others are still connecting ends them
     cfg = config.load(["--config", "bloom", "--run.timeout_s", "33", "--run.dir", folder])
@@ -330,7 +330,7 @@ def meet(sizes: dict[str, int], folder: str) -> dict[str, Any]:
 
 
 def test_every_group_joins_its_ranks_and_lets_the_watch_come_first(tmp_path):
-    """Of 8 processes: of 4 places of a pipeline, some share a parameter."""
+    """The job has 8 processes, where some of 4 places of a pipeline share a parameter."""
     sizes = mesh.resolve(config.Mesh(pp=4, tp=2), 8)
     found = ranks.run(8, meet, {"pp": 4, "tp": 2}, str(tmp_path))
     for rank, here in enumerate(found):

@@ -34,7 +34,7 @@ LONG_DOCUMENTS = [300, 1, 0, 255, 256, 70_000, 2, 65_535, 65_536, 3, 9, 4]  # of
 
 
 def made(path: Path):
-    """What tells one making of a file from the next."""
+    """The facts that tell one making of a file from the next."""
     return path.stat().st_ino, path.stat().st_mtime_ns
 
 

@@ -397,7 +397,7 @@ def far(ours: Tensor, truth: Tensor) -> float:
 
 
 def gradients(model: Any, total: Tensor, partial: list[str], tp: DeviceMesh) -> dict[str, Tensor]:
-    """Of whole parameters, by name."""
+    """The gradients of whole parameters, by name."""
     model.zero_grad()
     total.backward()
     plans.sum_partial_gradients(model, partial, tp)
@@ -454,7 +454,7 @@ def linears(tp: DeviceMesh, seed: int) -> dict[str, float]:
 
 
 def logits_of_fp16(tp: DeviceMesh, seed: int) -> dict[str, float]:
-    """Of ALiBi and of learned positions."""
+    """The deviation of logits in fp16, with ALiBi and with learned positions."""
     found = {}
     for family in ("bloom", "gpt"):
         truth, model = (whole(family).half().eval() for _ in range(2))
@@ -514,7 +514,7 @@ ROWS: dict[str, tuple[Callable[[DeviceMesh, int], dict[str, float]], float]] = {
 
 
 def initial_values(tp: DeviceMesh, seed: int) -> dict[str, bool]:
-    """Of a model that is drawn after it was cut: are its shards slices of the master's?"""
+    """Tell whether the shards of a model that is drawn after it was cut are slices of the master's."""
     found = {}
     for family in ("llama", "t5"):
         truth, model = MODELS[family](), MODELS[family]()
@@ -527,7 +527,7 @@ def initial_values(tp: DeviceMesh, seed: int) -> dict[str, bool]:
 
 
 def who_sees_whom(tp: DeviceMesh, seed: int) -> dict[str, bool]:
-    """Of causal models, prefixes and documents: which logits a change of one token of the first sample changes."""
+    """The logits of causal models, prefixes and documents that a change of one token of the first sample changes."""
     found: dict[str, bool] = {}
     prefix = torch.zeros(B, S).bool()
     prefix[:, :9] = True
@@ -560,7 +560,7 @@ def who_sees_whom(tp: DeviceMesh, seed: int) -> dict[str, bool]:
 
 
 def no_nan(tp: DeviceMesh, seed: int) -> dict[str, bool]:
-    """Of a sample of padding but for one token."""
+    """Tell which gradients are finite, of a sample of padding but for one token."""
     model, rows = whole("bert"), batch("bert", seed)
     partial = cut(model, tp, "bert")
     found = gradients(model, sum(model(**rows).values()), partial, tp)  # pyright: ignore[reportArgumentType]
@@ -575,7 +575,7 @@ BITS: dict[str, Callable[[DeviceMesh, int], dict[str, bool]]] = {
 
 
 def places(tp: int) -> dict[str, Any]:
-    """Where this rank is on a mesh of all ranks, as the trainer makes it."""
+    """The place of this rank on a mesh of all ranks, as the trainer makes it."""
     n = dist.get_world_size()
     world = mesh.start(torch.device("cpu"), mesh.resolve(config.Mesh(tp=tp, dp_shard=n // tp), n))
     return {

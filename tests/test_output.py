@@ -105,7 +105,7 @@ def test_letters_that_a_terminal_does_not_have_are_escaped():
 
 
 class BrokenTerminal(io.StringIO):
-    """On which tqdm draws a bar."""
+    """A terminal, on which tqdm draws a bar, and which is gone."""
 
     def isatty(self) -> bool:
         return True

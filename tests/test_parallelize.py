@@ -1,4 +1,4 @@
-"""What cannot be combined is refused with the reason; what is built computes, and watches over, what it should."""
+"""Claims that combinations are refused with the reason, and that what is built computes and watches what it should."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_transformers_model_may_have_a_sequence_that_tp_does_not_divide():
 
 
 def runs(schedule: str, pp: int, n: int) -> bool:
-    """Can this schedule run n microbatches? As torch's classes say."""
+    """Ask torch's classes whether this schedule can run n microbatches."""
     rounds = max(1, n // pp)
     return {"1F1B": n >= pp, "DualPipeV": n >= 2 * pp, "Interleaved1F1B": n % rounds == 0}[schedule] and n > 0
 
@@ -227,7 +227,7 @@ def microbatches() -> list[dict[str, Tensor]]:
 
 
 def cross_entropy(model: ShardedModel) -> Tensor:
-    """Of torch, from the logits: the sum over all tokens of all microbatches."""
+    """The loss by torch, from the logits: the sum over all tokens of all microbatches."""
     (stage,) = model.stages.values()
     logits = torch.cat([stage(m["tokens"], sample_ids=m["sample_ids"]) for m in microbatches()])
     labels = torch.cat([m["labels"] for m in microbatches()])
@@ -383,7 +383,7 @@ COPIES: dict[str, tuple[dict[str, object], int, tuple[str, ...]]] = {
 
 
 def drifting() -> dict[str, list[tuple[str, str]]]:
-    """Where this rank is the one that drifts: what is said after one bit of each of its parameters has flipped."""
+    """The lines that are said after one bit of each parameter has flipped, where this rank is the one that drifts."""
     found: dict[str, list[tuple[str, str]]] = {}
     for layout, (keys, drifts, which) in COPIES.items():
         cfg = sections(**SMALL | keys)

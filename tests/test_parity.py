@@ -219,7 +219,7 @@ def test_a_planted_error_is_seen(run, plant, keys):
 
 
 def one_bit_of_a_replica() -> None:
-    """Before the third step, rank 1 has another LayerNorm weight."""
+    """Plant another LayerNorm weight on rank 1 before the third step."""
     honest, steps = parallelize.ShardedModel.forward_backward, []
 
     def forward_backward(self, microbatches, counts, scale=None):

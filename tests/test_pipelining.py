@@ -486,7 +486,7 @@ def test_the_picture_has_a_row_per_rank_and_a_cell_per_action(schedule: str, tmp
 
 
 class Picture:
-    """What a person reads in it; times are read off the axis."""
+    """The content of a picture as a person reads it; times are read off the axis."""
 
     def __init__(self, path: Path) -> None:
         root = ElementTree.parse(path).getroot()
@@ -659,7 +659,7 @@ def boundaries(n_stages: int) -> list[dict[str, Tensor]]:
 
 
 def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -> list[dict[str, Any]]:
-    """On one rank of pp x dp: what `one_process` returns, of this rank's stages, for each schedule."""
+    """Run each schedule on one rank of pp x dp; returns what `one_process` does, of this rank's stages."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // dp, dp), mesh_dim_names=("pp", "dp"))
     pp, pp_rank, dp_rank = mesh["pp"].size(), mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     # Every rank makes every group; the stages between hold no copy.
@@ -832,7 +832,7 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step(trained: Any,
 
 
 class Schedule:
-    """In place of torch's: remembers what it is given."""
+    """A stand-in for torch's schedule that remembers what it is given."""
 
     built: ClassVar[list[Any]] = []  # stages, number of microbatches, are gradients scaled; or the file
     given: ClassVar[list[tuple[str, tuple[Tensor, ...], dict[str, Any]]]] = []
@@ -889,7 +889,7 @@ def first_messages(wanted: config.Pipeline) -> list[tuple[str, int]]:
 
 
 def test_no_stage_of_a_v_sends_to_the_stage_beside_it_on_its_own_rank():
-    """As torch 2.11 lets it, which gloo refuses."""
+    """torch 2.11 sends such a message, which gloo refuses."""
     here, there = ranks.run(2, first_messages, ALL["ZBVZeroBubble"])
     assert sorted(here) == sorted([("isend", 1), ("irecv", 1)] * 2)
     assert sorted(there) == sorted([("isend", 0), ("irecv", 0)] * 2)
@@ -908,7 +908,7 @@ def test_what_several_stages_hold_is_found_under_its_first_name():
 
 
 def copies_of(gradients: Tensor, places: list[list[int]]) -> tuple[list[Tensor], list[bool], list[bool]]:
-    """Of a parameter that stands on as many stages: the sums this rank finds, and which copies count and agree."""
+    """The sums that this rank finds of a parameter on several stages, and which copies count and agree."""
     tied_room.GATHERED = 4
     mine = places[dist.get_rank()]
     copies = {number: torch.nn.Parameter(torch.zeros(3, 5)) for number in mine}

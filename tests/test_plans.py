@@ -213,7 +213,7 @@ def blocks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, float]:
 
 
 def masks(mesh: DeviceMesh, sequence_parallel: bool) -> dict[str, bool]:
-    """Of each dropout site: is the mask of this rank's part that of one process?"""
+    """Tell of each dropout site whether the mask of this rank's part is that of one process."""
     heads = HEADS[mesh.size()]
     truth = with_values(small(heads, **DROPOUT))
     model, _ = cut(heads, mesh, sequence_parallel, **DROPOUT)
@@ -248,7 +248,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(mesh: DeviceMesh, sequence_parallel: bool) -> list[dict[str, int]]:
-    """Of forward and backward with the loss in chunks of 16 of the 48 tokens, and of the sum of partial gradients."""
+    """The collectives of forward, backward (loss in chunks of 16 of 48 tokens) and the sum of partial gradients."""
     loss_room.CHUNK_TOKENS, loss_room.CHUNK_LOGITS = {"cpu": 16}, 0
     model, partial = cut(HEADS[mesh.size()], mesh, sequence_parallel)
     counted = []
@@ -442,7 +442,7 @@ def refusals() -> dict[str, str]:
 
 
 def odds_and_ends() -> dict[str, Any]:
-    """What is shown on one layout for all."""
+    """Claims that are shown on one layout for all."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return {fn.__name__: fn(mesh) for fn in (stages, compiled, on_meta, logits, columns)} | {"refusals": refusals()}
 

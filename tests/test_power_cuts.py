@@ -1,4 +1,4 @@
-"""After a power cut at any moment a reader finds the old, the new, or what it refuses: every writer, by one recorder.
+"""Claims that a reader finds the old, the new, or what it refuses after a power cut: every writer, by one recorder.
 
 Writers of checkpoints: test_kill.py. First that the recorder finds out writers that are wrong.
 """

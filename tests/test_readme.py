@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""Claims that what the README says is so."""
 
 from __future__ import annotations
 

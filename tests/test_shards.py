@@ -39,7 +39,7 @@ def layouts(shape: tuple[int, ...], n_axes: int) -> list[tuple[Placement, ...]]:
 
 
 def held(tensor: DTensor) -> dict[str, Any]:
-    """On this rank: do the boxes hold what they say, and is that all it holds; the elements, for others to compare."""
+    """Check that this rank's boxes hold what they say, and all it holds; returns the elements for others to compare."""
     whole = torch.arange(tensor.numel()).view(tensor.shape)
     parts = boxes(tensor)
     mine = local(tensor)
@@ -75,7 +75,7 @@ class Cut(nn.Module):
 
 
 def fsdp(mesh: DeviceMesh) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """What FSDP2 makes of parameters that tp has cut before, on the dims that the trainer has it cut."""
+    """The shards that FSDP2 makes of parameters that tp has cut before, on the dims that the trainer has it cut."""
     found = {}
     for shape in [(12,), (12, 6), (7, 5), (3, 24), (1, 6), (24, 6)]:
         for placement in layouts(shape, 1):
@@ -105,7 +105,7 @@ def on_four() -> list[dict[str, Any]]:
 
 
 def check_tiles(results: list[dict[str, Any]]) -> None:
-    """Of all ranks: each holds what it says, no element comes twice on one, and together they have each as often."""
+    """Check all ranks: each holds what it says, no element twice, and together they have each equally often."""
     for found in results:
         assert found["right"]
         assert found["views"]

@@ -56,7 +56,7 @@ def texts(rows: Any, indices: range) -> list[list[int]]:
 
 
 def unpadded(batch: dict[str, Tensor], b: int) -> tuple[list[int], list[int], list[int]]:
-    """What the encoder reads of a sample, what the decoder has said before, and what it is to say."""
+    """The sequences of a sample: the encoder's, what the decoder has said before, and what it is to say."""
     text = batch["document_ids"][b] == 0
     decoder_text = batch["decoder_document_ids"][b] == 0
     for kept in (text, decoder_text):  # padding is at the end

@@ -1,4 +1,4 @@
-"""What only two stacks ask of a layout: their copies, messages and refusals; its numbers are in test_parity.py."""
+"""Claims about two stacks on a layout: copies, messages and refusals; their numbers are in test_parity.py."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def truth(form: str) -> dict[str, Any]:
 
 
 def train(layouts: list[str]) -> dict[str, Any]:
-    """What this rank finds on each of these layouts."""
+    """The findings of this rank on each of these layouts."""
     return {name: trained(*LAYOUTS[name][1:]) for name in layouts}
 
 
@@ -183,7 +183,7 @@ def test_stages_share_the_words_and_each_stack_its_relative_bias(results: Any):
 
 
 def gathers(n_decoder_layers: int) -> int:
-    """Of whole sequences of the encoder, in forward."""
+    """The number of all-gathers of whole sequences of the encoder, in forward."""
     tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     sizes = {"vocab_size": V, "hidden_size": 48, "n_heads": 6}
     model = T5(config.T5(**sizes, n_layers=1, n_decoder_layers=n_decoder_layers))

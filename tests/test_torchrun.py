@@ -1,4 +1,4 @@
-"""What happens to a job under torchrun, with train.py as it is: signals, a hang, the death of the agent."""
+"""Claims about a job under torchrun, with train.py as it is: signals, a hang, the death of the agent."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, co
 
 
 def test_a_checkpoint_outlives_no_line_of_metrics_and_no_configuration_in_a_power_cut(tmp_path, corpus, monkeypatch):
-    """At each rename of a checkpoint, what has been synced of the files and folders that belong to it."""
+    """The test notes, at each rename of a checkpoint, the files and folders of it that have been synced."""
     synced: dict[str, str] = {}
     published: list[tuple[int, dict[str, str]]] = []
     fsync, rename = os.fsync, os.rename

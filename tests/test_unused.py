@@ -91,7 +91,7 @@ def leg(folder: Path, text: dict[str, str], last: int, keys: dict[str, Any]) -> 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """Of one process, and of three layouts one after the other."""
+    """The runs of one process, and of three layouts one after the other."""
     home = tmp_path_factory.mktemp("unused")
     text = write_text(home)
     alone, moving = home / "alone", home / "moving"

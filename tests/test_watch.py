@@ -32,7 +32,7 @@ from tests.test_job import PATIENCE_S, script, started
 
 @pytest.fixture
 def watches() -> Iterator[list[Watch]]:
-    """Of four ranks, in this process."""
+    """The watches of four ranks, in this process."""
     with ExitStack() as stack:
         made = []
         for rank in range(4):

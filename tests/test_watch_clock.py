@@ -73,7 +73,7 @@ class Clock:
         raise SystemExit  # of the thread
 
     def thread_ended(self, error: Any) -> None:
-        """In place of `threading.excepthook`: what was not foreseen ends the process as nothing in job.py does."""
+        """End the process, in place of `threading.excepthook`, with a code that nothing in job.py has."""
         if error.exc_type is not SystemExit:
             self.code = -1
             self._looks.release()

@@ -106,7 +106,7 @@ class Wire(TorchDispatchMode):
 
 
 def group_name(func: Any, args: Any, kwargs: Any) -> str:
-    """Of the group that an operation is handed to; '' if to none, as waiting is."""
+    """The name of the group that an operation is handed to; '' if to none, as waiting is."""
     named = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
     group = named.get("process_group", named.get("group_name", ""))
     return dist.ProcessGroup.unbox(group).group_name if isinstance(group, torch.ScriptObject) else group
@@ -128,7 +128,7 @@ def all_counted(layouts: dict[str, list[dict[str, Any]]]) -> dict[str, Counted]:
 
 
 def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
-    """For each configuration (all of one mesh): operations of this rank in the second step, and by the formula."""
+    """The operations of this rank in the second step of each configuration (all of one mesh), and by the formula."""
     loss.CHUNK_TOKENS, loss.CHUNK_LOGITS = {"cpu": CHUNK_TOKENS}, 0
     world, groups = start(config.validate(values[0], "test"))
     found = []
@@ -220,13 +220,13 @@ def configurations(repeats: bool) -> dict[str, tuple[int, list[dict[str, Any]]]]
 
 @functools.cache
 def measured(n: int, repeats: bool) -> list[dict[str, Counted]]:
-    """By rank, every layout of so many processes, in one group."""
+    """The results by rank of every layout of so many processes, in one group."""
     layouts = {name: values for name, (size, values) in configurations(repeats).items() if size == n}
     return ranks.run(n, all_counted, layouts)
 
 
 def check(name: str) -> None:
-    """For each number of layers and factor of microbatches, on every rank."""
+    """Check each number of layers and factor of microbatches, on every rank."""
     repeats = name in REPEATS
     n, values = configurations(repeats)[name]
     for rank, found in enumerate(measured(n, repeats)):

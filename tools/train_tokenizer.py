@@ -38,7 +38,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """What tiktoken does with PATTERN: cut by it, then write each byte as a character."""
+    """Do what tiktoken does with PATTERN: cut by it, then write each byte as a character."""
     cut = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 

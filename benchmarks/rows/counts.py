@@ -27,7 +27,7 @@ def _bytes(operations: Counter[tuple[str, str, int]]) -> float:
 
 
 def collectives(quick: bool) -> list[Row]:
-    """How many a layer of a microbatch costs under tensor parallelism, beside Megatron's."""
+    """The number of collectives of a layer and microbatch under tensor parallelism, beside Megatron's."""
     rows = []
     for name, megatrons in (("tp 2, no sequence parallel", 4), ("tp 2", 8)):
         _, values = test_wire.configurations(False)[name]

@@ -1,4 +1,4 @@
-"""How something is measured here, so that a busy machine changes little in it.
+"""The way of measuring here, such that a busy machine changes little in it.
 
 Times are CPU seconds of this process, which has one thread: what other processes take of the machine does not count.
 Forms that are compared take turns, in the opposite order every other round, and a time is the median over the rounds.

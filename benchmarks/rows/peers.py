@@ -95,7 +95,7 @@ def loaded(folder: Path) -> Any:
 
 
 def causal_inputs(microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a causal model is called with; our labels are shifted already, and theirs would be shifted once more."""
+    """The arguments of a causal model; our labels are shifted already, and theirs would be shifted once more."""
     return {
         "input_ids": microbatch["tokens"],
         "labels": microbatch["labels"],

@@ -1,4 +1,4 @@
-"""How much of a pipeline's step its ranks are not busy, beside the bubble of its schedule.
+"""The share of a pipeline's step in which its ranks are not busy, beside the bubble of its schedule.
 
 The layers of a tiny model sleep instead of computing: F forward, as long again for the gradient of their input, and
 again for that of their weights. So a rank is busy for a known time on any machine, however few cores it has, and what
@@ -58,7 +58,7 @@ def schedules(quick: bool) -> list[Row]:
 
 
 class Found:
-    """What one rank has seen of one schedule."""
+    """The times that one rank has seen of one schedule."""
 
     def __init__(self, step_ms: float, busy_ms: float, loss: float) -> None:
         self.step_ms, self.busy_ms, self.loss = step_ms, busy_ms, loss

@@ -37,7 +37,7 @@ KEYS: dict[str, Any] = {
 
 
 class Ended(NamedTuple):
-    """What a process has taken, and the loss of its first step."""
+    """The CPU seconds that a process has taken, and the loss of its first step."""
 
     cpu_s: float
     first_loss: float
