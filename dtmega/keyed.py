@@ -103,31 +103,57 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
     The inverse normal distribution of a hashed uniform number: Wichura's PPND7 (Applied Statistics 37, 1988, AS 241),
     accurate to 1e-7. The logarithm it needs is a series, because library logarithms differ in the last bit between
     devices, and between the vectorised part of a tensor and its tail.
+
+    Some forty passes over `index`: what fits a core's cache is drawn four times as fast as what does not.
     """
-    hashed = mix(mix(fold(index) ^ key(seed, name)) ^ key(seed, name + "#"))
-    u = (hashed.to(torch.float64) + (2**31 + 0.5)) / 2**32  # in (0, 1), symmetric about 1/2
+    if index.numel() == 0:
+        return torch.empty(index.shape, dtype=torch.float32, device=index.device)
+    flat = index.reshape(-1)
+    # What 32 bits hold, `fold` leaves as it is: its upper half is 0, whose hash is 0.
+    folded = flat.to(torch.int32) if int(flat.max()) < 2**32 else fold(flat)
+    hashed = mix(mix(folded ^ key(seed, name)) ^ key(seed, name + "#"))
+    u = hashed.to(torch.float64).add_(2**31 + 0.5).mul_(2.0**-32)  # in (0, 1), symmetric about 1/2
     q = u - 0.5
-    r = 0.180625 - q * q
+    values = _central(q).to(torch.float32)
+    # 15 % of them; ten times the arithmetic of the others.
+    outer = (q.abs_() > 0.425).nonzero().squeeze(1)
+    values[outer] = _outer(u[outer]).to(torch.float32)
+    return values.view(index.shape)
+
+
+def _central(q: Tensor) -> Tensor:
+    """The quantile of 1/2 + q, |q| <= 0.425."""
+    r = (q * q).neg_().add_(0.180625)
     # fmt: off
-    central = q * _polynomial(r, 3.3871327179e0, 5.0434271938e1, 1.5929113202e2, 5.9109374720e1) / _polynomial(
-        r, 1.0, 1.7895169469e1, 7.8757757664e1, 6.7187563600e1)
-    t = (-_log(torch.minimum(u, 1 - u))).sqrt() - 1.6
-    tail = _polynomial(t, 1.4234372777e0, 2.7568153900e0, 1.3067284816e0, 1.7023821103e-1) / _polynomial(
-        t, 1.0, 7.3700164250e-1, 1.2021132975e-1)
+    above = _polynomial(r, 3.3871327179e0, 5.0434271938e1, 1.5929113202e2, 5.9109374720e1)
+    below = _polynomial(r, 1.0, 1.7895169469e1, 7.8757757664e1, 6.7187563600e1)
     # fmt: on
-    return torch.where(q.abs() <= 0.425, central, torch.where(q < 0, -tail, tail)).to(torch.float32)
+    return above.mul_(q).div_(below)
+
+
+def _outer(u: Tensor) -> Tensor:
+    """The quantile of u further out."""
+    t = _log(torch.minimum(u, 1 - u)).neg_().sqrt_().sub_(1.6)
+    above = _polynomial(t, 1.4234372777e0, 2.7568153900e0, 1.3067284816e0, 1.7023821103e-1)
+    below = _polynomial(t, 1.0, 7.3700164250e-1, 1.2021132975e-1)
+    tail = above.div_(below)
+    return torch.where(u < 0.5, -tail, tail)
 
 
 def _polynomial(x: Tensor, *coefficients: float) -> Tensor:
-    y = torch.full_like(x, coefficients[-1])
-    for c in coefficients[-2::-1]:
-        y = y * x + c
-    return y
+    """Horner's rule. A sum and a product round by themselves, wherever this runs: no fused multiply-add."""
+    y = x * coefficients[-1]
+    for c in coefficients[-2:0:-1]:
+        y.add_(c).mul_(x)
+    return y.add_(coefficients[0])
 
 
 def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of positive fp64 values to 1e-11: x = m 2^e, log m = 2 atanh((m - 1) / (m + 1))."""
-    m, e = torch.frexp(x)  # m in [1/2, 1)
-    s = (m - 0.75) / (m + 0.75)  # |s| <= 1/5
+    """Natural logarithm of positive, normal fp64 values to 1e-7: x = m 2^e, log m = 2 atanh((m - 1) / (m + 1))."""
+    bits = x.view(torch.int64)
+    e = (bits >> 52).sub_(1022).to(torch.float32)
+    m = (bits & (2**52 - 1)).bitwise_or_(1022 << 52).view(torch.float64)  # in [1/2, 1)
+    s = (m - 0.75).div_(m.add_(0.75))  # |s| <= 1/5
     series = _polynomial(s * s, *(2.0 / k for k in range(1, 17, 2)))
-    return e * 0.6931471805599453 + (s * series - 0.2876820724517809)  # log 2, log 3/4
+    log_m = series.mul_(s).sub_(0.2876820724517809)  # log 3/4
+    return log_m.add_(e.mul_(0.6931471805599453))  # log 2: in fp32, as in the first version, whose bits must stay

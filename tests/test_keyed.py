@@ -63,6 +63,13 @@ def test_normal_values_do_not_depend_on_their_neighbours_or_the_shape():
     assert torch.equal(keyed.normal(3, "w", torch.arange(4567, 4592).view(5, 5)).flatten(), whole[4567:4592])
 
 
+def test_normal_values_beyond_32_bits_do_not_depend_on_what_is_drawn_with_them():
+    numbers = [7, 2**31, 2**32 - 1, 2**32, 2**32 + 7, 2**40 + 7]
+    together = keyed.normal(3, "w", torch.tensor(numbers))
+    assert together.tolist() == [keyed.normal(3, "w", torch.tensor([number])).item() for number in numbers]
+    assert len(set(together.tolist())) == len(numbers)
+
+
 def test_normal_values_do_not_depend_on_the_number_of_threads():
     index = torch.arange(300_001)
     one = keyed.normal(3, "w", index)

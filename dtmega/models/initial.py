@@ -22,17 +22,22 @@ def init_weights(model: Model, seed: int) -> None:
             if std is None:
                 part.fill_(model.init_constant(name))
                 continue
-            # Some rows at a time: the fp64 temporaries of `normal` take ten times the memory of its result.
-            step = max(1, 2**20 // part[0].numel())
+            # Some rows at a time, whose fp64 temporaries take ten times the memory of what is drawn.
+            step = max(1, _at_a_time(part.device) // part[0].numel())
             for start in range(0, part.shape[0], step):
                 piece = part[start : start + step]
                 where = _numbers(piece, (offsets[0] + start, *offsets[1:]), parameter.shape)
                 piece.copy_(keyed.normal(seed, name, where) * std)
 
 
+def _at_a_time(device: torch.device) -> int:
+    """How many values: on a CPU as many as leave their temporaries in the cache of each core, else a few launches."""
+    return 2**15 * torch.get_num_threads() if device.type == "cpu" else 2**22
+
+
 def _numbers(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
     """The number of each element of the box at `offsets` among those of the whole tensor, row by row."""
     found = torch.zeros((), dtype=torch.int64, device=part.device)
     for size, offset, length in zip(part.shape, offsets, whole, strict=True):
-        found = (found * length).unsqueeze(-1) + torch.arange(size, device=part.device) + offset
+        found = (found * length).unsqueeze(-1) + torch.arange(offset, offset + size, device=part.device)
     return found
