@@ -67,6 +67,17 @@ def test_ranks_that_no_training_made_get_the_same_ids(tmp_path):
     assert different(spec, random_texts(5000, "aabc ")) == []
 
 
+def test_texts_that_are_encoded_together_get_the_ids_that_each_gets_in_the_library(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(to_json("stdlib-8k"))
+    texts = [*random_texts(200, ALPHABET), f"a{EOD}b", "", "x" * 5000]
+    theirs = hugging_face(to_json("stdlib-8k"))
+    expected = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    for spec in ("stdlib-8k", str(tmp_path / "tokenizer.json")):
+        tokenizer = load_tokenizer(spec)
+        assert tokenizer.encode_all(texts) == expected
+        assert [tokenizer.encode(text) for text in texts] == expected
+
+
 @pytest.mark.parametrize("spec", ["stdlib-8k", "bytes"])
 def test_ids_decode_to_the_text_and_the_last_id_is_the_special_token(spec):
     ours, theirs = load_tokenizer(spec), hugging_face(to_json(spec))

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -159,33 +159,35 @@ class Worker:
         self.tail = [self.tokenizer.eod_id] if job.append_eod else []
 
     def __call__(self, batch: text_files.RecordBatch) -> Result:
-        documents: list[list[list[int]]] = []
+        texts: list[str] = []
         malformed: list[str] = []
-        n_empty = 0
         for number, record in text_files.records(batch):
             try:
-                text = text_files.document(record, number, batch.kind, self.job.key)
-                found = self._documents(text, batch.kind)
+                texts.append(text_files.document(record, number, batch.kind, self.job.key))
             except ValueError as error:
                 malformed.append(f"{batch.path}:{number}: {error}")
-                continue
-            documents += found
-            n_empty += not found
+        found = self._sentences(texts) if self.job.sentences else self._whole(texts, batch.kind)
+        documents = [document for of_text in found for document in of_text]
         sequences = [np.array(ids, self.dtype) for document in documents for ids in document]
         return Result(
             ids=np.concatenate(sequences) if sequences else np.zeros(0, self.dtype),
             sizes=[[len(ids) for ids in document] for document in documents],
-            n_empty=n_empty,
+            n_empty=found.count([]),
             malformed=malformed,
             position_bytes=batch.position_bytes,
         )
 
-    def _documents(self, text: str, kind: str) -> list[list[list[int]]]:
-        """The ids of each sequence of each document that a record becomes; none of a text without tokens."""
-        if self.job.sentences:
-            found = sentences.encode(text, self.job.sentences, self.tokenizer)
-            return [found] if found else []
-        ids = self.tokenizer.encode(text)
+    def _sentences(self, texts: Sequence[str]) -> list[list[list[list[int]]]]:
+        """Of each text its documents, one or none, of the ids of their sentences."""
+        assert self.job.sentences
+        found = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
+        return [[document] if document else [] for document in found]
+
+    def _whole(self, texts: Sequence[str], kind: str) -> list[list[list[list[int]]]]:
+        """Of each text its documents, none without tokens, of the ids of their one sequence."""
+        return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
+
+    def _pieces(self, ids: list[int], kind: str) -> list[list[list[int]]]:
         longest = self.job.longest if kind == ".txt" and self.job.longest else len(ids)
         return [[ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
 
@@ -261,6 +263,7 @@ def _serve(pipe: Connection, job: Job) -> None:
         os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a worker
     worker = Worker(job)
     with contextlib.suppress(ConnectionError):
         while True:

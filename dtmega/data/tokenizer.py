@@ -59,6 +59,7 @@ class Tokenizer:
         eod_id: end of document, which `encode` never returns.
         fingerprint: 12 hex digits, equal for equal vocabularies.
         encode: text -> ids.
+        encode_all: the same for each of several texts, on all cores where a library does that.
         decode: ids in [0, vocab_size) -> text; bytes that are no UTF-8 become U+FFFD.
         special_ids: all that stand for no text, so `encode` never returns one; [UNK] stands for some.
         continuing_ids: those that go on within a word ("##ing"); none in a vocabulary that does not tell.
@@ -73,6 +74,7 @@ class Tokenizer:
     eod_id: int
     fingerprint: str
     encode: Callable[[str], list[int]]
+    encode_all: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[Sequence[int]], str]
     special_ids: frozenset[int]
     continuing_ids: frozenset[int] = field(default=frozenset(), repr=False)
@@ -177,8 +179,16 @@ def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> 
     def decode(ids: Sequence[int]) -> str:
         return encoding.decode(list(ids), errors="replace")
 
-    special_ids = frozenset(encoding._special_tokens.values())
-    return Tokenizer(spec, encoding.n_vocab, encoding.eot_token, fingerprint, encode, decode, special_ids)
+    return Tokenizer(
+        name=spec,
+        vocab_size=encoding.n_vocab,
+        eod_id=encoding.eot_token,
+        fingerprint=fingerprint,
+        encode=encode,
+        encode_all=lambda texts: [encode(text) for text in texts],
+        decode=decode,
+        special_ids=frozenset(encoding._special_tokens.values()),
+    )
 
 
 def _from_json(spec: str) -> Tokenizer:
@@ -202,8 +212,12 @@ def _from_json(spec: str) -> Tokenizer:
 def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerprint: str) -> Tokenizer:
     loaded.encode_special_tokens = True  # special tokens' names inside a document are text
 
+    def encode_all(texts: Sequence[str]) -> list[list[int]]:
+        # Fast: without the offsets into the text, which take a third of the time.
+        return [found.ids for found in loaded.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def encode(text: str) -> list[int]:
-        return loaded.encode(text, add_special_tokens=False).ids
+        return encode_all([text])[0]
 
     def decode(ids: Sequence[int]) -> str:
         return loaded.decode(list(ids), skip_special_tokens=False)
@@ -224,6 +238,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
         eod_id=vocabulary[eod],
         fingerprint=fingerprint,
         encode=encode,
+        encode_all=encode_all,
         decode=decode,
         special_ids=frozenset(added | known | {vocabulary[eod]}) - {unknown},
         continuing_ids=frozenset(continuing),
