@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# `_PipelineScheduleRuntime` runs any table; nothing public does.
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
-
 from dtmega import config
 from dtmega.cost import Piece
 from dtmega.data.sums import Tally
 from dtmega.pipelining.split import plan_stages
-from dtmega.pipelining.stage import Boundary, Stage
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
+
+if TYPE_CHECKING:  # torch.distributed.pipelining imports the compiler, half a second that only a pipeline is to cost
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    from dtmega.pipelining.stage import Boundary, Stage
 
 
 def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_size: int, compiled: bool) -> None:
@@ -150,6 +146,13 @@ class Pipeline:
         return self._built[1]
 
     def _build(self, n_microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        # `_PipelineScheduleRuntime` runs any table; nothing public does.
+        from torch.distributed.pipelining.schedules import (
+            PipelineScheduleSingle,
+            _PipelineScheduleRuntime,
+            get_schedule_class,
+        )
+
         stages = [self._stage(number) for number in self.stages]
         if self._pipeline.csv:
             schedule = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=_loss, scale_grads=False)
@@ -160,6 +163,8 @@ class Pipeline:
         return kind(stages[0] if single else stages, n_microbatches, loss_fn=_loss, scale_grads=False)
 
     def _stage(self, number: int) -> Stage:
+        from dtmega.pipelining.stage import Stage
+
         before, after = self._boundaries[number : number + 2]
         return Stage(
             self.stages[number],

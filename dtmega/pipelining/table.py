@@ -12,8 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from torch.distributed.pipelining.schedules import get_schedule_class
-
 from dtmega import config
 
 
@@ -94,6 +92,8 @@ def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> T
         return [[Action(r, kind, m) for kind in "FB" for m in range(n_microbatches)] for r in range(pp)]
     if schedule == "1F1B":
         return [_one_forward_one_backward(rank, pp, n_microbatches) for rank in range(pp)]
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     # All that these classes read of a stage before they run; the ranks' tables do not depend on whose stage it is.
     stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * per_rank, n_microbatches).pipeline_order
