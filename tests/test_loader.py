@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dtmega.config import Batch, Data
+from dtmega.data import loader
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
 from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.rows import IGNORED, NextTokenRows, document_ids, position_ids
@@ -189,6 +190,35 @@ def test_the_state_is_the_number_of_delivered_samples(samples):
     batches = train_batches(samples, rank=1, world=2, start_sample=100)
     take(batches, 2)
     assert batches.state_dict() == {"samples": 132}
+
+
+class SlowRows:
+    """Each batch takes longer than a trainer should wait."""
+
+    def __getitem__(self, indices):
+        time.sleep(2 * loader.MOMENT_S)
+        return {}
+
+
+def test_left_to_itself_a_loader_has_a_worker_only_where_a_batch_takes_long(samples, monkeypatch):
+    started = []
+    monkeypatch.setattr(loader, "DataLoader", lambda *_, num_workers, **__: [started.append(num_workers)])
+    data, batch = Data(seq_len=S), Batch(micro_batch_size=2, global_batch_size=16)
+    TrainBatches(SlowRows(), data, batch, 0, 1).start()
+    assert started == [1]
+    monkeypatch.setattr(loader, "MOMENT_S", 60.0)
+    TrainBatches(NextTokenRows(samples, data, EOD), data, batch, 0, 1).start()
+    assert started == [1]
+
+
+def test_what_was_started_early_is_kept_for_the_sample_it_is_at_and_dropped_for_another(samples):
+    batches = train_batches(samples)
+    early = batches.start()
+    batches.load_state_dict({"samples": 0})
+    next(batches)
+    assert next(early)["sample_ids"].tolist() == list(range(16, 32))
+    batches.load_state_dict({"samples": 48})
+    assert next(batches).microbatches[0]["sample_ids"].tolist() == [48, 49]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -13,14 +13,15 @@ import multiprocessing
 import os
 import signal
 import threading
-import warnings
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import resource_tracker, util
 
 import torch
 from torch import Tensor
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 from dtmega.config import Batch, Data
 from dtmega.data.rows import IGNORED, Rows
@@ -28,6 +29,8 @@ from dtmega.data.rows import IGNORED, Rows
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
 FEEDER = "QueueFeederThread"  # the name that multiprocessing gives them
+# To make a batch in less time than this, the trainer needs no help: a worker takes two seconds to start, and a core.
+MOMENT_S = 2e-3
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,7 @@ class TrainBatches:
     """Endless `StepBatch`es from `start_sample` on: `for step in batches`, and again from where it stopped.
 
     The state is one integer, the samples delivered so far, and resumes exactly under any number of workers and of data
-    ranks. StatefulDataLoader's own state does neither: another number of workers is an AssertionError, another number
-    of data ranks silently repeats or skips data.
+    ranks.
 
     The worker processes ignore SIGINT, SIGTERM and SIGHUP, which terminals, torchrun and Slurm send to all processes:
     how the run ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or within seconds of
@@ -87,11 +89,7 @@ class TrainBatches:
         return self
 
     def __next__(self) -> StepBatch:
-        if self._iterator is None:
-            before = set(threading.enumerate())
-            self._iterator = self._start()
-            self._feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
-        rows = next(self._iterator)
+        rows = next(self.start() if self._iterator is None else self._iterator)
         first, size = self._consumed, self._batch.size_at(self._consumed)
         self._consumed += size
         return StepBatch(first, size, _microbatches(rows, self._batch.micro_batch_size))
@@ -101,8 +99,9 @@ class TrainBatches:
         return {"samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.close()
-        self._consumed = state["samples"]
+        if state["samples"] != self._consumed:
+            self.close()
+            self._consumed = state["samples"]
 
     def close(self) -> None:
         """End the worker processes. Iterating again starts new ones."""
@@ -113,25 +112,55 @@ class TrainBatches:
             feeder.join(timeout=5)
         self._feeders = set()
 
-    def _start(self) -> Iterator[dict[str, Tensor]]:
-        workers = self._data.num_workers
-        with warnings.catch_warnings(), _signals_blocked() if workers else contextlib.nullcontext():
-            # torchdata 0.11 still calls a counter that torch 2.13 has deprecated.
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-            loader = StatefulDataLoader(
-                self._rows,  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
-                batch_size=None,
-                sampler=_slices(self._batch, self._consumed, self._rank, self._world),
-                num_workers=workers,
-                pin_memory=self._pin_memory,
-                # Without a generator of its own, the loader draws from the global one and so moves it.
-                generator=torch.Generator(),
-                worker_init_fn=_hear_only_the_trainer,
-                # A fork of a process with CUDA, gloo or OpenMP threads may hang, and warns from Python 3.12 on; a child
-                # of a fork server would not see the trainer die. Spawning costs an import of torch, about a second.
-                multiprocessing_context="spawn" if workers else None,
-            )
-            return iter(loader)
+    def start(self) -> Iterator[dict[str, Tensor]]:
+        """Start the worker processes, if any, and do not wait for them. Iterating does it where this was not called.
+
+        Returns:
+            The rows of each step, which `__next__` takes.
+        """
+        workers = self._n_workers()
+        if workers:
+            before = set(threading.enumerate())
+            with _signals_blocked():
+                self._iterator = iter(self._loader(workers))
+            self._feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
+        else:
+            self._iterator = self._in_this_process()
+        return self._iterator
+
+    def _n_workers(self) -> int:
+        """As many as [data] num_workers says; -1 is none where one of two batches takes a moment, else one."""
+        if self._data.num_workers >= 0:
+            return self._data.num_workers
+        for indices in islice(self._slices(), 2):
+            started = time.perf_counter()
+            _ = self._rows[indices]
+            if time.perf_counter() - started < MOMENT_S:
+                return 0
+        return 1
+
+    def _slices(self) -> Iterator[range]:
+        return _slices(self._batch, self._consumed, self._rank, self._world)
+
+    def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
+        for indices in self._slices():
+            rows = self._rows[indices]
+            yield {name: tensor.pin_memory() for name, tensor in rows.items()} if self._pin_memory else rows
+
+    def _loader(self, workers: int) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(
+            self._rows,  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
+            batch_size=None,
+            sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
+            num_workers=workers,
+            pin_memory=self._pin_memory,
+            # Without a generator of its own, the loader draws from the global one and so moves it.
+            generator=torch.Generator(),
+            worker_init_fn=_hear_only_the_trainer,
+            # A fork of a process with CUDA, gloo or OpenMP threads may hang, and warns from Python 3.12 on; a child of
+            # a fork server would not see the trainer die. Spawning costs an import of torch, about a second.
+            multiprocessing_context="spawn",
+        )
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
