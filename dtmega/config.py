@@ -91,7 +91,9 @@ class Data(Section):
     mean_span: float = key(3.0, "t5: tokens in a hidden span, as a mean", ge=1)
     max_span: int = key(10, "separate-spans: words in a hidden span at most", ge=1, le=32)
     sentinels: int = key(100, "t5: ids that stand for hidden spans, the tokenizer's or those behind its last", ge=1)
-    num_workers: int = key(1, "loader processes per rank; 0 = in the trainer", ge=0, le=64)
+    num_workers: int = key(
+        -1, "loader processes per rank; 0 = in the trainer; -1 = 0 where a batch takes a moment, else 1", ge=-1, le=64
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Data:
@@ -413,8 +415,9 @@ class Fsdp(Section):
 
 
 class Precision(Section):
-    params: Literal["float32", "bfloat16", "float16"] = key(
-        "float32", "dtype of the forward and backward; master weights are fp32"
+    params: Literal["float32", "bfloat16", "float16", "auto"] = key(
+        "float32",
+        "dtype of the forward and backward, masters are fp32; auto: bfloat16 where a CPU has AMX or a GPU has it",
     )
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of gradient sums")
     initial_loss_scale: float = key(2.0**32, "float16: what the loss of the first step is multiplied by", gt=0)

@@ -170,6 +170,14 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether this device has matrix units for bfloat16: a CPU's AMX, a GPU's tensor cores."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # Every CPU with tiles multiplies bfloat16 in them.
+    return torch.cpu._is_amx_tile_supported()
+
+
 def start(
     device: torch.device, sizes: dict[str, int], timeout_s: float = TIMEOUT_S, store: Store | None = None
 ) -> World:

@@ -287,6 +287,11 @@ def fitted(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
     return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"micro_batch_size": found})})
 
 
+def decided(cfg: config.Config, params: str) -> config.Config:
+    """The configuration with this [precision] params, which `auto` has left open."""
+    return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
+
+
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
     """Refuse combinations that cannot work, with the reason.
 
@@ -295,7 +300,7 @@ def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) ->
     """
     pp = sizes["pp"]
     family = families.of(cfg.model)
-    if cfg.precision.params not in family.dtypes:
+    if cfg.precision.params not in (*family.dtypes, "auto"):  # which is bfloat16 or float32: every family has them
         raise ValueError(
             f"params = '{cfg.precision.params}' is not for name = '{cfg.model.name}', expected one of "
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"

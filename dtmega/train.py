@@ -30,7 +30,7 @@ from dtmega.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.loss_scale import LossScale
 from dtmega.metrics import Metrics, describe_run, several
 from dtmega.optim import Spikes
-from dtmega.parallelize import check, fitted, parallelize
+from dtmega.parallelize import check, decided, fitted, parallelize
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.startup import Refused, Startup, same_job
 from dtmega.step import Run, check_same_batch, train_step
@@ -99,14 +99,20 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     there = found.Found(**step.told)
     with startup.step("checkpoints") as step:
         candidates = found.see(cfg, there)
+        if startup.rank == 0:  # for all: processors may differ
+            step.tell = found.params(cfg, candidates, mesh.has_fast_bfloat16(device))
         init = None if candidates else families.of(cfg.model).weights(cfg.model)
         step.same = found.digests([*candidates, init])
 
+    left_open = asked.precision.params == "auto"
+    asked, cfg = decided(asked, step.told), decided(cfg, step.told)
     with startup.step("process groups"):
         world = mesh.start(device, sizes, startup.timeout_s, startup.store)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
     closing.callback(watch.close)  # the last of those that take time: until then it hears a second signal
     closing.callback(batches.close)
+    if not candidates and not cfg.eval.only:
+        batches.start()  # at the first sample: the processes come up while the model is built
     watch.share(mesh.store(), world.size)
     startup.beat = partial(watch.beat, 0, "load")
     with startup.step("model"):
@@ -138,6 +144,9 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     if loaded:
         overflowed = at.overflowed, at.overflowed_samples
         lines += changes.lines(loaded.config, asked, at.step, at.samples, overflowed)
+    if left_open:
+        why = "as it began" if loaded else f"{'with' if mesh.has_fast_bfloat16(device) else 'no'} AMX or tensor cores"
+        lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")
     lines += read_again(cfg, text)
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)

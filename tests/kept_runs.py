@@ -53,6 +53,7 @@ KEYS = {
     "log.tensorboard": False,
     "checkpoint.interval": CUT,
     "checkpoint.keep": 2,
+    "precision.params": "float32",
     "compile.enable": False,
 }
 

@@ -54,6 +54,7 @@ DEBUG = {
     "log.num_zeros": True,
     "log.params_norm": True,
     "checkpoint.interval": 0,
+    "precision.params": "float32",
     "compile.enable": False,
 }
 

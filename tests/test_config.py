@@ -152,7 +152,7 @@ def test_a_model_section_that_an_earlier_version_wrote_out_is_read(tmp_path: Pat
         ("[log]\ntensorboard = 1", r"[log] tensorboard: Input should be a valid boolean, got 1"),
         ("[run]\ndir = 1", r"[run] dir: Input should be a valid string, got 1"),
         ("[batch]\nrampup = [1.5, 1, 1]", r"[batch] rampup: Input should be a valid integer, got 1.5"),
-        ('[precision]\nparams = "int8"', r"[precision] params: expected float32 or bfloat16 or float16, got 'int8'"),
+        ('[precision]\nreduce = "int8"', r"[precision] reduce: expected float32 or bfloat16, got 'int8'"),
     ],
 )
 def test_a_value_of_another_type_is_an_error_with_its_key_and_the_value(tmp_path: Path, toml: str, words: str):

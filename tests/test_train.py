@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtmega import config, declared, job, train
+from dtmega import config, declared, job, mesh, train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed import IndexedWriter
+from dtmega.startup import Startup
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,7 @@ def arguments(run_dir: Path, corpus: str, **overrides: object) -> list[str]:
         "eval__sample_tokens": 4,
         "log__tensorboard": "false",
         "checkpoint__interval": 0,
+        "precision__params": "float32",
     } | overrides
     flags = [word for k, v in keys.items() for word in ("--" + k.replace("__", "."), str(v))]
     return ["--config", str(ROOT / "configs" / "bloom.toml"), *flags]
@@ -199,6 +201,36 @@ def test_bf16_follows_fp32_within_its_rounding(tmp_path, corpus):
     # bf16 has 8 bits: 2^-9 per rounding; ten steps at this learning rate amplify it to about 1e-2.
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=2e-2)
     assert losses(tmp_path / "bf16") != losses(tmp_path / "fp32")
+
+
+def test_params_left_to_the_machine_are_settled_once_and_kept(tmp_path, corpus, monkeypatch, capsys):
+    keys = {"precision__params": "auto", "train__exit_interval": 5}
+    run(tmp_path / "whole", corpus, precision__params="bfloat16")
+    monkeypatch.setattr(mesh, "has_fast_bfloat16", lambda device: True)
+    run(tmp_path / "cut", corpus, **keys)
+    assert "computed in bfloat16: with AMX or tensor cores ([precision] params = 'auto')" in capsys.readouterr().out
+    assert 'params = "bfloat16"' in (tmp_path / "cut" / "config.toml").read_text()
+    monkeypatch.setattr(mesh, "has_fast_bfloat16", lambda device: False)  # it goes on elsewhere
+    run(tmp_path / "cut", corpus, **keys)
+    said = capsys.readouterr().out
+    assert "computed in bfloat16: as it began" in said
+    assert "changed since the checkpoint" not in said
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    run(tmp_path / "elsewhere", corpus, **keys | {"train__steps": 1})
+    assert 'params = "float32"' in (tmp_path / "elsewhere" / "config.toml").read_text()
+
+
+def params_of_a_group(argv: list[str]) -> str:
+    """The dtype that this rank computes in, where only the machine of rank 0 is fast in bfloat16."""
+    mesh.has_fast_bfloat16 = lambda device: dist.get_rank() == 0
+    with contextlib.ExitStack() as closing:
+        begun, _ = train.begin(argv, Startup(), closing)
+        return begun.cfg.precision.params
+
+
+def test_params_left_to_machines_that_differ_are_rank_0s_on_all_ranks(tmp_path, corpus):
+    argv = arguments(tmp_path, corpus, precision__params="auto")
+    assert ranks.run(2, params_of_a_group, argv) == ["bfloat16", "bfloat16"]
 
 
 def test_masks_change_the_loss_and_train(tmp_path, corpus):

@@ -76,6 +76,16 @@ def see(cfg: config.Config, found: Found) -> list[Checkpoint]:
         raise ValueError(f"cannot read what rank 0 has found, {', '.join(found.paths)}: {error}; {advice}") from None
 
 
+def params(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
+    """[precision] params, which `auto` leaves to the run that goes on here, and of a new one to the device."""
+    if cfg.precision.params != "auto":
+        return cfg.precision.params
+    began_with = resume.state_of(candidates[0]).config.get("precision", {}).get("params") if candidates else None
+    if began_with in ("float32", "bfloat16", "float16"):  # a converted one may have none
+        return began_with
+    return "bfloat16" if fast_bfloat16 else "float32"
+
+
 def digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
     """Path -> digest of the manifest, in which all ranks must agree; of those that are checkpoints."""
     opened = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
