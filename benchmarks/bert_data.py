@@ -20,10 +20,10 @@ import numpy as np
 
 from dtmega.config import Data
 from dtmega.data.corpus import prepare_stdlib
+from dtmega.data.denoising.pairs import PairSamples
 from dtmega.data.idx_file import HEADER, MAGIC
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.objectives import MASKED, SEPARATE_SPANS, SPANS, Objective
-from dtmega.data.pairs import PairSamples
 from dtmega.data.tokenizer import load_tokenizer
 
 SEQ_LEN = 512

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpora import write_corpus
 from dtmega.data.indexed import IndexedDataset
-from dtmega.data.megatron_blend import greedy
-from dtmega.data.megatron_cache import OrderName
-from dtmega.data.megatron_index import Asked
-from dtmega.data.megatron_order import MegatronSamples
+from dtmega.data.megatron.blend import greedy
+from dtmega.data.megatron.cache import OrderName
+from dtmega.data.megatron.index import Asked
+from dtmega.data.megatron.order import MegatronSamples
 
 
 def timed(what: str, started_s: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,13 @@ from dtmega.data import exported
 from dtmega.data.exported import ExportedTokenizer
 from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Objective
 from dtmega.data.tokenizer import Tokenizer
+from dtmega.family import Family, check_units, hidden_state, lengths_of
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs, closest
-from dtmega.hf import resolve as resolve_theirs
-from dtmega.hf.directory import initial_values
 from dtmega.hf.files import config_json, ours
 from dtmega.hf.files import export as hf_export
-from dtmega.hf.files import theirs as hf_theirs
-from dtmega.hf.files.tensors import has_weights
-from dtmega.hf.model import ENDS, HF
-from dtmega.hf.tp.load import materialize
-from dtmega.hf.tp.load import open_folder as open_theirs
-from dtmega.hf.tp.parallel import cut_stage, plan_for
+from dtmega.hf.record import Transformers
 from dtmega.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
@@ -50,162 +44,6 @@ from dtmega.plans.styles import Plan
 from dtmega.plans.t5 import plan as t5_plan
 
 DECODER: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "prefix-lm": PREFIX})
-
-
-class Family(Protocol):
-    """The answers that the rest of the house asks of a family.
-
-    Attributes:
-        libraries: whose versions all ranks must share, beside torch.
-        directory: [model] path names a directory that the model is read from.
-        formats: how other programs store it, by the names that `convert` has for them; one for each form there.
-        objectives: what it can be trained for, by [data] objective; "auto" without it.
-        show: the sample of it that is shown once it is trained.
-        dtypes: of [precision] params that it can be trained in. Of float16 each head must know the loss scale.
-    """
-
-    @property
-    def libraries(self) -> tuple[str, ...]: ...
-
-    @property
-    def directory(self) -> bool: ...
-
-    @property
-    def formats(self) -> Mapping[str, Sequence[Format]]: ...
-
-    @property
-    def objectives(self) -> Mapping[str, Objective]: ...
-
-    @property
-    def show(self) -> Show: ...
-
-    @property
-    def dtypes(self) -> tuple[str, ...]: ...
-
-    def resolve(self, cfg: config.Config) -> config.Config:
-        """The configuration with what only the family knows of it.
-
-        Raises:
-            ValueError: keys that it would not read, or cannot honour.
-        """
-        ...
-
-    def digest(self, model: config.Model) -> str:
-        """A digest of what the model's directory says of it; '' where there is none."""
-        ...
-
-    def described(self, model: config.Model, trained: str) -> config.Model:
-        """A [model] section that was resolved once, as its directory says it today.
-
-        Args:
-            trained: the `digest` of then; '' where it is not known.
-
-        Raises:
-            ValueError: no such directory any more, or not the one that was trained.
-        """
-        ...
-
-    def notes(self, model: config.Model) -> list[str]:
-        """Lines that a user of the model should read."""
-        ...
-
-    def build(self, model: config.Model) -> Model:
-        """The whole model on the default device, meta included, with values not yet initialised."""
-        ...
-
-    def pieces(self, whole: Model) -> list[Piece]:
-        """The units of a pipeline in order, and what each costs, counted on a whole model."""
-        ...
-
-    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
-        """Refuse what the model cannot do on this mesh.
-
-        Raises:
-            ValueError: the equation, and the keys to change.
-        """
-        ...
-
-    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        """Cut a stage on meta over tp. Returns names of the parameters whose gradients are sums over tp."""
-        ...
-
-    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        """Give a cut stage on meta memory: ties hold, buffers have their values, parameters none yet."""
-        ...
-
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage whose last piece is `after` hands on, by name and on meta: local shapes, dtypes."""
-        ...
-
-    def weights(self, model: config.Model) -> Source | None:
-        """The weights that a new run starts with, by the names of its parameters; None: values drawn from the seed.
-
-        Raises:
-            ValueError: [model] init_from or path names nothing usable, or weights of another model.
-            Damaged: a checkpoint that is not intact.
-        """
-        ...
-
-    def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights in a directory of transformers, whose config.json must agree with the [model] section.
-
-        Raises:
-            ValueError: it does not, or the tensors are of another model.
-        """
-        ...
-
-    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights in a source that has them by the names of another program, by ours.
-
-        Args:
-            program: a key of `formats`.
-            source: tensors of a whole model; rows of padding in it are left out.
-            where: it is; for messages.
-
-        Raises:
-            ValueError: a tensor that is missing, has no place, or is of another shape. `read` of what is returned:
-                copies of one parameter that differ.
-        """
-        ...
-
-    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        """The vocabulary that goes with such a directory.
-
-        Args:
-            data: the section that the model was trained with.
-
-        Raises:
-            ValueError: it cannot be said as a tokenizer.json.
-        """
-        ...
-
-    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        """The configuration of another program that describes a model, and its tensors by the names there.
-
-        Args:
-            program: a key of `formats`.
-            source: tensors of the whole model by our names.
-
-        Returns:
-            The tensors are without padding of the vocabulary, tied ones once.
-
-        Raises:
-            ValueError: the program has no such model, or the source is of another one.
-        """
-        ...
-
-    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        """Write weights as a directory of transformers; all ranks call it.
-
-        Args:
-            tokenizer: the text of a tokenizer.json; None: that of the model's own directory, if it has one.
-            options: of `hf.files.export.export`.
-
-        Raises:
-            ValueError: before anything is written; a model that the format cannot express, other weights than its.
-            OSError: writing failed.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -249,8 +87,8 @@ class Own:
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
         with torch.device("meta"):
             whole = self.build(cfg.model)
-        lengths = _lengths(cfg, whole)
-        _units(cfg, whole)
+        lengths = lengths_of(cfg, whole)
+        check_units(cfg, whole)
         for key, length in lengths.items():
             if whole.longest is not None and length > whole.longest:
                 raise ValueError(
@@ -282,7 +120,7 @@ class Own:
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
         parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
-        return {name: _hidden(cfg, parts, key) for name, key in whole.handed_on(after).items()}
+        return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
     def weights(self, model: config.Model) -> Source | None:
         if not model.init_from:
@@ -329,96 +167,6 @@ class Own:
 
     def _table(self, cfg: config.Config) -> Plan:
         return self.plan(cfg.model, cfg.mesh.sequence_parallel)
-
-
-class Transformers:
-    """Any decoder of transformers, unmodified: [model] path is a directory with its config.json."""
-
-    libraries = ("transformers",)
-    directory = True
-    formats: Mapping[str, Sequence[Format]] = {}
-    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN})
-    show = CONTINUATION
-    dtypes = ("float32", "bfloat16")
-
-    def resolve(self, cfg: config.Config) -> config.Config:
-        return resolve_theirs.resolve(cfg)
-
-    def digest(self, model: config.Model) -> str:
-        return resolve_theirs.digest(model.directory)
-
-    def described(self, model: config.Model, trained: str) -> config.Model:
-        return resolve_theirs.described(model, trained)
-
-    def notes(self, model: config.Model) -> list[str]:
-        return resolve_theirs.notes(model)
-
-    def build(self, model: config.Model) -> Model:
-        return HF(model)
-
-    def pieces(self, whole: Model) -> list[Piece]:
-        return count.pieces(whole)
-
-    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
-        model = cfg.model
-        with torch.device("meta"):
-            whole = HF(model)
-        _lengths(cfg, whole)
-        _units(cfg, whole)
-        kind = whole.hf.config.model_type
-        if not model.init_from and not has_weights(model.directory):
-            initial_values(model.directory)
-        if sizes["tp"] > 1:
-            try:
-                plan_for(whole.hf, sizes["tp"])
-            except ValueError as error:
-                raise ValueError(f"{error} ([mesh] tp)") from None
-        if sizes["pp"] > 1 and kind not in ENDS:
-            raise ValueError(
-                f"a pipeline needs to know the ends of a model, and '{kind}' is none of {', '.join(ENDS)} ([mesh] pp)"
-            )
-
-    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
-        return []
-
-    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        materialize(stage.hf, device)
-
-    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        return {"hidden": _hidden(cfg, 1, "seq_len")}  # the whole sequence, between stacks of blocks
-
-    def weights(self, model: config.Model) -> Source | None:
-        if model.init_from and not is_hf_folder(model.init_from):
-            return open_checkpoint_weights(model, self.digest(model))
-        if not model.init_from and not has_weights(model.directory):
-            return None
-        key = "init_from" if model.init_from else "path"
-        try:
-            with torch.device("meta"):
-                return open_theirs(model.init_from or model.directory, HF(model).hf)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{error} ([model] {key})") from None
-
-    def folder(self, path: Path, model: config.Model) -> Source:
-        raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
-
-    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
-
-    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        return exported.of_documents(tokenizer, data)
-
-    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        raise ValueError(f"{program} has no model of name = '{model.name}' (--to)")
-
-    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        with torch.device("meta"):
-            built = HF(model)
-        parameters = {built.full_name(name): parameter.detach() for name, parameter in built.named_parameters()}
-        saved = hf_theirs.saved(source, built.hf, parameters)
-        described = {"architectures": [type(built.hf).__name__]}
-        hf_export.export(saved, folder, described, Path(model.directory), tokenizer, **options)
 
 
 FAMILIES: dict[str, Family] = {
@@ -539,40 +287,3 @@ def described(
     forms = {name: forms[0] for name, family in FAMILIES.items() if (forms := family.formats.get(program))}
     name = closest(names, forms)
     return config.model_section({"name": name, **forms[name].section(theirs, where)}, where)
-
-
-def _hidden(cfg: config.Config, parts: int, length: str) -> Tensor:
-    """The residual stream [B, S / parts, D] on meta, S being the value of the key `length`."""
-    shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)
-    dtype = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
-def _units(cfg: config.Config, whole: Model) -> None:
-    """Refuse units of several layers for a model that cannot recompute them together.
-
-    Raises:
-        ValueError: layers are to be recomputed several at a time, and the model does not run them by
-            `Model.run_layers`.
-    """
-    if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
-        raise ValueError(
-            f"name='{cfg.model.name}' runs its layers in a way of its own: expected layers=1 or method='block', got "
-            f"layers={cfg.recompute.layers} ([recompute] layers, [recompute] method)"
-        )
-
-
-def _lengths(cfg: config.Config, whole: Model) -> dict[str, int]:
-    """The lengths of a model's sequences, by their keys.
-
-    Raises:
-        ValueError: one is set that it does not have.
-    """
-    for key in cfg.data.lengths:
-        field = config.Data.model_fields[key]
-        if key not in whole.lengths and getattr(cfg.data, key) != field.default:
-            raise ValueError(
-                f"{key}={getattr(cfg.data, key)} means nothing to a model without such sequences: expected "
-                f"{field.default}, or another model ([data] {key}, [model] name)"
-            )
-    return {key: cfg.data.lengths[key] for key in whole.lengths}

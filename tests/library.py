@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from dtmega.data import corpus, sentences
+from dtmega.data.denoising.pairs import PairSamples
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
 from dtmega.data.objectives import specials
-from dtmega.data.pairs import PairSamples
 from dtmega.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("stdlib-wordpiece")

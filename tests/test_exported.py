@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 
 from dtmega.config import Data
+from dtmega.data.denoising.sentinels import marks
 from dtmega.data.exported import of_documents, of_spans
-from dtmega.data.sentinels import marks
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
 

@@ -38,7 +38,7 @@ def test_no_file_asks_which_family_it_is(module):
 
 def test_only_families_imports_the_models_and_plans_of_families():
     of_one = {f"dtmega.{room}.{name}" for room in ("models", "plans") for name in OWN}
-    of_one |= {"dtmega.hf.model", "dtmega.hf.resolve", "dtmega.hf.tp.parallel"}
+    of_one |= {f"dtmega.hf.{name}" for name in ("record", "model", "resolve")}
     asking = {module for module, targets in arrows(REPO).items() if targets & of_one}
     assert {module for module in asking if not module.startswith(OF_A_FAMILY)} == {"dtmega.families"}
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
+READING = (REPO / "docs" / "reading.md").read_text(encoding="utf-8")
 
 # A room is a file or a folder of dtmega/, or train.py beside it: its level, and the rooms of the same level that it may
 # import.
@@ -46,8 +48,9 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "pipelining": (2, set()),
     "checkpoint": (2, set()),
     "foreign": (2, {"checkpoint"}),  # files of torch's, as data; boxes that make a whole
-    "hf": (3, set()),  # models of transformers: their files, their place in the trainer, their plans
-    "families": (3, {"hf"}),  # a model, its plan, its files
+    "family": (3, set()),  # what is asked of a family
+    "hf": (3, {"family"}),  # models of transformers: their files, their place in the trainer, their plans
+    "families": (3, {"family", "hf"}),  # a model, its plan, its files
     "parallelize": (3, {"families"}),
     "megatron": (2, {"checkpoint", "foreign"}),  # flags, names and files of the original
     "planner": (4, set()),
@@ -62,6 +65,9 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
 
 # The one arrow that runs up: `from dtmega.plans import parallelize_hf`, a name that is looked for when it is asked for.
 LAZY = ("dtmega.plans", "dtmega.hf")
+
+# What a first reader of the core may skip.
+ANNEXES = {"convert", "foreign", "hf", "megatron"}
 
 
 def modules(repo: Path) -> dict[str, Path]:
@@ -151,8 +157,31 @@ def test_only_families_brings_models_and_plans_together():
     assert set(both) == {"dtmega.families", "dtmega.parallelize"}
 
 
+def core() -> list[Path]:
+    """The files that docs/reading.md names, in its order."""
+    table = [line for line in READING.splitlines() if line.startswith("| ")]
+    return [REPO / "dtmega" / name for line in table for name in re.findall(r"`([\w/]+\.py)`", line)]
+
+
+def test_the_core_has_the_lines_that_its_reading_order_says():
+    (said,) = re.findall(r"about ([\d,]+) lines", READING)
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in core())
+    assert abs(lines - int(said.replace(",", ""))) <= 500, lines
+
+
+def test_the_core_can_be_read_without_the_annexes():
+    named = set(re.findall(r"^- `(\w+)/`", READING, flags=re.MULTILINE))
+    assert named == ANNEXES
+    files, graph = core(), arrows(REPO)
+    needing = {m for m, path in modules(REPO).items() if path in files and {room(t) for t in graph[m]} & ANNEXES}
+    assert needing == {"dtmega.families"}
+    # And whatever else is no annex: the commands, and what `plans` lends.
+    others = {m for m, targets in graph.items() if {room(t) for t in targets} & ANNEXES and room(m) not in ANNEXES}
+    assert {room(m) for m in others} == {"commands", "families", "plans"}
+
+
 def test_the_parts_of_the_wing_for_transformers_see_each_other_downward_only():
-    below = {"families": 0, "files": 0, "initial": 0, "directory": 1, "model": 2, "resolve": 3, "tp": 1}
+    below = {"families": 0, "files": 0, "initial": 0, "directory": 1, "model": 2, "resolve": 3, "tp": 1, "record": 4}
     prefix = "dtmega.hf."
     seen = set()
     for module, targets in arrows(REPO).items():
@@ -161,7 +190,7 @@ def test_the_parts_of_the_wing_for_transformers_see_each_other_downward_only():
         if module.startswith(prefix):
             seen |= {(part, other) for other in others - {part}}
     assert {(part, other) for part, other in seen if below[other] >= below[part]} == set()
-    assert ("model", "tp") not in seen
+    assert ("model", "tp") not in seen  # record.py joins them
 
 
 def test_the_names_of_the_wing_that_plans_lends_are_those_of_the_wing():

@@ -11,12 +11,12 @@ import torch
 
 from dtmega import keyed
 from dtmega.config import Batch, Data
-from dtmega.data import masking
+from dtmega.data.denoising import masking
+from dtmega.data.denoising.masking import hide
+from dtmega.data.denoising.ngrams import words_of
+from dtmega.data.denoising.pairs import Pairs, laid_out
 from dtmega.data.loader import TrainBatches, eval_batches
-from dtmega.data.masking import hide
-from dtmega.data.ngrams import words_of
 from dtmega.data.objectives import MASKED
-from dtmega.data.pairs import Pairs, laid_out
 from dtmega.data.rows import IGNORED, MaskedRows
 from tests.library import SPECIALS, TOKENIZER, is_likely, library, samples_of, write
 

@@ -17,10 +17,12 @@ import torch
 from dtmega import config, train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import State
-from dtmega.data import megatron_blend, megatron_index, objectives
+from dtmega.data import objectives
 from dtmega.data.indexed import IndexedDataset, IndexedWriter
-from dtmega.data.megatron_index import Asked, epochs_of, index_of
-from dtmega.data.megatron_order import FORKS, wanted_samples
+from dtmega.data.megatron import blend as megatron_blend
+from dtmega.data.megatron import index as megatron_index
+from dtmega.data.megatron.index import Asked, epochs_of, index_of
+from dtmega.data.megatron.order import FORKS, wanted_samples
 from dtmega.data.text import check_order, open_text
 from tests import megatron_order
 from tests.megatron_order import Run

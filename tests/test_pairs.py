@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from dtmega.config import Data
-from dtmega.data import cache_dir, cut
+from dtmega.data import cache_dir
 from dtmega.data.blend import Blend, build_samples, parts_of
-from dtmega.data.cut import Targets, cut_table
+from dtmega.data.denoising import cut
+from dtmega.data.denoising.cut import Targets, cut_table
+from dtmega.data.denoising.pairs import PairSamples, laid_out
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.objectives import MASKED
-from dtmega.data.pairs import PairSamples, laid_out
 from tests.library import SPECIALS, is_likely, library, samples_of, usable, write
 
 S = 96

@@ -7,7 +7,7 @@ from itertools import groupby, islice
 import pytest
 
 from dtmega.data import corpus, sentences
-from dtmega.data.cut import LONGEST_SENTENCE
+from dtmega.data.denoising.cut import LONGEST_SENTENCE
 from dtmega.data.sentences import BLOCKS, PROSE
 from dtmega.data.tokenizer import load_tokenizer
 

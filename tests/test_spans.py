@@ -18,15 +18,15 @@ from torch import Tensor
 
 from dtmega import config, keyed
 from dtmega.config import Batch, Data
-from dtmega.data import merged_spans, separate_spans
-from dtmega.data.cut import Targets, cut_table
+from dtmega.data.denoising import merged_spans, separate_spans
+from dtmega.data.denoising.cut import Targets, cut_table
+from dtmega.data.denoising.merged_spans import longest
+from dtmega.data.denoising.sentinels import Marks, marks
+from dtmega.data.denoising.spans import SpanSample
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import TrainBatches
-from dtmega.data.merged_spans import longest
 from dtmega.data.objectives import IGNORED, MASKED, SEPARATE_SPANS, SPANS, Objective, check_keys
 from dtmega.data.rows import Rows
-from dtmega.data.sentinels import Marks, marks
-from dtmega.data.spans import SpanSample
 from dtmega.data.text import open_text
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.models.initial import init_weights

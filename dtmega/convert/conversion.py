@@ -28,6 +28,7 @@ from dtmega.checkpoint import found
 from dtmega.convert import to_checkpoint
 from dtmega.convert.sources import READERS, Opened
 from dtmega.data.tokenizer import load_tokenizer
+from dtmega.family import Family
 from dtmega.formats.sources import Renamed
 from dtmega.megatron import write as for_megatron
 from dtmega.startup import Startup
@@ -104,7 +105,7 @@ def _open(args: argparse.Namespace, startup: Startup) -> Opened:
     return opened
 
 
-def _described(args: argparse.Namespace, opened: Opened, family: families.Family) -> config.Model:
+def _described(args: argparse.Namespace, opened: Opened, family: Family) -> config.Model:
     """The [model] section, with the directory that `--original` names."""
     if args.original and not family.directory:
         raise ValueError(

@@ -1,7 +1,15 @@
-"""The way from text to batches.
+"""The way from text to batches, every step a function of the seed and of what has been consumed.
 
-`tokenize` and `corpus` write `.bin/.idx` pairs, `indexed` reads them, `samples` and `pairs` cut them, `loader` serves
-batches. This file has only the folder where all of them keep what can be made again.
+    tokenize.py, text_files.py, sentences.py, merge.py    texts -> `.bin/.idx`; corpus.py: the text that Python carries
+    tokenizer.py, wordpiece.py, tokenizer_json.py         vocabularies; exported.py: that of an exported model
+    indexed.py, idx_file.py, record.py, token_ids.py      the files, and how they were made
+    order.py, samples.py, blend.py, prefixes.py           sample g of a text, and of several
+    denoising/                                            samples of BERT and T5
+    megatron/                                             samples in the order of a run of Megatron's
+    objectives.py, rows.py, sums.py                       objectives of training: samples, rows, the loss
+    text.py, loader.py                                    what a run reads, and its batches
+
+This file has only the folder where all of them keep what can be made again.
 """
 
 from __future__ import annotations

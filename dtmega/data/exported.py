@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from dtmega.config import Data
-from dtmega.data.sentinels import marks
+from dtmega.data.denoising.sentinels import marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.tokenizer_json import to_json
 

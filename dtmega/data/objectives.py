@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtmega.config import Data
+from dtmega.data.denoising.masking import Vocabulary
+from dtmega.data.denoising.merged_spans import SpanCounts, SpanSamples, longest
+from dtmega.data.denoising.pairs import PairSamples, Specials
+from dtmega.data.denoising.sentinels import marks
+from dtmega.data.denoising.separate_spans import N_SPECIAL, Limits, SentenceSamples, expected
+from dtmega.data.denoising.spans import check_room
 from dtmega.data.indexed import IndexedDataset
-from dtmega.data.masking import Vocabulary
-from dtmega.data.merged_spans import SpanCounts, SpanSamples, longest
-from dtmega.data.pairs import PairSamples, Specials
 from dtmega.data.prefixes import PrefixSamples
 from dtmega.data.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows, SeparateRows, SpanRows
 from dtmega.data.samples import AnySamples, Samples
-from dtmega.data.sentinels import marks
-from dtmega.data.separate_spans import N_SPECIAL, Limits, SentenceSamples, expected
-from dtmega.data.spans import check_room
 from dtmega.data.sums import Sum
 from dtmega.data.tokenizer import Tokenizer
 

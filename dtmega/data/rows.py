@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtmega.config import Data
-from dtmega.data import merged_spans, separate_spans
-from dtmega.data.masking import Vocabulary, hide
-from dtmega.data.merged_spans import SpanCounts
-from dtmega.data.pairs import laid_out
+from dtmega.data.denoising import merged_spans, separate_spans
+from dtmega.data.denoising.masking import Vocabulary, hide
+from dtmega.data.denoising.merged_spans import SpanCounts
+from dtmega.data.denoising.pairs import laid_out
+from dtmega.data.denoising.sentinels import Marks
+from dtmega.data.denoising.separate_spans import Limits
+from dtmega.data.denoising.spans import HiddenSpans, sequences
 from dtmega.data.prefixes import prefixes, weights
 from dtmega.data.samples import AnySamples
-from dtmega.data.sentinels import Marks
-from dtmega.data.separate_spans import Limits
-from dtmega.data.spans import HiddenSpans, sequences
 
 IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
 

@@ -13,7 +13,7 @@ from dtmega.data.blend import BY_DOCUMENT, CorpusPart, SplitRule, Splits, build_
 from dtmega.data.corpus import prepare_stdlib
 from dtmega.data.indexed import IndexedDataset
 from dtmega.data.loader import bears_loss
-from dtmega.data.megatron_order import FORKS, digest_of_order, ordered, wanted_samples
+from dtmega.data.megatron.order import FORKS, digest_of_order, ordered, wanted_samples
 from dtmega.data.objectives import NEXT_TOKEN, Objective, check_keys
 from dtmega.data.rows import Rows
 from dtmega.data.samples import AnySamples

@@ -7,6 +7,7 @@ An annex: nothing of the core but `dtmega/families.py` imports it, and a first r
     model.py         that model as the trainer has it, whole or one stage of a pipeline
     resolve.py       the keys of a configuration that DIR decides
     files/           directories of transformers: config.json, safetensors, export; also of models that are written here
+    record.py        the answers of the wing to what the trainer asks of a family; joins model.py and tp/
     tp/              a model cut over ranks, and the proof that it is the same: works without the trainer
 
 Read them in that order; then, of tp/:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dtmega.hf import families
 from dtmega.hf.files import config_json
 from dtmega.hf.initial import draws_of
 
@@ -42,8 +43,8 @@ def read_config(path: str) -> Any:
         theirs = config_json.make_config(path, plain)
     except ValueError as error:
         raise ValueError(f"{error} ([model] path)") from None
-    # BERT and its like have causal heads too, where config.json says so; GPT-NeoX has the key, and is always causal.
-    decoder = getattr(theirs, "is_decoder", True) or theirs.model_type.startswith("gpt_neox")
+    # BERT and its like have causal heads too, where config.json says so.
+    decoder = getattr(theirs, "is_decoder", True) or theirs.model_type in families.ALWAYS_CAUSAL
     if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"model_type '{kind}' of {file} is not a causal language model, which is what the trainer trains; "

@@ -1,17 +1,36 @@
-"""The families we know, as data: module names of `transformers` 5.x and the word for each; plan.py makes styles.
+"""The families of transformers that are known, as data: a row each, with all that is known of it.
 
-Names are relative to the base model (`model.base_model_prefix`), `*` is the number of a block. A row that matches
-nothing in a model (a norm it has not, the decoder of an encoder) is left out; a module of a block that no row names is
-refused. Modules outside of the blocks that no row names are computed whole on every rank.
+A row says where the blocks stand, what a pipeline must know of the two ends, how tensor parallelism cuts each module,
+and which keys of config.json it has to look at. Names are those of `transformers` 5.x, relative to the base model
+(`model.base_model_prefix`); `*` is the number of a block. `model.py` acts on the ends, `tp/plan.py` on the words.
+
+A family without `words` is cut as the plan says that transformers brings (`tp/native.py`), and a family that has no row
+at all too, but in no pipeline.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-VOCAB, HEAD, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "head", "column", "entering column", "kv column", "row"
+# Words of tensor parallelism: how a module is cut.
+VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
+
+# Words of a pipeline: what stands in the place of a module on a stage that does not have it.
+NOTHING = "nothing"  # nobody calls it there
+PASS_ON = "pass on"  # a module that gives what it is given
+ZERO = "zero"  # a module that gives 0: learned positions, which the first stage has added already
+
+# Keys of config.json that say one thing, each as some families call it.
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
+HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head")
+HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
+FEED_FORWARD_KEYS = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+# Causal whatever `is_decoder` says, which their config.json has too.
+ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
 
 @dataclass(frozen=True)
@@ -25,25 +44,55 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Family:
-    """
+class Ends:
+    """The parts of a base model that not every stage of a pipeline has.
+
+    They are right for a family if its base model's forward does nothing but this: it calls what `first` names on the
+    tokens, makes masks and rotary tables of the hidden state's length, runs the list of blocks, and calls what `last`
+    names. Whatever else it does to the hidden state before the blocks is an attribute that `later` switches off.
+
     Attributes:
-        stacks: module that runs the blocks -> name of their list in it. Relative to the base model.
+        first: children of the module that runs the blocks, which only the first stage has -> word for the others.
+        last: likewise of the last stage.
+        later: attributes of that module -> their values on every stage but the first.
+    """
+
+    first: dict[str, str]
+    last: dict[str, str]
+    later: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Known:
+    """All that is known of a family.
+
+    Attributes:
+        stacks: module that runs blocks -> name of their list in it.
+        ends: what a pipeline needs to know; None: the family is not cut into stages. With it there is one stack.
+        words: module -> how tp cuts it. A line that matches nothing in a model (a norm that it has not, the decoder of
+            an encoder) is left out; a module of a block that no line names is refused. Modules outside of the blocks
+            that no line names are computed whole on every rank.
         heads, kv_heads: keys of the config.
-        rows: module -> word.
         sizes: keys of the config that tp must divide, besides heads.
         refused: key of the config -> why a truthy value cannot be.
     """
 
     stacks: dict[str, str]
-    rows: dict[str, str | Attention]
+    ends: Ends | None = None
+    words: dict[str, str | Attention] = field(default_factory=dict)
     heads: str = "num_attention_heads"
     kv_heads: str | None = None
     sizes: tuple[str, ...] = ("intermediate_size",)
     refused: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def owner(self) -> str:
+        """The module that runs the blocks, of a family with one stack."""
+        (owner,) = self.stacks
+        return owner
 
-_LLAMA: dict[str, str | Attention] = {
+
+_WORDS_OF_LLAMA: dict[str, str | Attention] = {
     "embed_tokens": VOCAB,
     "layers.*.input_layernorm": NORM,
     "layers.*.self_attn": Attention(groups="num_key_value_groups"),
@@ -59,20 +108,51 @@ _LLAMA: dict[str, str | Attention] = {
     "layers.*.mlp.up_proj": COLUMN,
     "layers.*.mlp.down_proj": ROW,
 }
-_LIKE_LLAMA = Family(stacks={"": "layers"}, rows=_LLAMA, kv_heads="num_key_value_heads")
+_LLAMA = Known(
+    stacks={"": "layers"},
+    ends=Ends(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}),
+    words=_WORDS_OF_LLAMA,
+    kv_heads="num_key_value_heads",
+)
+# Its ends, and cut over tp by transformers' own plan. The factor of Gemma's embeddings is in embed_tokens; which layers
+# see a window, or have no rotation, in the layers and in layer_types, of which a stage keeps its own.
+_LIKE_LLAMA = replace(_LLAMA, words={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
-FAMILIES: dict[str, Family] = {
-    "llama": _LIKE_LLAMA,
-    "mistral": _LIKE_LLAMA,
-    "qwen2": _LIKE_LLAMA,
-    "qwen3": _LIKE_LLAMA,
-    "bloom": Family(
+
+def _stack_of_t5(stack: str) -> dict[str, str | Attention]:
+    """The words of T5's encoder or decoder, which are built alike."""
+    words: dict[str, str | Attention] = {"embed_tokens": VOCAB}
+    for attention, also in (("0.SelfAttention", ()), ("1.EncDecAttention", ("key_value_states",))):
+        module = f"block.*.layer.{attention}"
+        words[module] = Attention(divide=("n_heads",), also=also)
+        words |= {f"{module}.{name}": COLUMN for name in ("q", "k", "v")}
+        words[f"{module}.o"] = ROW
+        words[f"{module}.relative_attention_bias"] = HEAD_COLUMNS
+    words |= {f"block.*.layer.{i}.layer_norm": NORM for i in range(3)}
+    for i in (1, 2):
+        module = f"block.*.layer.{i}.DenseReluDense"
+        words[module] = FEED_FORWARD
+        words |= {f"{module}.{name}": COLUMN for name in ("wi", "wi_0", "wi_1")}
+        words[f"{module}.wo"] = ROW
+    return {f"{stack}.{name}": word for name, word in words.items()}
+
+
+KNOWN: dict[str, Known] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "bloom": Known(
         stacks={"": "h"},
+        ends=Ends(
+            first={"word_embeddings": NOTHING, "word_embeddings_layernorm": PASS_ON},
+            last={"ln_f": PASS_ON},
+        ),
         heads="n_head",
         sizes=(),
         refused={"slow_but_exact": "it slices whole weights; leave it false"},
-        rows={
+        words={
             "word_embeddings": VOCAB,
             "h.*.input_layernorm": NORM,
             # BloomModel.num_heads stays: it makes the slopes of all heads, of which a rank takes its own.
@@ -85,12 +165,13 @@ FAMILIES: dict[str, Family] = {
             "h.*.mlp.dense_4h_to_h": ROW,
         },
     ),
-    "gpt2": Family(
+    "gpt2": Known(
         stacks={"": "h"},
+        ends=Ends(first={"wte": NOTHING, "wpe": ZERO}, last={"ln_f": PASS_ON}),
         heads="n_head",
         sizes=("n_inner",),
         refused=_NO_CROSS,
-        rows={
+        words={
             "wte": VOCAB,
             "h.*.ln_1": NORM,
             "h.*.attn": Attention(divide=("split_size",)),
@@ -102,9 +183,10 @@ FAMILIES: dict[str, Family] = {
             "h.*.mlp.c_proj": CONV_ROW,
         },
     ),
-    "gpt_neox": Family(
+    "gpt_neox": Known(
         stacks={"": "layers"},
-        rows={
+        ends=Ends(first={"embed_in": NOTHING}, last={"final_layer_norm": PASS_ON}),
+        words={
             "embed_in": VOCAB,
             "layers.*.input_layernorm": NORM,
             "layers.*.post_attention_layernorm": NORM,
@@ -116,11 +198,15 @@ FAMILIES: dict[str, Family] = {
             "layers.*.mlp.dense_4h_to_h": ROW,
         },
     ),
-    "opt": Family(
+    "opt": Known(
         stacks={"decoder": "layers"},
+        ends=Ends(
+            first={"embed_tokens": NOTHING, "embed_positions": ZERO, "project_in": NOTHING},
+            last={"final_layer_norm": NOTHING, "project_out": NOTHING},
+        ),
         sizes=("ffn_dim",),
         refused={"layerdrop": "ranks would skip different layers; set it to 0"},
-        rows={
+        words={
             "decoder.embed_tokens": VOCAB,
             "decoder.layers.*.self_attn_layer_norm": NORM,
             "decoder.layers.*.self_attn": Attention(divide=("num_heads",)),
@@ -133,10 +219,10 @@ FAMILIES: dict[str, Family] = {
             "decoder.layers.*.fc2": ROW,
         },
     ),
-    "bert": Family(
+    "bert": Known(
         stacks={"": "encoder.layer"},
         refused={**_NO_CROSS, "chunk_size_feed_forward": "its chunks are of the whole sequence; set it to 0"},
-        rows={
+        words={
             "embeddings.word_embeddings": VOCAB,
             "encoder.layer.*.attention.self": Attention(),
             "encoder.layer.*.attention.self.query": COLUMN,
@@ -149,44 +235,20 @@ FAMILIES: dict[str, Family] = {
             "encoder.layer.*.output.LayerNorm": NORM,
         },
     ),
-    "t5": Family(
+    "t5": Known(
         stacks={"encoder": "block", "decoder": "block"},
         heads="num_heads",
         sizes=("d_ff",),
-        rows={
-            "shared": VOCAB,
-            **{
-                f"{stack}.{name}": word
-                for stack in ("encoder", "decoder")
-                for name, word in {
-                    "embed_tokens": VOCAB,
-                    "block.*.layer.0.SelfAttention": Attention(divide=("n_heads",)),
-                    "block.*.layer.1.EncDecAttention": Attention(divide=("n_heads",), also=("key_value_states",)),
-                    **{
-                        f"block.*.layer.{attention}.{name}": word
-                        for attention in ("0.SelfAttention", "1.EncDecAttention")
-                        for name, word in {
-                            "q": COLUMN,
-                            "k": COLUMN,
-                            "v": COLUMN,
-                            "o": ROW,
-                            "relative_attention_bias": HEAD_COLUMNS,
-                        }.items()
-                    },
-                    **{f"block.*.layer.{i}.layer_norm": NORM for i in range(3)},
-                    **{
-                        f"block.*.layer.{i}.DenseReluDense{name}": word
-                        for i in (1, 2)
-                        for name, word in {
-                            "": FEED_FORWARD,
-                            ".wi": COLUMN,
-                            ".wi_0": COLUMN,
-                            ".wi_1": COLUMN,
-                            ".wo": ROW,
-                        }.items()
-                    },
-                }.items()
-            },
-        },
+        words={"shared": VOCAB, **_stack_of_t5("encoder"), **_stack_of_t5("decoder")},
+    ),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3"), _LIKE_LLAMA),
+    **dict.fromkeys(("cohere", "cohere2", "glm", "glm4", "phi3", "smollm3"), _LIKE_LLAMA),
+    **dict.fromkeys(("arcee", "ernie4_5", "exaone4", "starcoder2"), _LIKE_LLAMA),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), _LIKE_LLAMA),
+    "phi": replace(_LIKE_LLAMA, ends=Ends(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),
+    # Its base model multiplies whatever comes in, embeddings or a hidden state.
+    "granite": replace(
+        _LIKE_LLAMA,
+        ends=Ends(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}, later={"embedding_multiplier": 1.0}),
     ),
 }

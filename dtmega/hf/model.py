@@ -1,19 +1,14 @@
 """A decoder of `transformers` under the house's contract: `[model] name = "hf"`, `path = DIR`.
 
 The model is transformers' own, unmodified, and so are the names of its parameters. What a pipeline needs to know of a
-family (what only its first and its last stage hold) stands in ENDS; all that tp needs, in families.py.
-
-A line of ENDS is right for a family if its base model's forward does nothing but this: it calls what `first` names on
-the tokens, makes masks and rotary tables of the hidden state's length, runs the list of blocks, and calls what `last`
-names. Whatever else it does to the hidden state before the blocks is an attribute that `later` switches off.
+family (what only its first and its last stage hold) is its `ends` in families.py.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +17,7 @@ from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.formats.whole import aliases
+from dtmega.hf import families
 from dtmega.hf.directory import build, initial_values, read_config
 from dtmega.models.model import Model
 
@@ -33,47 +29,11 @@ class _Zero(nn.Module):
         return torch.zeros(())  # of no dim, so that it does not decide the dtype of a sum
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The parts of a base model that not every stage has.
-
-    Attributes:
-        layers: the list of blocks, a child of `owner`, whose forward runs them.
-        first: children of `owner` that only the first stage has -> what stands there on others; None: nobody calls it.
-        last: likewise of the last stage.
-        later: attributes of `owner` -> their values on every stage but the first, of a forward that works on the hidden
-            state before the blocks.
-    """
-
-    layers: str
-    first: dict[str, type[nn.Module] | None]
-    last: dict[str, type[nn.Module] | None]
-    owner: str = ""
-    later: dict[str, float] = field(default_factory=dict)
-
-
-_LIKE_LLAMA = Ends("layers", {"embed_tokens": None}, {"norm": nn.Identity})
-# The factor of Gemma's embeddings is in embed_tokens; which layers see a window, or have no rotation, in the layers and
-# in layer_types, of which a stage keeps its own.
-_ALIKE = (
-    *("llama", "mistral", "qwen2", "qwen3", "arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2"),
-    *("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3", "cohere", "cohere2", "glm", "glm4"),
-    *("mixtral", "olmoe", "qwen3_moe"),
-)
-ENDS = {
-    **dict.fromkeys(_ALIKE, _LIKE_LLAMA),
-    # Its base model multiplies whatever comes in, embeddings or a hidden state.
-    "granite": replace(_LIKE_LLAMA, later={"embedding_multiplier": 1.0}),
-    "phi": replace(_LIKE_LLAMA, last={"final_layernorm": nn.Identity}),
-    "bloom": Ends("h", {"word_embeddings": None, "word_embeddings_layernorm": nn.Identity}, {"ln_f": nn.Identity}),
-    "gpt2": Ends("h", {"wte": None, "wpe": _Zero}, {"ln_f": nn.Identity}),
-    "gpt_neox": Ends("layers", {"embed_in": None}, {"final_layer_norm": nn.Identity}),
-    "opt": Ends(
-        "layers",
-        {"embed_tokens": None, "embed_positions": _Zero, "project_in": None},
-        {"final_layer_norm": None, "project_out": None},
-        owner="decoder",
-    ),
+# Word of families.py -> what it stands for.
+STAND_INS: Mapping[str, Callable[[], nn.Module | None]] = {
+    families.NOTHING: lambda: None,
+    families.PASS_ON: nn.Identity,
+    families.ZERO: _Zero,
 }
 
 
@@ -122,9 +82,11 @@ class HF(Model):
 
     def parts(self) -> dict[str, list[nn.Module]]:
         found = super().parts()
-        ends = ENDS.get(self.hf.config.model_type)
-        owner = self.hf.base_model.get_submodule(ends.owner) if ends else None
-        for name in ends.last if ends else ():
+        known = families.KNOWN.get(self.hf.config.model_type)
+        if known is None or known.ends is None:
+            return found
+        owner = self.hf.base_model.get_submodule(known.owner)
+        for name in known.ends.last:
             module = getattr(owner, name, None)
             if module in found["embed"]:  # registered before the blocks, though it comes after them
                 found["embed"].remove(module)
@@ -143,8 +105,10 @@ class HF(Model):
     def keep(self, pieces: Collection[str]) -> None:
         self.is_first = "embed" in pieces
         self.is_last = "head" in pieces
-        base, ends = self.hf.base_model, ENDS[self.hf.config.model_type]
-        owner = base.get_submodule(ends.owner)
+        known = families.KNOWN[self.hf.config.model_type]
+        assert known.ends is not None
+        base = self.hf.base_model
+        owner = base.get_submodule(known.owner)
         held = blocks_of(self.hf)
         for name in [name for name in held._modules if f"layers.{name}" not in pieces]:
             del held._modules[name]  # not `del held[i]`, which gives the others new names
@@ -152,11 +116,13 @@ class HF(Model):
             # Some families look up the kind of their i-th layer here: of those they hold.
             base.config = copy.copy(base.config)
             base.config.layer_types = [kinds[int(name)] for name in held._modules]
-        for there, replacements in ((self.is_first, ends.first), (self.is_last, ends.last)):
-            for name, other in () if there else replacements.items():
-                setattr(owner, name, other and other())
-        for name, value in () if self.is_first else ends.later.items():
-            setattr(owner, name, value)
+        elsewhere = {} if self.is_first else dict(known.ends.first)
+        elsewhere |= {} if self.is_last else known.ends.last
+        for name, word in elsewhere.items():
+            setattr(owner, name, STAND_INS[word]())
+        if not self.is_first:
+            for name, value in known.ends.later.items():
+                setattr(owner, name, value)
         if not self.is_last:
             for name, module in list(self.hf.named_children()):
                 if module is not base:
@@ -177,8 +143,9 @@ class HF(Model):
 
 
 def blocks_of(hf: Any) -> nn.ModuleList:
-    """The list of blocks: of a family that is not in ENDS, the largest list there is."""
-    if ends := ENDS.get(hf.config.model_type):
-        return hf.base_model.get_submodule(ends.owner).get_submodule(ends.layers)
+    """The list of blocks: of a family whose ends are not known, the largest list there is."""
+    known = families.KNOWN.get(hf.config.model_type)
+    if known is not None and known.ends is not None:
+        return hf.base_model.get_submodule(known.owner).get_submodule(known.stacks[known.owner])
     lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList) and len(module)]
     return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=nn.ModuleList())

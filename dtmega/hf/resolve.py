@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from dtmega import config
+from dtmega.hf import families
 from dtmega.hf.directory import build, dropouts, read_config
 from dtmega.hf.files import config_json
 from dtmega.hf.files.tensors import has_weights
 from dtmega.hf.model import blocks_of
 
-FEED_FORWARD = ("intermediate_size", "ffn_dim", "n_inner")
 IDLE = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
 
 
@@ -91,7 +91,7 @@ def sizes(directory: str) -> dict[str, int]:
     if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
         raise ValueError(f"{directory}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
     blocks = list(blocks_of(hf).children())
-    feed_forward = next((getattr(theirs, k) for k in FEED_FORWARD if hasattr(theirs, k)), 0)
+    feed_forward = next((getattr(theirs, k) for k in families.FEED_FORWARD_KEYS if hasattr(theirs, k)), 0)
     return {
         "vocab_size": theirs.vocab_size,
         "hidden_size": theirs.hidden_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtmega import config
-from dtmega.data.sentinels import marks
+from dtmega.data.denoising.sentinels import marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.megatron.folder import Contents
 

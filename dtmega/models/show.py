@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtmega.data.sentinels import Marks, marks
+from dtmega.data.denoising.sentinels import Marks, marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.wordpiece import MASK
 from dtmega.models.generate import PADDING, Settle, answer, generate, settled

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.hf import families
-from dtmega.hf.families import Attention, Family
+from dtmega.hf.families import Attention, Known
 from dtmega.hf.files.config_json import NOISE
 from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow
 from dtmega.hf.tp.regions import Counts, Ends, EnterHeads, Guard
@@ -77,20 +77,20 @@ def _said(placement: Placement) -> str:
 
 
 def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> HFPlan:
-    """The plan of a model whose family is in `families.FAMILIES`; nothing of the model is changed.
+    """The plan of a model whose family is in `families.KNOWN`, with words; nothing of the model is changed.
 
     Raises:
         ValueError: what `check` refuses; a module of a block that the family has no word for.
     """
     config = model.config
-    family = families.FAMILIES[config.model_type]
-    check_sizes(config, family, tp)
+    known = families.KNOWN[config.model_type]
+    check_sizes(config, known, tp)
     prefix, base = base_model(model)
     plan = HFPlan(config.model_type, tp, sequence_parallel, {}, [])
 
     # Each list of blocks is a stack: its sequence is cut before the first of them and whole again behind the last.
     stacks: dict[str, Stack] = {}
-    for owner, blocks in family.stacks.items():
+    for owner, blocks in known.stacks.items():
         path = joined(owner, blocks)
         if not has(base, owner) or not has(base, path):
             continue
@@ -103,19 +103,19 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
         for name in dict.fromkeys((*names[:1], *names[-1:])):  # of one block both are the same
             plan.table[name] = Ends(stack, name == names[0], name == names[-1])
 
-    for pattern, word in family.rows.items():
+    for pattern, word in known.words.items():
         if next(matching(base, pattern), None) is None:
             continue
         stack = next((found for path, found in stacks.items() if pattern.startswith(f"{path}.")), None)
-        plan.table[joined(prefix, pattern)] = _style(word, stack, family, config, tp)
+        plan.table[joined(prefix, pattern)] = _style(word, stack, known, config, tp)
     add_head(plan, model, loss_parallel)
     add_rest(plan, model)
     return plan
 
 
-def _style(word: str | Attention, stack: Stack | None, family: Family, config: Any, tp: int) -> ParallelStyle:
-    heads = getattr(config, family.heads)
-    kv_heads = (getattr(config, family.kv_heads) or heads) if family.kv_heads else heads
+def _style(word: str | Attention, stack: Stack | None, known: Known, config: Any, tp: int) -> ParallelStyle:
+    heads = getattr(config, known.heads)
+    kv_heads = (getattr(config, known.kv_heads) or heads) if known.kv_heads else heads
     if isinstance(word, Attention):
         assert stack is not None
         groups = {word.groups: heads // tp // max(1, kv_heads // tp)} if word.groups else {}
@@ -199,17 +199,17 @@ def check(model: Any, device_type: str) -> None:
         raise ValueError(f"attn_implementation='{attention}' {why} on a CPU; use 'sdpa' or 'eager'")
 
 
-def check_sizes(config: Any, family: Family, tp: int) -> None:
-    heads = getattr(config, family.heads)
+def check_sizes(config: Any, known: Known, tp: int) -> None:
+    heads = getattr(config, known.heads)
     if heads % tp:
-        raise ValueError(f"tp={tp} does not divide {family.heads}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
-    if family.kv_heads:
-        check_kv_heads(getattr(config, family.kv_heads, None) or heads, tp, family.kv_heads)
-    for key in family.sizes:
+        raise ValueError(f"tp={tp} does not divide {known.heads}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
+    if known.kv_heads:
+        check_kv_heads(getattr(config, known.kv_heads, None) or heads, tp, known.kv_heads)
+    for key in known.sizes:
         size = getattr(config, key, None)
         if size and size % tp:
             raise ValueError(f"tp={tp} does not divide {key}={size}: {size} % {tp} = {size % tp} ([mesh] tp)")
-    for key, why in family.refused.items():
+    for key, why in known.refused.items():
         if getattr(config, key, None):
             raise ValueError(f"{key}={getattr(config, key)} of a {config.model_type} config: {why}")
 

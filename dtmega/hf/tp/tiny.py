@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtmega.hf.families import EXPERT_KEYS, FEED_FORWARD_KEYS, HEAD_KEYS, HIDDEN_KEYS, LAYER_KEYS
 from dtmega.hf.files.config_json import NOISE
 
 VOCAB, HEAD_DIM, POSITIONS, WINDOW = 131, 16, 64, 6
-LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
-HEADS = ("num_attention_heads", "num_heads", "n_head")
-HIDDEN = ("hidden_size", "d_model", "n_embd")
-FEED_FORWARD = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "moe_intermediate_size")
-EXPERTS, VISITED = ("num_local_experts", "num_experts", "n_routed_experts"), ("num_experts_per_tok",)
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "n_positions": POSITIONS, "sliding_window": WINDOW}
 TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
@@ -41,11 +37,11 @@ def tiny_config(config: Any, tp: int) -> Any:
             if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
                 setattr(new, key, value)
 
-    heads, hidden = first(HEADS), first(HIDDEN)
+    heads, hidden = first(HEAD_KEYS), first(HIDDEN_KEYS)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError(
             f"a plan is proven on a small clone, and a config of '{config.model_type}' has no number of heads or no "
-            f"hidden size to make one by (none of {', '.join(HEADS)}; {', '.join(HIDDEN)})"
+            f"hidden size to make one by (none of {', '.join(HEAD_KEYS)}; {', '.join(HIDDEN_KEYS)})"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     few_kv = 2 * tp if kv_heads == heads else tp if kv_heads % tp == 0 else kv_heads
@@ -53,18 +49,19 @@ def tiny_config(config: Any, tp: int) -> Any:
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
     small = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    put(LAYERS, max(2, len(kinds)))
+    put(LAYER_KEYS, max(2, len(kinds)))
     if kinds:
         new.layer_types = kinds if len(kinds) > 1 else kinds * 2
-    put(HEADS, few)
+    put(HEAD_KEYS, few)
     put(("num_key_value_heads",), few_kv)
     put(("head_dim", "d_kv"), HEAD_DIM)
-    put(HIDDEN, small)
-    put(FEED_FORWARD, 2 * small)
-    experts, visited = first(EXPERTS), first(VISITED)
+    put(HIDDEN_KEYS, small)
+    put((*FEED_FORWARD_KEYS, "moe_intermediate_size"), 2 * small)
+    experts = first(EXPERT_KEYS)
+    visited = getattr(config, "num_experts_per_tok", None)
     if experts and visited and not getattr(config, "n_group", None):
         # Two a rank or more, and more than a token visits.
-        put(EXPERTS, min(experts, tp * max(2, visited // tp + 1)))
+        put(EXPERT_KEYS, min(experts, tp * max(2, visited // tp + 1)))
     # So that the second layer has experts, where any has.
     put(("first_k_dense_replace",), 1)
     put(("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))

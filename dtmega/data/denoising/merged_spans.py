@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
+from dtmega.data.denoising.spans import HiddenSpans, SpanSample
 from dtmega.data.samples import Samples
-from dtmega.data.spans import HiddenSpans, SpanSample
 
 
 class SpanCounts(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
-from dtmega.data.cut_samples import CutSamples
+from dtmega.data.denoising.cut_samples import CutSamples
 from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.output import counted
 

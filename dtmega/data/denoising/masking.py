@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
-from dtmega.data.ngrams import choose, n_to_hide, words_of
-from dtmega.data.pairs import Pairs, Specials
+from dtmega.data.denoising.ngrams import choose, n_to_hide, words_of
+from dtmega.data.denoising.pairs import Pairs, Specials
 
 MASKED, RANDOM = 0.8, 0.1  # the rest stays
 

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
-from dtmega.data.cut_samples import CutSamples
-from dtmega.data.ngrams import choose, n_to_hide, words_of
+from dtmega.data.denoising.cut_samples import CutSamples
+from dtmega.data.denoising.ngrams import choose, n_to_hide, words_of
+from dtmega.data.denoising.spans import HiddenSpans, SpanSample
 from dtmega.data.record import LONGEST_SENTENCE
-from dtmega.data.spans import HiddenSpans, SpanSample
 from dtmega.output import counted
 
 N_SPECIAL = 2  # places of S that Megatron leaves free

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import keyed
-from dtmega.data.cut import Targets, cut_table
+from dtmega.data.denoising.cut import Targets, cut_table
 from dtmega.data.indexed import CHUNK, IndexedDataset
 from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.output import counted

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from dtmega.config import Config
 from dtmega.data.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
-from dtmega.data.megatron_blend import MegatronBlend
-from dtmega.data.megatron_cache import OrderName
-from dtmega.data.megatron_index import Asked, index_of
+from dtmega.data.megatron.blend import MegatronBlend
+from dtmega.data.megatron.cache import OrderName
+from dtmega.data.megatron.index import Asked, index_of
 from dtmega.data.samples import AnySamples
 
 MOST_CORPORA = 254  # Megatron-LM's and Megatron-DeepSpeed's, which keep their number in a byte
@@ -36,7 +36,7 @@ class Fork(NamedTuple):
     """One of the originals.
 
     Attributes:
-        cutoff: see `megatron_index.Asked`.
+        cutoff: see `index.Asked`.
         split: n sequences, weights -> (start, stop) of each part.
         normalised: weights of a blend -> their shares.
         asked: of a corpus with this share, for n samples of the blend.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega.config import Data
-from dtmega.data.sentinels import Marks
+from dtmega.data.denoising.sentinels import Marks
 from dtmega.output import counted
 
 

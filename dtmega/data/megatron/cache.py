@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega.data.indexed import CHUNK
-from dtmega.data.megatron_index import Asked, Indices
+from dtmega.data.megatron.index import Asked, Indices
 from dtmega.strangers import read_object
 
 MAX_BYTES = 1 << 20  # of a description

@@ -1,0 +1,126 @@
+"""The record of the wing: the answers to what the trainer asks of a family, for any decoder of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtmega import config
+from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
+from dtmega.cost import Piece
+from dtmega.data import exported
+from dtmega.data.exported import ExportedTokenizer
+from dtmega.data.objectives import NEXT_TOKEN, Objective
+from dtmega.data.tokenizer import Tokenizer
+from dtmega.family import check_units, hidden_state, lengths_of
+from dtmega.formats.format import Format
+from dtmega.formats.sources import Source
+from dtmega.hf import resolve
+from dtmega.hf.directory import initial_values
+from dtmega.hf.families import KNOWN
+from dtmega.hf.files import export, theirs
+from dtmega.hf.files.tensors import has_weights
+from dtmega.hf.model import HF
+from dtmega.hf.tp.load import materialize, open_folder
+from dtmega.hf.tp.parallel import cut_stage, plan_for
+from dtmega.mesh import World
+from dtmega.models import count
+from dtmega.models.model import Model
+from dtmega.models.show import CONTINUATION
+
+
+class Transformers:
+    """Any decoder of transformers, unmodified: [model] path is a directory with its config.json."""
+
+    libraries = ("transformers",)
+    directory = True
+    formats: Mapping[str, Sequence[Format]] = {}
+    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN})
+    show = CONTINUATION
+    dtypes = ("float32", "bfloat16")
+
+    def resolve(self, cfg: config.Config) -> config.Config:
+        return resolve.resolve(cfg)
+
+    def digest(self, model: config.Model) -> str:
+        return resolve.digest(model.directory)
+
+    def described(self, model: config.Model, trained: str) -> config.Model:
+        return resolve.described(model, trained)
+
+    def notes(self, model: config.Model) -> list[str]:
+        return resolve.notes(model)
+
+    def build(self, model: config.Model) -> Model:
+        return HF(model)
+
+    def pieces(self, whole: Model) -> list[Piece]:
+        return count.pieces(whole)
+
+    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+        model = cfg.model
+        with torch.device("meta"):
+            whole = HF(model)
+        lengths_of(cfg, whole)
+        check_units(cfg, whole)
+        kind = whole.hf.config.model_type
+        if not model.init_from and not has_weights(model.directory):
+            initial_values(model.directory)
+        if sizes["tp"] > 1:
+            try:
+                plan_for(whole.hf, sizes["tp"])
+            except ValueError as error:
+                raise ValueError(f"{error} ([mesh] tp)") from None
+        in_stages = [name for name, known in KNOWN.items() if known.ends is not None]
+        if sizes["pp"] > 1 and kind not in in_stages:
+            raise ValueError(
+                f"a pipeline needs to know the ends of a model, and '{kind}' is none of {', '.join(in_stages)} "
+                f"([mesh] pp)"
+            )
+
+    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
+        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
+        return []
+
+    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
+        materialize(stage.hf, device)
+
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
+        return {"hidden": hidden_state(cfg, 1, "seq_len")}  # the whole sequence, between stacks of blocks
+
+    def weights(self, model: config.Model) -> Source | None:
+        if model.init_from and not is_hf_folder(model.init_from):
+            return open_checkpoint_weights(model, self.digest(model))
+        if not model.init_from and not has_weights(model.directory):
+            return None
+        key = "init_from" if model.init_from else "path"
+        try:
+            with torch.device("meta"):
+                return open_folder(model.init_from or model.directory, HF(model).hf)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{error} ([model] {key})") from None
+
+    def folder(self, path: Path, model: config.Model) -> Source:
+        raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
+
+    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
+        raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
+
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
+        return exported.of_documents(tokenizer, data)
+
+    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
+        raise ValueError(f"{program} has no model of name = '{model.name}' (--to)")
+
+    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
+        with torch.device("meta"):
+            built = HF(model)
+        parameters = {built.full_name(name): parameter.detach() for name, parameter in built.named_parameters()}
+        saved = theirs.saved(source, built.hf, parameters)
+        described = {"architectures": [type(built.hf).__name__]}
+        export.export(saved, folder, described, Path(model.directory), tokenizer, **options)
