@@ -268,10 +268,11 @@ def _join_megatron(tp: int) -> None:
 
 @contextlib.contextmanager
 def _without_cuda():
-    """megatron-core forks generators of a GPU around dropout, also where the rate is 0."""
+    """megatron-core forks generators of a GPU around dropout, also where the rate is 0, and asks where buffers go."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    with patch.object(CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()):
+    fork = patch.object(CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext())
+    with fork, patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
         yield
 
 
