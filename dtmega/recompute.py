@@ -26,11 +26,11 @@ EXPENSIVE = {
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Backward computes blocks' forward again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
+    """Let backward compute the forward of blocks again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
 
-    Of which blocks, Megatron's --activations-checkpoint-method says: `block`, of the first ones here; `uniform`, of
-    all, in units of so many, of which only the input is kept. Names stay as they are, because the blocks themselves are
-    kept. Dropout needs no saved state: its masks are keyed.
+    The method is that of Megatron's --activations-checkpoint-method: `block` takes the first blocks here; `uniform`
+    takes all, in units of so many, and keeps only the input of each unit. Names stay as they are, because the blocks
+    themselves are kept. Dropout needs no saved state: its masks are keyed.
 
     Returns:
         The blocks that backward computes again.

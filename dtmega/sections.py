@@ -116,7 +116,7 @@ def validate(
         for k in merged[section]:
             _field(chosen, section, k, source)
     for override in overrides:
-        # Checked before it is read, because only a known key tells how its text is to be read.
+        # A key is checked before its text is read, because only a known key tells how to read it.
         field = _field(chosen, override.section, override.key, override.option)
         merged.setdefault(override.section, {})[override.key] = _parse_text(field, override.text)
     for section, (kinds, value) in chosen.items():

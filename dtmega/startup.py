@@ -183,7 +183,7 @@ class Startup:
             store.set("complete", "")
 
         def patient() -> bool:
-            # Who refused after all had come here has come too: then there is nothing to give up.
+            # A rank that refused after all had come here has come, too: then nobody waits in vain.
             if this_step.check(["refused"]) and not store.check(["complete"]):
                 raise Abandoned
             return True

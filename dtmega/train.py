@@ -170,7 +170,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
 
 
 def train(run: Run, at: Progress) -> int:
-    """The loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
+    """Run the loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
     cfg, world, model, metrics, watch = run.cfg, run.world, run.model, run.metrics, run.watch
     first_step, started = at.step, time.monotonic()
     end = cfg.end(at.step, at.samples)
@@ -278,7 +278,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float)
 
 
 def evaluate_only(run: Run, at: Progress) -> int:
-    """The losses on the other splits of the newest checkpoint, or of the weights that a new run would start with."""
+    """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with."""
     whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test")
     return job.DONE if whole else job.PREEMPTED
 
@@ -315,7 +315,7 @@ def due(step: int, interval: int) -> bool:
 
 
 def run_and_leave(argv: list[str]) -> NoReturn:
-    """Train, print the traceback of what nobody expected, and end this process with the exit code."""
+    """Train, print the traceback of an unexpected error, and end this process with the exit code."""
     with output.guarded():
         try:
             code = main(argv)

@@ -3,8 +3,8 @@
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
     ranks 0, 2, 3 in front: step 7 in forward, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
 
-Ranks that came equally far are told apart by the innermost frame of their main threads: one in a collective waits, one
-elsewhere does not come to it.
+Ranks that came equally far are told apart by the innermost frame of their main threads: one in a collective waits for
+the others, one elsewhere has not come to it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Stager:
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the CPU, of the same layout, with the values of now. Nobody may still read those of the last call.
+        """Copies on the CPU, of the same layout, with the values of now. The copies of the last call are overwritten.
 
         A name has the same shape and layout each time. What is on a GPU is copied to pinned memory; the copies have
         ended when this returns.

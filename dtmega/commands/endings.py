@@ -22,7 +22,7 @@ WRONG_PATH = {
 
 
 class NothingWritten(Exception):
-    """A command has ended before any of its output stood under its name.
+    """A command that ended before any of its output stood under its name.
 
     Attributes:
         error: why.

@@ -1,4 +1,4 @@
-"""`dtmega verify-plan`: is the sharding plan of a model of transformers right?"""
+"""`dtmega verify-plan`: prove the sharding plan of a model of transformers."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
 
 
 def _remove_old(name: str, epoch: int) -> None:
-    """Delete what a killed process left behind, and epochs before the last one, which nobody needs who goes on."""
+    """Delete what a killed process left behind, and epochs before the last one, which no later step reads."""
     for path in cache_dir().glob(f"order-{name}-*"):
         found = re.fullmatch(rf"order-{name}-(\d+)\.bin(\.lock|\.\w+\.tmp)?", path.name)
         if found and int(found[1]) < epoch - 1:

@@ -43,7 +43,7 @@ class File(NamedTuple):
     Attributes:
         path: "-" is standard input.
         kind: one of KINDS.
-        n_bytes: as it is stored; 0 for standard input, of which nobody knows.
+        n_bytes: as it is stored; 0 for standard input, whose size is not known.
     """
 
     path: str

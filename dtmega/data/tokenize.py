@@ -60,7 +60,7 @@ def write(args: argparse.Namespace) -> str:
         longest=cut if isinstance(cut, int) else 0,
         sentences=args.split_sentences,
     )
-    total_bytes = sum(file.n_bytes for file in files) or None  # None: of standard input nobody knows
+    total_bytes = sum(file.n_bytes for file in files) or None  # None: the size of standard input is not known
     n_empty = n_malformed = 0
     with (
         IndexedWriter(args.output, token_dtype(tokenizer.vocab_size)) as writer,

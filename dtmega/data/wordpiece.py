@@ -2,7 +2,7 @@
 
 Text is cut at blanks and at each mark and Chinese character, a word into the longest tokens from its left; what goes on
 within a word begins with "##". A word with no such parts is one [UNK]. Blanks, line ends and indentation are lost.
-Ids are those of transformers' BertTokenizer. Of google-research/bert's one difference is known: there a capital sigma
+Ids are those of transformers' BertTokenizer. One difference from google-research/bert is known: there a capital sigma
 at the end of a word becomes ς in lower case, here σ.
 """
 

@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-VIEWS = ("transpose", "stack")  # change how rows are seen, of theirs or of ours; the other words, which rows are which
+VIEWS = ("transpose", "stack")  # these change how rows are seen; the other words say which rows are which
 FORM_WORDS = ("same", "concat", "heads", *VIEWS)
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -133,7 +133,7 @@ def _add(found: Directions, ours: Mapping[str, Shape], rule: Rule, place: _Place
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
-        if len(ours) > 1:  # then it is theirs that are by head
+        if len(ours) > 1:  # then the rows of theirs are by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():

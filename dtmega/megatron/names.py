@@ -2,8 +2,8 @@
 
 The names are those of a *whole* model: shards of tensor parallelism joined, layers numbered over all stages, heads of
 a fused QKV outermost ([H, (q, k, v), K], as in checkpoint version 3), padding rows of the vocabulary included. Beside
-each name stands how tensor parallelism cuts it. Both directions go by these tables, and so do shards: whoever joins or
-cuts them asks `cut_dim` and `fused` and knows no family.
+each name stands how tensor parallelism cuts it. Both directions go by these tables, and so do shards: code that joins
+or cuts them asks `cut_dim` and `fused` and knows no family.
 
 A file nests the same names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers layers by stage;
 `flat_name` brings a path in it, older ones included, to the name here. Source: Megatron-LM of 2022-02.

@@ -20,12 +20,12 @@ class Model(nn.Module):
     It is called as model(**rows of a microbatch, **what the stage before hands on) and returns tensors by name: what it
     hands on to the next stage (the family's `boundary`) and its sums over the microbatch (those of the family's
     objective), fp32 scalars, as far as this stage has any. Without labels the last stage returns what there is instead
-    of a loss, of a language model the logits [B, S, V]. It is what it holds that tells a stage what to do: a stack may
-    begin on any stage, and a sum may be on any. What a stage is given and does not return is handed on as it came, if
-    the boundary has it.
+    of a loss, of a language model the logits [B, S, V]. A stage does what the modules that it holds are for: a stack
+    may begin on any stage, and a sum may be on any. What a stage is given and does not return is handed on as it came,
+    if the boundary has it.
 
     Places are the global index of each token in its sample. They come with the batch, and no model counts for itself:
-    its tokens may be any part of a sequence. Where nobody gives them, as in a notebook, these are all of it, from 0.
+    its tokens may be any part of a sequence. Without them, as in a notebook, the tokens are a whole sequence, from 0.
 
     Attributes:
         cfg: its [model] section, of its family.

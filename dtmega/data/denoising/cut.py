@@ -122,7 +122,7 @@ def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -
     starts = dataset.tokens_before(np.arange(low, high))
     wanted = targets.of(np.arange(low, high))
 
-    # Where a sample ends that begins with a sentence: before the first one that starts where the target is, or later.
+    # For each sentence, the end of a sample that begins there: before the first one that starts at its target or later.
     ends = np.searchsorted(starts, starts + wanted)
     ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
     document_ends = np.repeat(bounds[1:], np.diff(bounds))

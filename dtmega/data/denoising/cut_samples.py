@@ -1,6 +1,6 @@
 """Samples of sentences: an epoch has each entry of the table of `cut.py` once, in an order keyed by (seed, epoch).
 
-What is made of the sentences of an entry is said in `pairs.py` and `separate_spans.py`.
+The samples made of the sentences of an entry are described in `pairs.py` and `separate_spans.py`.
 """
 
 from __future__ import annotations

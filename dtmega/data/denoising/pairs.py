@@ -4,7 +4,7 @@
     pairs = laid_out([samples[g] for g in range(8)], 512, specials)
     pairs.tokens  # [8, 512]: [CLS] A [SEP] B [SEP], padded
 
-Which sentences those are is said in `cut_samples.py`. The rest is drawn for each sample anew, keyed by its number g:
+`cut_samples.py` says which sentences those are. The rest is drawn for each sample anew, keyed by its number g:
 where A ends and B begins, which of them comes first, and what is left of them where they are longer than their target.
 Rules: Megatron-LM's `dataset_utils.py`.
 """

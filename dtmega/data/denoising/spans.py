@@ -5,7 +5,7 @@
     labels   <0> c d <1> f <end>          what the decoder is to say
     decoder  <start> <0> c d <1> f        what it has said so far
 
-Both are padded. Which spans are hidden is said in `merged_spans.py` and `separate_spans.py`.
+Both are padded. The choice of spans is in `merged_spans.py` and `separate_spans.py`.
 """
 
 from __future__ import annotations

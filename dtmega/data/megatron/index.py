@@ -197,7 +197,7 @@ def _sample_index(asked: Asked, epochs: Epochs, documents: NDArray[np.int32]) ->
             offsets = places - (ends[entries] - lengths[entries])
             piece = np.stack([first + entries, offsets], 1).astype(dtype)
             if start == 0:
-                piece[0] = 0  # theirs begins with the first entry, also where that has no tokens
+                piece[0] = 0  # Megatron's begins with the first entry, also where that has no tokens
             yield piece
         k = max(k, stop)
 

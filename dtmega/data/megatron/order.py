@@ -105,7 +105,7 @@ class MegatronSamples:
 
     Args:
         asked: all that the order is a function of.
-        place: under which name the original would have kept it.
+        place: the name under which the original would have kept it.
     """
 
     def __init__(self, asked: Asked, place: OrderName) -> None:
@@ -211,7 +211,7 @@ class _Builder:
         self.notes: list[str] = []
 
     def samples(self, parts: Sequence[CorpusPart]) -> AnySamples | None:
-        """None: there are no sequences, and the original goes without."""
+        """The samples; None where there are no sequences, which the original allows."""
         empty = [part for part in parts if part.documents[0] >= part.documents[1]]
         if len(parts) == 1 and empty and self._split != "train" and not self._fork.is_core:
             self.notes.append(f"'{self._split}' has no sequences of {parts[0].dataset.prefix}, and is left out")
