@@ -116,9 +116,16 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
     q = u - 0.5
     values = _central(q).to(torch.float32)
     # 15 % of them; ten times the arithmetic of the others.
-    outer = (q.abs_() > 0.425).nonzero().squeeze(1)
+    outer = _places(q.abs_() > 0.425)
     values[outer] = _outer(u[outer]).to(torch.float32)
     return values.view(index.shape)
+
+
+def _places(mask: Tensor) -> Tensor:
+    """Where a mask [n] is True; on a CPU numpy tells it in a quarter of the time."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(1)
 
 
 def _central(q: Tensor) -> Tensor:

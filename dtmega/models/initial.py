@@ -32,7 +32,7 @@ def init_weights(model: Model, seed: int) -> None:
 
 def _at_a_time(device: torch.device) -> int:
     """How many values: on a CPU as many as leave their temporaries in the cache of each core, else a few launches."""
-    return 2**15 * torch.get_num_threads() if device.type == "cpu" else 2**22
+    return 2**16 * torch.get_num_threads() if device.type == "cpu" else 2**22
 
 
 def _numbers(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
