@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import config, families, keyed
+from dtmega import config, families, keyed, optim
 from dtmega.cost import Piece
 from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.data.sums import Tally
@@ -41,7 +41,7 @@ MODEL = config.Bloom(
 )
 PIECES = families.pieces(MODEL)
 SEQ_LEN = 6
-RAMP = [8, 4, 4]  # microbatches of each step
+RAMP = [8, 4]  # microbatches of each step
 
 
 def settings(**sections: dict[str, Any]) -> config.Config:
@@ -610,16 +610,15 @@ def distribute(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    # A large eps: gradients of key biases are zero but for rounding, and Adam would make full steps of that.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+RATE = 1e-2
+EPS = 1e-3  # large: gradients of key biases are zero but for rounding, and Adam would make full steps of that
 
 
 def one_process(counts: list[int], dp: int) -> dict[str, Any]:
     """The truth: losses before and in training, gradients of the first step."""
     model = whole()
     fill(model)
-    optimizer, losses, gradients = adamw(model.parameters()), [], {}
+    optimizer, losses, gradients = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS), [], {}
     model.eval()
     with torch.no_grad():
         validation = sum(model(**m)["lm"].item() for m in microbatches(counts[0] * dp, 0))
@@ -687,7 +686,7 @@ def train_stages(schedules: list[config.Pipeline], counts: list[int], dp: int) -
         tied = [Tied("embed.weight", copies, there, ends if len(there) > 1 else None)] if copies else []
         runner = Pipeline(wanted, stages, mesh.get_group("pp"), boundaries(len(pieces)), CPU)
         named = [(stage.full_name(name), p) for stage in stages.values() for name, p in stage.named_parameters()]
-        optimizer = adamw([p for _, p in named])
+        optimizer = optim.AdamW([p for _, p in named], lr=RATE, eps=EPS, fused=True)
 
         def mine(count: int, step: int) -> list[dict[str, Tensor]]:
             return microbatches(count * dp, step)[dp_rank * count : (dp_rank + 1) * count]
@@ -742,8 +741,8 @@ ALL = {name: pipeline(name) for name in SCHEDULES}
 LAYOUTS: dict[str, tuple[int, int, list[int], dict[str, config.Pipeline]]] = {  # pp, dp, microbatches, schedules
     "pp 2": (2, 1, RAMP, ALL | {"4 per rank": pipeline("Interleaved1F1B", 4)}),
     "pp 4": (4, 1, RAMP, {name: ALL[name] for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")}),
-    "pp 2 x dp 2": (2, 2, [4, 4, 4], ALL),
-    "pp 2, file": (2, 1, [3, 3, 3], {"csv": pipeline("1F1B", csv="schedule.csv")}),
+    "pp 2 x dp 2": (2, 2, [4, 4], ALL),
+    "pp 2, file": (2, 1, [3, 3], {"csv": pipeline("1F1B", csv="schedule.csv")}),
 }
 # On data ranks one of each kind: one stage per rank, several, a V, and one that runs F and B at once.
 REPEATING = {("pp 2 x dp 2", name) for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble")}
@@ -790,7 +789,7 @@ def relative(x: float, truth: float) -> float:
 
 
 @pytest.mark.parametrize(("layout", "schedule"), CASES)
-def test_losses_of_three_steps_are_those_of_one_process(trained: Any, layout: str, schedule: str):
+def test_losses_of_two_steps_are_those_of_one_process(trained: Any, layout: str, schedule: str):
     truth, results = trained[layout, schedule]
     for step, loss in enumerate(truth["losses"]):
         assert relative(sum(result["losses"][step] for result in results), loss) < 1e-5
