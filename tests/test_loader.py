@@ -165,9 +165,20 @@ def test_resume_at_any_step_continues_as_if_it_never_stopped(samples, stop):
     assert take(second, 6 - stop) == expected[stop:]
 
 
+def states():
+    """Of the global generators."""
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+# Each worker imports torch. That a run goes on with one is in test_train.py.
 @MANY_WORKERS
-@pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.full), (0, 1), (2, 0)])
-def test_resume_does_not_see_the_number_of_workers_nor_what_they_prefetched(samples, before, after):
+@pytest.mark.parametrize(
+    ("before", "after"), [*(pytest.param(*n, marks=pytest.mark.full) for n in ((1, 2), (0, 1))), (2, 0)]
+)
+def test_neither_the_number_of_workers_nor_what_they_prefetched_is_seen_on_resume_or_moves_generators(
+    samples, before, after
+):
+    generators = states()
     expected = take(train_batches(samples), 9)
     first = train_batches(samples, workers=before)
     assert take(first, 3) == expected[:3]
@@ -176,6 +187,7 @@ def test_resume_does_not_see_the_number_of_workers_nor_what_they_prefetched(samp
     first.close()
     assert take(second, 6) == expected[3:]
     second.close()
+    assert states() == generators
 
 
 def test_resume_at_another_number_of_ranks_continues_at_the_same_sample(samples):
@@ -221,15 +233,9 @@ def test_what_was_started_early_is_kept_for_the_sample_it_is_at_and_dropped_for_
     assert next(batches).microbatches[0]["sample_ids"].tolist() == [48, 49]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_global_generators_are_not_moved(samples, workers):
-    def states():
-        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-
+def test_the_global_generators_are_not_moved(samples):
     before = states()
-    batches = train_batches(samples, workers=workers)
-    next(batches)
-    batches.close()
+    next(train_batches(samples))
     assert states() == before
 
 
@@ -326,20 +332,20 @@ def is_running(pid):
         return False
 
 
-def test_workers_sit_out_signals_to_the_process_group(start_trainer):
-    trainer = start_trainer("return")
+@pytest.mark.parametrize("ending", [pytest.param("return", marks=pytest.mark.full), "exception"])
+def test_workers_sit_out_signals_to_the_process_group_and_do_not_keep_a_trainer_that_ends(start_trainer, ending):
+    trainer = start_trainer(ending)
     for _ in range(3):
         while not select.select([trainer.stdout], [], [], 0.05)[0]:  # while the worker imports
             send_all(trainer)
         send_all(trainer)
     out, err = trainer.communicate("go on\n", timeout=20)
-    assert (trainer.returncode, out.splitlines()[1:], err) == (0, ["3"], "")
-
-
-def test_a_trainer_that_ends_by_an_exception_does_not_wait_for_its_workers(start_trainer):
-    trainer = start_trainer("exception")
-    _, err = trainer.communicate("go on\n", timeout=20)
-    assert (trainer.returncode, err.splitlines()[-1].partition(":")[0]) == (1, "KeyError")
+    assert out.splitlines()[1:] == ["3"]
+    if ending == "return":
+        assert (trainer.returncode, err) == (0, "")
+    else:
+        assert err.startswith("Traceback (most recent call last):\n  File")
+        assert (trainer.returncode, err.splitlines()[-1].partition(":")[0]) == (1, "KeyError")
 
 
 def end_by_itself(rows, folder: str, killed: bool) -> None:
