@@ -1,16 +1,9 @@
 import signal
 
-import numpy as np
 import pytest
-import torch
-
-from dtmega.data.indexed import IndexedWriter
 
 # By CPU seconds. A file stays in one process, and none should come last.
 LONGEST = ("hf_plans", "parity", "resume", "hf_train", "pipelining", "torchrun", "job", "loader", "train", "faults")
-
-# Two threads on two busy cores wait for each other longer than one of them computes.
-torch.set_num_threads(1)
 
 # A shell may start a job in the background with these ignored, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,6 +12,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; all others as they are."""
+    import torch  # here, which the process that only hands out tests does not reach
+
+    # Two threads on two busy cores wait for each other longer than one of them computes.
+    torch.set_num_threads(1)
     names = [f"test_{name}.py" for name in LONGEST]
     items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
 
@@ -26,6 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
     """Documents of a counting pattern, which any model learns in a few steps, by the tokenizer `bytes`."""
+    import numpy as np
+
+    from dtmega.data.indexed import IndexedWriter
+
     prefix = tmp_path_factory.mktemp("corpus") / "counting"
     end_of_document = 256
     rng = np.random.default_rng(0)

@@ -81,8 +81,8 @@ class Base(NamedTuple):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Base:
     folder = tmp_path_factory.mktemp("torchrun")
-    short = {"train.steps": 12, "checkpoint.interval": 4, "run.timeout_s": 60, "log.tensorboard": True}
-    keys = KEYS | write_text(folder) | LAYOUTS[LAYOUT][1] | short
+    short = {"model.n_layers": 2, "train.steps": 12, "checkpoint.interval": 4, "eval.interval": 0}
+    keys = KEYS | write_text(folder) | LAYOUTS[LAYOUT][1] | short | {"run.timeout_s": 60, "log.tensorboard": True}
     train_all([whole(LAYOUT, folder / "truth", keys)])
     return Base(keys, Record(folder / "truth"))
 
