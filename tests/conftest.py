@@ -3,7 +3,7 @@ import signal
 import pytest
 
 # By CPU seconds. A file stays in one process, and none should come last.
-LONGEST = ("hf_plans", "parity", "resume", "hf_train", "pipelining", "torchrun", "job", "loader", "train", "faults")
+LONGEST = ("parity", "hf_plans", "hf_train", "torchrun", "pipelining", "resume", "train", "endings", "job", "evaluate")
 
 # A shell may start a job in the background with these ignored, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
