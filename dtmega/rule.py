@@ -95,18 +95,11 @@ class AttentionRule(NamedTuple):
     def forbids(self) -> bool:
         return self.causal or self.window > 0 or self.query_documents is not None
 
-    @property
-    def keeps_bias(self) -> bool:
-        """Tell whether `bias` gives a part of what is there, or None; otherwise it makes one at each call."""
-        if self.strip is not None:
-            return self.query_documents is None
-        return not self.adds and not self.forbids
-
-    def chunks(self, size: int = 0) -> Iterator[Chunk]:
-        """All queries, `size` at a time; 0: as many as suit the device."""
+    def chunks(self) -> Iterator[Chunk]:
+        """All queries, some at a time."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
-        size = size or _chunk_size(n_queries, self.query_places.device)
+        size = _chunk_size(n_queries, self.query_places.device)
         for start in range(0, n_queries, size):
             stop = min(start + size, n_queries)
             first, last = 0, n_keys
@@ -124,9 +117,7 @@ class AttentionRule(NamedTuple):
         n_queries = chunk.stop - chunk.start
         # The strip's first query is the first of the last chunk. What that one sees at column c, ours sees as far away.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
-        row = max(0, -shift)  # of a query behind it
-        column = max(0, shift)
-        bias = self.strip[:, :, row : row + n_queries, column + chunk.first : column + chunk.last]
+        bias = self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last]
         if self.query_documents is None or self.key_documents is None:
             return bias
         queries = self.query_documents[:, None, chunk.start : chunk.stop, None]

@@ -148,9 +148,10 @@ def test_consecutive_places_share_one_strip_of_scores_for_all_chunks(first):
     assert [nbytes for _, nbytes in storages] == [H * 256 * 1024 * 4]
 
 
-def test_chunks_skip_the_keys_that_no_query_of_theirs_sees():
+def test_chunks_skip_the_keys_that_no_query_of_theirs_sees(monkeypatch):
+    monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 100)
     spans = [
-        [(chunk.first, chunk.last) for chunk in R.attention_rule(in_order(400), **keywords).chunks(100)]
+        [(chunk.first, chunk.last) for chunk in R.attention_rule(in_order(400), **keywords).chunks()]
         for keywords in ({"causal": True}, {"causal": True, "window": 30}, {"window": 30})
     ]
     assert spans[0] == [(0, 100), (0, 200), (0, 300), (0, 400)]
