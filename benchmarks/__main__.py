@@ -62,7 +62,8 @@ def main() -> int:
     failed = []
     for name in names:
         started_s = time.monotonic()
-        about = {"benchmark": name, "date": now(), "load": round(os.getloadavg()[0], 1), "quick": args.quick}
+        load = round(os.getloadavg()[0], 1)
+        about = {"benchmark": name, "date": now(), "commit": commit(), "load": load, "quick": args.quick}
         measured = run_apart(name, args.quick)
         if measured is None:
             failed.append(name)
@@ -153,6 +154,14 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
+def commit() -> str:
+    """The code that is measured, as git names it; '' outside a repository."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
+
+
 def line(row: dict[str, Any]) -> str:
     reach = "" if row["reach"] is None else f" (reach {row['reach']:.2f})"
     return f"{row['ratio']:.3f}{reach}  {row['name']} / {row['peer']}, {row['equal']}"
@@ -180,13 +189,15 @@ def markdown(record: dict[str, Any]) -> list[str]:
 
 def table(found: list[dict[str, Any]]) -> list[str]:
     """All rows, as Markdown."""
-    lines = ["| what | beside | ours | theirs | | ratio | reach | |"]
-    lines.append("| --- | --- | ---: | ---: | --- | ---: | ---: | --- |")
+    lines = ["| what | beside | ours | theirs | | ratio | reach | | when |"]
+    lines.append("| --- | --- | ---: | ---: | --- | ---: | ---: | --- | --- |")
     for row in found:
         reach = "" if row["reach"] is None else f"≤ {row['reach']:.2f}"
         verdict = "" if row["reach"] is None else ("falls short" if row["falls_short"] else "reached")
         cells = [row["name"], row["peer"], number(row["ours"]), number(row["theirs"]), row["unit"]]
-        lines.append(f"| {' | '.join(cells)} | {row['ratio']:.3f} | {reach} | {verdict} |")
+        lines.append(
+            f"| {' | '.join(cells)} | {row['ratio']:.3f} | {reach} | {verdict} | {row['date']}, {row['commit']} |"
+        )
     return lines
 
 

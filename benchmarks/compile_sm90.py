@@ -88,9 +88,9 @@ def fake_gpu(made: Made) -> Iterator[None]:
         setattr(torch.cuda, name, answer)
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # noqa: B010
-    import torch._functorch.config
-    import torch._inductor.config
     import triton
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._subclasses import fake_tensor
@@ -107,8 +107,8 @@ def fake_gpu(made: Made) -> Iterator[None]:
         stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         stack.enter_context(patch.object(CachingAutotuner, "precompile", lambda self, *a, **k: made.precompile(self)))
-        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
-        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, use_static_cuda_launcher=False))
+        stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+        stack.enter_context(inductor_config.patch(fx_graph_cache=False, use_static_cuda_launcher=False))
         yield
 
 

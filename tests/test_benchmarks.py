@@ -21,6 +21,7 @@ def row(ratio: float, reach: float | None, name: str = "a step") -> Row:
 
 def said(*rows: Row) -> str:
     about: dict[str, Any] = {"benchmark": "step.x", "date": "2026-11-22 10:00", "load": 0.5, "quick": False}
+    about["commit"] = "abcdef0"
     record = [about | r._asdict() | {"ratio": r.ratio, "falls_short": r.falls_short} for r in rows]
     return "\n".join(table.markdown({"machine": MACHINE, "rows": record}))
 

@@ -64,6 +64,7 @@ def llama(folder: Path, *, hidden_size: int, n_layers: int, n_heads: int, vocab_
         num_attention_heads=n_heads,
         num_key_value_heads=n_heads // 4,
         intermediate_size=1408,
+        rms_norm_eps=1e-5,
         max_position_embeddings=2048,
         use_cache=False,
     )

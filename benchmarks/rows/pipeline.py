@@ -52,8 +52,9 @@ def schedules(quick: bool) -> list[Row]:
         per_rank = int(SCHEDULES[name].per_rank[0])
         bubble = simulate(named_table(name, RANKS, per_rank, MICROBATCHES)).bubble
         ideal_ms = busy_ms / (1 - bubble)
-        label = f"pipeline of 2, {name}: step ({step_ms / busy_ms:.3f} of busy)"
-        rows.append(Row(label, f"bubble ({1 / (1 - bubble):.3f} of busy)", step_ms, ideal_ms, "ms", REACH, equal))
+        equal += f"; {step_ms / busy_ms:.3f} of busy"
+        peer = f"bubble ({1 / (1 - bubble):.3f} of busy)"
+        rows.append(Row(f"pipeline of 2, {name}", peer, step_ms, ideal_ms, "ms", REACH, equal))
     return rows
 
 
