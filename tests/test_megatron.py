@@ -109,7 +109,7 @@ def test_blooms_launch_script_is_its_configuration(tmp_path: Path) -> None:
     found = keys_of(translation.toml)
     shipped = config.load(["--config", "bloom-176b.toml"])
     same = {"run": {"dir": found.run.dir}, "eval": {"prompt": found.eval.prompt}, "mesh": {"tp": 4, "pp": 12}}
-    data = {"path": "data/roots", "tokenizer": "data/bloom/tokenizer.json"}
+    data = {"path": "data/roots", "tokenizer": "data/bloom/tokenizer.json", "num_workers": 1}
     expected = shipped.model_dump()
     for section, keys in {**same, "data": data}.items():
         expected[section] |= keys
