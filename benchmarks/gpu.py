@@ -70,6 +70,7 @@ SETS: dict[str, list[tuple[int, list[str]]]] = {
 }
 TINY = {"model.hidden_size": 64, "model.n_layers": 2, "model.n_heads": 2, "data.seq_len": 128, "model.vocab_size": 8192}
 TINY_LLAMA = TINY | {"model.n_kv_heads": 1, "model.ffn_hidden_size": 128}
+FP32 = {"precision.params": "float32"}
 SMALL = TINY | {"data.seq_len": 200, "optim.eps": 1e-6}
 Keys = dict[str, Any]
 
@@ -97,7 +98,7 @@ def tests() -> int:
 
 def losses(overrides: Keys, steps: int) -> list[float]:
     with ExitStack() as closing:
-        run = ours.begin("bloom.toml", SMALL | micro_batches(4) | overrides, closing)
+        run = ours.begin("bloom.toml", FP32 | SMALL | micro_batches(4) | overrides, closing)
         found = [train_step(run, next(run.batches)).loss for _ in range(steps)]
     dist.destroy_process_group()
     return found

@@ -51,7 +51,9 @@ def _on_a_rank(rounds: int) -> tuple[dict[str, float], str, dict[str, list[str]]
     with ExitStack() as closing:
         forms: dict[str, Callable[[], Any]] = {}
         for axis in AXES:
-            forms[axis] = ours.Stepper(ours.begin("bloom.toml", KEYS | {f"mesh.{axis}": 2}, closing))
+            forms[axis] = ours.Stepper(
+                ours.begin("bloom.toml", KEYS | {"precision.params": "float32", f"mesh.{axis}": 2}, closing)
+            )
         first: Any = forms["dp_shard"]
         forms["DDP"] = DDPStep(first.run, first.batch.microbatches)
         loss, norm = forms["DDP"]()

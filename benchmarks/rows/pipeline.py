@@ -71,7 +71,7 @@ def _on_a_rank(rounds: int) -> dict[str, Found]:
     for name in MEASURED:
         with ExitStack() as closing:
             keys = KEYS | {"mesh.pp": RANKS, "pipeline.schedule": name}
-            stepper = ours.Stepper(ours.begin("bloom.toml", keys, closing))
+            stepper = ours.Stepper(ours.begin("bloom.toml", keys | {"precision.params": "float32"}, closing))
             loss = stepper().loss
             asleep = Asleep()
             for stage in stepper.run.model.stages.values():

@@ -140,7 +140,8 @@ def start(quick: bool) -> list[Row]:
 def values(quick: bool) -> list[Row]:
     """Microseconds that an initial value takes to draw; a function of its place in the whole tensor."""
     with ExitStack() as closing:
-        keys = {f"model.{key}": value for key, value in SIZES.items()} | {"data.seq_len": SEQ_LEN}
+        keys = {f"model.{key}": value for key, value in SIZES.items()}
+        keys |= {"data.seq_len": SEQ_LEN, "precision.params": "float32"}
         run = ours.begin("bloom.toml", keys, closing)
         parameters = [parameter for _, parameter in run.model.named_parameters()]
         n = sum(parameter.numel() for parameter in parameters)

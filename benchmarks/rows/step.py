@@ -21,7 +21,7 @@ BATCH = {"batch.micro_batch_size": 4, "batch.global_batch_size": 4, "data.seq_le
 
 def keys(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     model = {f"model.{key}": value for key, value in sizes.items()}
-    return BATCH | model | {"model.init_from": str(folder)}
+    return BATCH | model | {"model.init_from": str(folder), "precision.params": "float32"}
 
 
 def bloom(quick: bool) -> list[Row]:
