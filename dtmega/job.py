@@ -3,7 +3,7 @@
 | code | name | why the process left | what to do |
 |---|---|---|---|
 | 0 | DONE | the run is finished | |
-| 1 | | a Python exception; its message is on stderr | read it |
+| 1 | FAILED | a Python exception; its message is on stderr | read it |
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints and none is intact | restore one, or start in another run directory |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | the same command goes on |
@@ -11,7 +11,8 @@
 | 77 | HUNG | nothing happened for timeout_s; the report names who is behind | look there; the same command goes on |
 
 "The same command" has the default `--checkpoint.resume auto`.
-Whatever its workers say, torchrun exits with 1 unless all of them gave 0; it prints their codes.
+Whatever its workers say, torchrun exits with 1 unless all of them gave 0; it prints their codes. So the first rank also
+writes the code and the reason into `exit.json` of the run directory, for whoever started the job.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,12 +36,14 @@ from typing import Any, NoReturn
 from dtmega import durable, output
 
 DONE = 0
+FAILED = 1
 REFUSED = 2
 DAMAGED = 3
 PREEMPTED = 75
 STUCK = 76
 HUNG = 77
 
+EXIT = "exit.json"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # after which a run saves and leaves
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -98,6 +103,76 @@ class Claim:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class Ending:
+    """The file `exit.json` of a run directory: why the process that wrote there has left, and how far the run has come.
+
+        {"code": 75, "reason": "a signal asked for it", "step": 180, "checkpoint": "runs/a/checkpoints/step-00000180"}
+
+    It is there only after the end: a start takes away that of the start before. A run that is still going has none, nor
+    has one that was killed.
+
+    Attributes:
+        step: how many steps of the run are done.
+        checkpoint: the path of its newest one; '' while there is none.
+        code, reason: of leaving; None and '' until they are known.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.checkpoint = ""
+        self.code: int | None = None
+        self.reason = ""
+        self._path: Path | None = None
+
+    @contextmanager
+    def told_in(self, folder: Path) -> Iterator[None]:
+        """The file is written at the end of this block, which holds the right to write in the folder.
+
+        Whoever does not call it, as all ranks but the first, writes nothing.
+
+        Raises:
+            OSError: the file of the start before cannot be taken away.
+        """
+        self._path = folder / EXIT
+        self._path.unlink(missing_ok=True)
+        try:
+            yield
+        except Exception as error:
+            if self.code in (None, DONE, PREEMPTED):  # else this error is known
+                self.because(FAILED, described(error))
+            raise
+        finally:
+            self.write()
+
+    def because(self, code: int, reason: str) -> int:
+        """Set the code and the reason of leaving. Returns the code."""
+        self.code = code
+        self.reason = reason
+        return code
+
+    def write(self) -> None:
+        """Put the file in its place; a disk that does not take it changes nothing but is said."""
+        if self._path is None or self.code is None:
+            return
+        content = {
+            "code": self.code,
+            "reason": self.reason,
+            "step": self.step,
+            "checkpoint": self.checkpoint or None,
+        }
+        try:
+            with durable.replaced(self._path) as file:
+                json.dump(content, file)
+                file.write("\n")
+        except OSError as error:
+            output.say(f"{self._path} cannot be written: {error.strerror}")
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
 def die_with_parent() -> None:

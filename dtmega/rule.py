@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dtmega.past import Past
+
 BLOCK = 128  # queries, and keys, of a block in FlexAttention's masks
 # Queries that are taken at a time, about: below 192 torch's kernel for CPUs works in its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
@@ -50,6 +52,7 @@ class AttentionRule(NamedTuple):
         strip: [1, H or 1, C, columns] where places are consecutive: what `bias` is for the last chunk and all others.
         causal, window: see `attention_rule`.
         block_mask: for FlexAttention; the chunked formula has none.
+        past: what keeps the keys and values of the tokens before; their places are the first of `key_places`.
     """
 
     query_places: Tensor
@@ -63,6 +66,7 @@ class AttentionRule(NamedTuple):
     causal: bool
     window: int
     block_mask: BlockMask | None = None
+    past: Past | None = None
 
     def allowed(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Tell whether the i-th query of row b attends to the j-th key; indices of any shapes that broadcast."""
@@ -99,15 +103,16 @@ class AttentionRule(NamedTuple):
         """All queries, some at a time."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
+        n_before = n_keys - n_queries  # keys of tokens before the first query, where places are consecutive
         size = _chunk_size(n_queries, self.query_places.device)
         for start in range(0, n_queries, size):
             stop = min(start + size, n_queries)
             first, last = 0, n_keys
             if self.strip is not None and self.causal:
-                last = stop
+                last = n_before + stop
             if self.strip is not None and self.window:
-                first = max(0, start - self.window + 1)
-                last = min(last, stop - 1 + self.window)
+                first = max(0, n_before + start - self.window + 1)
+                last = min(last, n_before + stop - 1 + self.window)
             yield Chunk(start, stop, first, last)
 
     def bias(self, chunk: Chunk) -> Tensor | None:
@@ -149,6 +154,7 @@ def attention_rule(
     table: Tensor | None = None,
     key_places: Tensor | None = None,
     key_document_ids: Tensor | None = None,
+    past: Past | None = None,
     fused: bool = True,
 ) -> AttentionRule:
     """The rule of a batch, for all layers that share it.
@@ -165,12 +171,16 @@ def attention_rule(
         table: [H, 2 M + 1], relative positions: the entry of (place of the key - place of the query), clamped to
             -M ... M, is added; its gradient is computed. See `distance_buckets`. Under tp this rank's heads.
         key_places, key_document_ids: [B, T], where keys are not those of the same tokens.
+        past: tokens before these, which queries see as well; it takes in these. Once per forward, and without `prefix`.
         fused: False where no kernel is wanted on CUDA (attention dropout, lengths that come once): there the chunked
             formula waits for the device once, to see whether places are consecutive.
 
     Returns:
         The rule, in which a query that sees no key gets 0 for its output.
     """
+    if past is not None:
+        assert key_places is None and prefix is None, "a past is of the same tokens, and of no prefix"  # noqa: PT018
+        key_places, key_document_ids = past.begin(places, document_ids)
     own = key_places is None
     query_places = places.to(torch.int32)
     # Copies: a compiled block breaks where its own autograd is given one tensor twice (torch 2.13).
@@ -179,11 +189,13 @@ def attention_rule(
     if own and document_ids is not None:
         documents = document_ids.clone()
     assert (document_ids is None) == (documents is None), "documents of queries and of keys come together"
-    rule = AttentionRule(query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window)
+    rule = AttentionRule(
+        query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window, past=past
+    )
     if places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))
     by_distance = rule.adds or causal or window > 0
-    if own and by_distance and prefix is None and _consecutive(query_places):
+    if (own or past is not None) and by_distance and prefix is None and _consecutive(keys):
         return rule._replace(strip=_strip(rule))
     return rule
 
@@ -241,7 +253,7 @@ def _strip(rule: AttentionRule) -> Tensor | None:
     n_queries = rule.query_places.shape[1]
     device = rule.query_places.device
     size = _chunk_size(n_queries, device)
-    start = _last_start(n_queries, device)
+    start = rule.key_places.shape[1] - n_queries + _last_start(n_queries, device)
     n_columns = start + (size if rule.causal else n_queries)
     place = torch.arange(n_columns, device=device, dtype=torch.int32)[None]
     one_row = rule._replace(

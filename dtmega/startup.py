@@ -51,11 +51,13 @@ class Refused(Exception):
 
     Attributes:
         exit_code: with which every rank leaves.
+        reason: as it was printed.
     """
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(f"exit code {exit_code}")
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(f"exit code {exit_code}: {reason}")
         self.exit_code = exit_code
+        self.reason = reason
 
 
 @dataclass
@@ -152,7 +154,7 @@ class Startup:
         verdict = self._judge(store, step, what) if self.rank == 0 else self._hear(store, refusal, what)
         if verdict["exit_code"]:
             self._leave(store)
-            raise Refused(verdict["exit_code"])
+            raise Refused(verdict["exit_code"], verdict["reason"])
         step.told = verdict["told"]
 
     def at_work(self, items: Iterable[T]) -> Iterator[T]:
@@ -208,7 +210,7 @@ class Startup:
             # Nobody to meet: what this rank has to say must not be lost by that.
             if refusal is not None:
                 output.say(f"{self._program}: {refusal.reason}")
-                raise Refused(refusal.exit_code) from None
+                raise Refused(refusal.exit_code, refusal.reason) from None
             raise
         self._n_steps += 1
         return PrefixStore(str(self._n_steps), self._meeting)
@@ -232,14 +234,19 @@ class Startup:
                 refusals.setdefault((report["reason"], report["exit_code"]), []).append(rank)
             else:
                 contents.setdefault(report["same"], []).append(rank)
+        said = []
         for (reason, _), ranks in refusals.items():
-            self._say_once(store, reason, "" if len(ranks) == self.size else f"{output.name_ranks(ranks)}: ")
+            who = "" if len(ranks) == self.size else f"{output.name_ranks(ranks)}: "
+            self._say_once(store, reason, who)
+            said.append(who + reason)
         exit_code = next((code for _, code in refusals), 0)
         if len(contents) > 1:
             values = [(json.loads(store.get(f"same/{digest}")), ranks) for digest, ranks in contents.items()]
-            output.say(f"{self._program}: the ranks do not have the same {what}: {_differences(values)}")
+            differ = f"the ranks do not have the same {what}: {_differences(values)}"
+            output.say(f"{self._program}: {differ}")
             exit_code = exit_code or job.REFUSED
-        verdict = {"exit_code": exit_code, "told": step.tell}
+            said.append(differ)
+        verdict = {"exit_code": exit_code, "reason": "; ".join(said), "told": step.tell}
         store.set("verdict", json.dumps(verdict))
         return verdict
 
@@ -249,7 +256,7 @@ class Startup:
             if refusal is None:
                 raise RuntimeError(f"rank 0 did not come to the end of the step '{what}' in {self.timeout_s:g} s")
             self._say_once(store, refusal.reason, f"{output.name_ranks([self.rank])}: ")
-            return {"exit_code": refusal.exit_code}
+            return {"exit_code": refusal.exit_code, "reason": refusal.reason}
         return json.loads(store.get("verdict"))
 
     def _say_once(self, store: Store, reason: str, who: str) -> None:

@@ -16,6 +16,7 @@ from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.objectives import Objective
 from dtmega.data.sums import loss_of, means_of
 from dtmega.data.text import Text
+from dtmega.job import Ending
 from dtmega.loss_scale import LossScale
 from dtmega.mesh import World
 from dtmega.metrics import Metrics
@@ -33,6 +34,7 @@ class Run(NamedTuple):
         cfg: the same, decided.
         digest: of the directory that the model is read from; '' where there is none.
         loss_scale: float16's; None in another precision.
+        ending: the record of the run's end.
     """
 
     asked: Config
@@ -46,6 +48,7 @@ class Run(NamedTuple):
     checkpoints: Checkpoints
     metrics: Metrics
     watch: Watch
+    ending: Ending
     digest: str = ""
     loss_scale: LossScale | None = None
 

@@ -36,6 +36,7 @@ from dtmega.startup import Refused, Startup, same_job
 from dtmega.step import Run, check_same_batch, train_step
 from dtmega.watch import SAVING, Watch
 
+FINISHED = "finished"
 SIGNALLED = "a signal asked for it"
 KILLED = "[train] kill_switch"
 
@@ -44,23 +45,33 @@ KILLED = "[train] kill_switch"
 def main(argv: list[str]) -> int:
     """Train or evaluate; returns the exit code. The process group is left to the caller."""
     job.die_with_parent()
+    ending = job.Ending()
     with ExitStack() as closing:
         try:
-            run, at = begin(argv, Startup(), closing)
+            run, at = begin(argv, Startup(), closing, ending)
         except Refused as refused:
-            return refused.exit_code
+            return ending.because(refused.exit_code, refused.reason)
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
-        except RuntimeError as error:  # torch's, of a collective whose other ranks have left
-            if not run.watch.signals:
+        except Exception as error:
+            stopped = isinstance(error, RuntimeError) and run.watch.signals
+            if not stopped:
+                run.watch.leaving_alone(job.FAILED, job.described(error))
                 raise
-            # Their grace time was over a moment before the watch of this rank would have ended it too.
-            run.watch.say_stuck(f"before this: {error}")
-            return job.STUCK
+            # Torch's, of a collective whose other ranks have left: their grace time was over a moment before the watch
+            # of this rank would have ended it too.
+            return run.watch.stuck(f"before this: {error}")
 
 
-def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, Progress]:
-    """The start, in steps that all ranks take together. What is opened is closed by `closing`."""
+def begin(
+    argv: list[str], startup: Startup, closing: ExitStack, ending: job.Ending | None = None
+) -> tuple[Run, Progress]:
+    """The start, in steps that all ranks take together. What is opened is closed by `closing`.
+
+    Args:
+        ending: what is to be told of the run's end; None: nothing.
+    """
+    ending = job.Ending() if ending is None else ending
     with startup.step("configuration") as step:
         asked = families.resolve(config.load(argv))
         device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
@@ -90,6 +101,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         if startup.rank == 0:
             for claim in found.claims(cfg):
                 closing.callback(claim.close)
+            closing.enter_context(ending.told_in(Path(cfg.run.dir)))
             there = found.find(cfg, text.identity, digest)
             closing.callback(found.remove_probe, cfg, there)
             step.tell = there._asdict()
@@ -108,7 +120,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
     asked, cfg = decided(asked, step.told), decided(cfg, step.told)
     with startup.step("process groups"):
         world = mesh.start(device, sizes, startup.timeout_s, startup.store)
-    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank)
+    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, ending)
     closing.callback(watch.close)  # the last of those that take time: until then it hears a second signal
     closing.callback(batches.close)
     if not candidates and not cfg.eval.only:
@@ -129,6 +141,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
 
     at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
     batches.load_state_dict({"samples": at.samples})
+    ending.step = at.step
+    ending.checkpoint = checkpoints.newest
     end = cfg.end(at.step, at.samples)
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
@@ -163,6 +177,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack) -> tuple[Run, P
         checkpoints=checkpoints,
         metrics=metrics,
         watch=watch,
+        ending=ending,
         digest=digest,
         loss_scale=scale,
     )
@@ -175,7 +190,9 @@ def train(run: Run, at: Progress) -> int:
     first_step, started = at.step, time.monotonic()
     end = cfg.end(at.step, at.samples)
     total_steps = end.steps
-    skipped_in_a_row, stopping, unsaved, newest = 0, "", "", at.step
+    skipped_in_a_row = 0
+    stopping = ""
+    unsaved = ""
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
     elif cfg.train.kill_switch and killed_before_it_began(run):
@@ -190,6 +207,7 @@ def train(run: Run, at: Progress) -> int:
         if at.step == first_step:
             check_same_batch(batch, world)
         at, faulty = one_step(run, batch, at, end, step_started)
+        run.ending.step = at.step
         if faulty is not None:
             skipped_in_a_row = skipped_in_a_row + 1 if faulty else 0
         if skipped_in_a_row > cfg.train.max_skipped:
@@ -225,7 +243,7 @@ def train(run: Run, at: Progress) -> int:
         for outcome in ended:
             metrics.saved(at.step, *outcome)
             unsaved = outcome.error
-            newest = outcome.step
+            run.ending.checkpoint = run.checkpoints.newest
 
     if at.step >= total_steps:
         whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
@@ -236,10 +254,11 @@ def train(run: Run, at: Progress) -> int:
         )
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
-        return job.STUCK
-    checkpoint = f", {resume.root_of(cfg)}/{resume.name(newest)}" if newest else ""
+        return run.ending.because(job.STUCK, f"not saved: {unsaved}")
+    checkpoint = f", {run.checkpoints.newest}" if run.checkpoints.newest else ""
     metrics.message(f"written: config.toml and metrics.jsonl in {cfg.run.dir}{checkpoint}")
-    return job.PREEMPTED if stopping == SIGNALLED else job.DONE
+    code = job.PREEMPTED if stopping == SIGNALLED else job.DONE
+    return run.ending.because(code, stopping or FINISHED)
 
 
 def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float) -> tuple[Progress, bool | None]:
@@ -280,7 +299,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float)
 def evaluate_only(run: Run, at: Progress) -> int:
     """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with."""
     whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test")
-    return job.DONE if whole else job.PREEMPTED
+    return run.ending.because(*((job.DONE, FINISHED) if whole else (job.PREEMPTED, SIGNALLED)))
 
 
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:
@@ -321,5 +340,5 @@ def run_and_leave(argv: list[str]) -> NoReturn:
             code = main(argv)
         except Exception:
             traceback.print_exc()
-            code = 1
+            code = job.FAILED
         job.leave(code)

@@ -77,10 +77,12 @@ class Watch:
             `--shutdown-timeout` (30 s unless set) and timeout_s.
         timeout_s: longer than anything between two beats, the first step's compilation included; 0 = no limit.
         rank: of this process.
+        ending: what to tell of the end, if the thread makes it.
     """
 
-    def __init__(self, grace_s: float, timeout_s: float, rank: int) -> None:
+    def __init__(self, grace_s: float, timeout_s: float, rank: int, ending: job.Ending | None = None) -> None:
         self.signals: list[int] = []
+        self._ending = job.Ending() if ending is None else ending
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
         self._placed: Beat | None = None  # whose place in the code has been published
@@ -143,9 +145,27 @@ class Watch:
             lines.append(f"{output.name_ranks([*ages_s])} {how}: step {step} in {phase}, for {for_s:.0f} s{where}")
         return "\n".join(lines)
 
-    def say_stuck(self, until: str) -> None:
-        """Say that a signal came and no step ended `until` something else ended this process."""
-        output.say(self._leaving(job.STUCK, _stuck(until)))
+    def stuck(self, until: str) -> int:
+        """Say that a signal came and no step ended `until` something else ended this process. Returns the exit code."""
+        why = _stuck(until)
+        output.say(self._leaving(job.STUCK, why))
+        self.leaving_alone(job.STUCK, why)
+        return job.STUCK
+
+    def leaving_alone(self, code: int, reason: str) -> None:
+        """Set the ending of a rank that leaves while others may not know it: the first one's is that of the job.
+
+        What a rank meets later, a broken collective or a launcher that ends it, follows from that.
+        """
+        self._ending.because(code, reason)
+        if self._reader is None:
+            return
+        mine = f"{code} rank {self.rank}: {reason}"
+        with suppress(RuntimeError):  # the store may be gone with the first one
+            first = self._reader.compare_set("left", "", mine).decode()
+            if first != mine:
+                its_code, its_reason = first.split(" ", 1)
+                self._ending.because(int(its_code), its_reason)
 
     def close(self) -> None:
         """Stop watching; signals do again what they did before."""
@@ -231,6 +251,10 @@ class Watch:
         # A C thread ends the process with code 1 if the report hangs too: in the store, or in a full stdout.
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
+            self._ending.because(code, why)
+            self._ending.write()  # before the store, which may not answer
+            self.leaving_alone(code, why)
+            self._ending.write()
             self._publish_place()
             text = self._leaving(code, why)
             first = code == job.HUNG and self._is_first()

@@ -30,6 +30,7 @@ from dtmega.commands import endings
 from dtmega.convert import sources, to_checkpoint
 from dtmega.data.indexed import IndexedDataset
 from dtmega.hf.files import export as hf_export
+from dtmega.models.generate import Drawing
 from dtmega.startup import Startup
 from tests import ranks
 from tests.test_hf import Memory
@@ -50,6 +51,7 @@ def refused(argv: list[str], capsys: Any) -> str:
 
 
 GENERATE = ["generate", "--run", "r", "--prompt", "p"]
+SHARE = "expected a number above 0 and up to 1"
 TOKENIZE = ["tokenize", "--input", "in.txt", "--tokenizer", "bytes"]
 
 
@@ -101,7 +103,11 @@ TOKENIZE = ["tokenize", "--input", "in.txt", "--tokenizer", "bytes"]
             )
             for text in ("0", "lines")
         ),
-        (["generate", "--run", "r"], "generate: the following arguments are required: --prompt"),
+        (["generate", "--prompt", "p"], "generate: the following arguments are required: --run"),
+        *(
+            ([*GENERATE, "--top-p", text], f"generate: argument --top-p: {SHARE}, got '{text}'")
+            for text in ("0", "1.1", "nan", "much")
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_in_one_line_that_names_the_option(argv, line, capsys):
@@ -129,11 +135,18 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ("merge --input a b --output o/p", {"input": ["a", "b"], "output": "o/p"}),
     (
         "generate --run r --prompt p",
-        {"run": "r", "prompt": "p", "tokens": None, "temperature": None, "top_k": None, "seed": None},
+        {
+            **{"run": "r", "prompt": ["p"], "tokens": None, "temperature": None, "top_k": None, "top_p": None},
+            **{"seed": None, "step": None, "interactive": False, "pp": 1, "dp_replicate": 1, "dp_shard": -1, "tp": 1},
+        },
     ),
     (
-        f"generate --run r --prompt p --tokens 1 --temperature 0.5 --top-k 0 --seed {2**63 - 1}",
-        {"run": "r", "prompt": "p", "tokens": 1, "temperature": 0.5, "top_k": 0, "seed": 2**63 - 1},
+        f"generate --run r --prompt p --prompt - --tokens 1 --temperature 0.5 --top-k 0 --top-p 0.5 --step 0 "
+        f"--interactive --mesh.pp 2 --mesh.dp_replicate 3 --mesh.dp_shard 4 --mesh.tp 5 --seed {2**63 - 1}",
+        {
+            **{"run": "r", "prompt": ["p", "-"], "tokens": 1, "temperature": 0.5, "top_k": 0, "top_p": 0.5},
+            **{"seed": 2**63 - 1, "step": 0, "interactive": True, "pp": 2, "dp_replicate": 3, "dp_shard": 4, "tp": 5},
+        },
     ),
     (
         "convert --from hf a --to dtmega b",
@@ -231,34 +244,33 @@ def text(tmp_path) -> Path:
 def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, place, capsys, monkeypatch):
     asked: dict[str, Any] = {}
 
-    def generate(model: torch.nn.Module, tokens: list[int], n: int, **options: Any) -> list[int]:
-        asked.update(options, tokens=tokens, n=n, weights=dict(model.named_parameters()))
+    def generate(model: torch.nn.Module, tokens: list[int], n: int, drawing: Drawing) -> list[int]:
+        asked.update(drawing=drawing, tokens=tokens, n=n, weights=dict(model.named_parameters()))
         return [33, 10]
 
     monkeypatch.setattr("dtmega.models.show.generate", generate)
     weights = Weights(open_checkpoint(str(finished)))
     folder = finished if place == "the run" else finished / "checkpoints" / "step-00000001"
-    options = ["--tokens", "7", "--temperature", "0.5", "--top-k", "3", "--seed", "9"]
+    options = ["--tokens", "7", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
     assert command(["generate", "--run", str(folder), "--prompt", "hi", *options]) == job.DONE
     assert capsys.readouterr().out == "hi!\n\n"
     loaded = asked.pop("weights")
-    assert asked == {
-        **{"tokens": [104, 105], "n": 7, "temperature": 0.5, "top_k": 3, "seed": 9},
-        **{"vocab_size": 257, "eod_id": 256},
-    }
+    drawing = Drawing(257, frozenset([256]), seed=9, temperature=0.5, top_k=3, top_p=0.25)
+    assert asked == {"tokens": [104, 105], "n": 7, "drawing": drawing}
     assert loaded.keys() == weights.tensors.keys()
     assert all(torch.equal(loaded[name], weights.read(name)) for name in loaded)
 
 
 def test_generate_reads_the_configuration_of_a_run_from_its_config_toml(finished, tmp_path, monkeypatch):
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("dtmega.models.show.generate", lambda *args, **options: asked.update(options, n=args[2]) or [])
+    names = ("model", "tokens", "n", "drawing")
+    monkeypatch.setattr("dtmega.models.show.generate", lambda *args: asked.update(zip(names, args, strict=True)) or [])
     shutil.copytree(finished, tmp_path / "run")
     toml = tmp_path / "run" / "config.toml"
     toml.write_text(toml.read_text().replace('tokenizer = "bytes"', 'tokenizer = "stdlib-8k"'))
     assert command(["generate", "--run", str(tmp_path / "run"), "--prompt", "hi"]) == job.DONE
-    assert asked["vocab_size"] > 8000
-    assert (asked["n"], asked["seed"]) == (128, 0)
+    assert asked["drawing"].vocab_size > 8000
+    assert (asked["n"], asked["drawing"].seed) == (128, 0)
 
 
 # By name, as `errno` has them: what the user of a command has named wrongly. All others are of the machine.

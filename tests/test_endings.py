@@ -111,6 +111,11 @@ def test_a_run_names_its_newest_checkpoint_and_has_an_exit_code_of_its_own_if_th
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     failed = {line["checkpoint"] for line in lines if line.get("checkpoint_error", "").startswith("no room")}
     assert failed == lost
+    newest = f"{tmp_path}/checkpoints/step-{there[-1]:08}" if there else None
+    told = json.loads((tmp_path / "exit.json").read_text())
+    assert (told["code"], told["checkpoint"]) == (code, newest)
+    assert told["reason"].startswith("finished" if code == job.DONE else "not saved: no room")
+    assert told["step"] == more.get("train.exit_interval", keys["train.steps"])
 
 
 class Stops(NamedTuple):
@@ -153,14 +158,20 @@ def test_a_run_that_is_stopped_says_why_and_is_saved_there(tmp_path, keys, capsy
     more, signalled, code, after, why = STOPS[name]
 
     def happens(step: int) -> None:
+        assert not told.exists()  # what the start before has left
         if step == signalled:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    told = tmp_path / "exit.json"
+    told.write_text('{"code": 75}')
     before = signal.getsignal(signal.SIGTERM)
     with in_steps(happens):
         assert alone(keys | AT_END | more, tmp_path) == code
     assert signal.getsignal(signal.SIGTERM) == before
     assert checkpoints(tmp_path) == [f"step-{after:08}"]
+    reason = why.partition(";")[0] or "finished"
+    newest = f"{tmp_path}/checkpoints/step-{after:08}"
+    assert json.loads(told.read_text()) == {"code": code, "reason": reason, "step": after, "checkpoint": newest}
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped")]
     assert said == ([f"stopped after step {after} of 4: {why}"] if why else [])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import re
 import shutil
 import threading
@@ -305,6 +306,8 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_start_from_scratch(t
     message = capsys.readouterr().err
     for step in (4, 8, 12):
         assert re.search(rf"damaged: .*step-000000{step:02}: {what}: ", message)
+    told = json.loads((tmp_path / "exit.json").read_text())
+    assert (told["code"], f"dtmega: {told['reason']}\n") == (job.DAMAGED, message)
     assert checkpoints(tmp_path) == before
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,25 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.models.generate import answer, generate
+from dtmega.models.generate import Drawing, answer, generate
 from dtmega.models.model import Model
 from tests import plain_bloom
 from tests.test_definition import V, leaves, model_of
 
 PROMPT, VOCAB = [1, 2, 3], 120  # of the tokenizer, whose model has more rows
+GREEDY = Drawing(50, frozenset([10]), temperature=0)
 
 
 @pytest.mark.parametrize(
-    ("keys", "temperature", "top_k"),
+    ("keys", "temperature", "top_k", "top_p"),
     [
-        ({}, 0.8, 50),
-        ({"temperature": 2.0, "top_k": 3}, 2.0, 3),
-        ({"temperature": 0.5, "top_k": 0}, 0.5, VOCAB),
-        ({"temperature": 1.0, "top_k": 1000}, 1.0, VOCAB),
+        ({}, 0.8, 50, 1.0),
+        ({"temperature": 2.0, "top_k": 3}, 2.0, 3, 1.0),
+        ({"temperature": 0.5, "top_k": 0}, 0.5, VOCAB, 1.0),
+        ({"temperature": 1.0, "top_k": 1000}, 1.0, VOCAB, 1.0),
+        ({"temperature": 2.0, "top_k": 0, "top_p": 0.6}, 2.0, VOCAB, 0.6),
+        ({"temperature": 2.0, "top_k": 10, "top_p": 0.7}, 2.0, 10, 0.7),
+        ({"temperature": 2.0, "top_p": 1e-9}, 2.0, 1, 1.0),
     ],
-    ids=["defaults", "few", "all", "more than all"],
+    ids=["defaults", "few", "all", "more than all", "most of all", "most of a few", "only one"],
 )
-def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, keys, temperature, top_k):
+def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, keys, temperature, top_k, top_p):
     model, drawn = model_of(), list[Tensor]()
     honest = torch.multinomial
 
@@ -36,7 +41,7 @@ def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, k
         return honest(p, n, generator=generator)
 
     monkeypatch.setattr(torch, "multinomial", multinomial)
-    new = generate(model, PROMPT, 5, vocab_size=VOCAB, eod_id=V - 1, seed=9, **keys)
+    new = generate(model, PROMPT, 5, Drawing(VOCAB, frozenset([V - 1]), seed=9, **keys))
     assert model.training
     assert len(new) == len(drawn) == 5
     weights, generator = leaves(dict(model.named_parameters())), torch.Generator().manual_seed(9)
@@ -44,7 +49,9 @@ def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, k
         logits = plain_bloom.logits(model.cfg, weights, torch.tensor([PROMPT + new[:i]]))[0, -1, :VOCAB]
         best = logits.argsort(descending=True)[:top_k]
         expected = torch.zeros(VOCAB, dtype=torch.float64)
-        expected[best] = (logits[best] / temperature).softmax(-1)
+        of_best = (logits[best] / temperature).softmax(-1)
+        n_needed = next(n for n in range(1, len(best) + 1) if n == len(best) or of_best[:n].sum() >= top_p)
+        expected[best[:n_needed]] = of_best[:n_needed]
         torch.testing.assert_close(p.double(), expected, rtol=1e-4, atol=1e-7)
         assert honest(p, 1, generator=generator).item() == new[i]  # one generator for all of the sample
 
@@ -80,22 +87,23 @@ def test_a_sample_ends_after_n_tokens_before_the_end_of_document_and_where_posit
     how: dict[str, Any], prompt: list[int], n: int, longest: int | None, new: list[int]
 ):
     model = Counting(longest).eval()
-    assert generate(model, prompt, n, vocab_size=50, eod_id=10, seed=1, **how) == new
+    assert generate(model, prompt, n, Drawing(50, frozenset([10, 30]), seed=1, **how)) == new
     assert not model.training
     assert max(model.lengths, default=0) <= (longest or 64)
 
 
 def test_a_sample_on_several_ranks_ends_where_positions_that_they_can_share_end():
     model = Counting(7)
-    assert generate(model, [1], 9, vocab_size=50, eod_id=40, seed=1, multiple=3, temperature=0) == [2, 3, 4, 5, 6]
+    drawing = Drawing(50, frozenset([40]), multiple=3, temperature=0)
+    assert generate(model, [1], 9, drawing) == [2, 3, 4, 5, 6]
     assert {length % 3 for length in model.lengths} == {0}
 
 
 def test_a_prompt_of_nothing_or_of_all_positions_is_refused():
     with pytest.raises(ValueError, match=r"the prompt has no tokens.*--prompt"):
-        generate(Counting(None), [], 3, vocab_size=50, eod_id=10, seed=1)
+        generate(Counting(None), [], 3, GREEDY)
     with pytest.raises(ValueError, match=r"the prompt has 4 tokens, and the model positions for 4$"):
-        generate(Counting(4), [1, 2, 3, 4], 3, vocab_size=50, eod_id=10, seed=1)
+        generate(Counting(4), [1, 2, 3, 4], 3, GREEDY)
 
 
 class Answering(Counting):
@@ -135,17 +143,16 @@ def test_a_decoder_answers_up_to_an_end_a_length_or_the_last_position_and_the_en
     start: int, n: int, longest: int | None, new: list[int]
 ):
     model = Answering(longest)
-    marks = {"start_id": start, "end_id": 10, "pad_id": 77}
-    assert answer(model, [1, 2, 3], n, vocab_size=50, **marks, seed=1, temperature=0) == new
+    assert answer(model, [1, 2, 3], n, GREEDY, start_id=start, pad_id=77) == new
     assert model.training
     assert model.encodings == [[1, 2, 3, *[77] * ((longest or 64) - 3)]]
     assert max(model.lengths, default=0) <= (longest or 64)
 
 
 def test_what_an_encoder_reads_may_fill_its_positions_and_no_more():
-    marks = {"start_id": 1, "end_id": 10, "pad_id": 77}
-    assert answer(Answering(3), [1, 2, 3], 1, vocab_size=50, **marks, seed=1, temperature=0) == [2]
+    marks = {"start_id": 1, "pad_id": 77}
+    assert answer(Answering(3), [1, 2, 3], 1, GREEDY, **marks) == [2]
     with pytest.raises(ValueError, match=r"the prompt has 3 tokens, and the model positions for 2$"):
-        answer(Answering(3), [1, 2, 3], 1, vocab_size=50, **marks, seed=1, multiple=2)
+        answer(Answering(3), [1, 2, 3], 1, dataclasses.replace(GREEDY, multiple=2), **marks)
     with pytest.raises(ValueError, match=r"the prompt has no tokens"):
-        answer(Answering(3), [], 1, vocab_size=50, **marks, seed=1)
+        answer(Answering(3), [], 1, GREEDY, **marks)

@@ -33,7 +33,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens
     "recompute": (2, {"models"}),  # of a stage
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
-    "rule": (1, set()),  # which pairs attend; imports nothing of dtmega
+    "past": (1, set()),  # keys and values of tokens before; imports nothing of dtmega
+    "rule": (1, {"past"}),  # which pairs attend
     "attention": (1, {"keyed", "rule"}),  # dropout on the probabilities
     "cost": (1, set()),
     "drift": (1, {"shards"}),
@@ -58,6 +59,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch
     "train": (5, set()),
+    "use": (4, set()),  # a trained model, opened to be used
+    "harness": (4, {"use"}),  # lm-evaluation-harness on it
     "commands": (5, set()),  # one module for each, over what does the work
     "__main__": (5, {"commands", "train"}),
     "train.py": (6, set()),  # for torchrun

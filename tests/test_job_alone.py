@@ -22,7 +22,7 @@ from tests.ranks import forks
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 # Other people's scripts ask for these.
-CODES = {"DONE": 0, "REFUSED": 2, "DAMAGED": 3, "PREEMPTED": 75, "STUCK": 76, "HUNG": 77}
+CODES = {"DONE": 0, "FAILED": 1, "REFUSED": 2, "DAMAGED": 3, "PREEMPTED": 75, "STUCK": 76, "HUNG": 77}
 
 
 def test_the_exit_codes_are_those_of_their_table_and_of_the_readme():

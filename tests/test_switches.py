@@ -28,8 +28,8 @@ def text(tmp_path_factory) -> dict[str, str]:
 
 
 def of_run(folder: Path) -> dict[str, bytes]:
-    """All files of a run, but for its lock and what eval.only writes."""
-    names = (".lock", "evaluation.jsonl")
+    """All files of a run, but for its lock, what eval.only writes, and how it ended."""
+    names = (".lock", "evaluation.jsonl", "exit.json")
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in names}
 
 
@@ -78,7 +78,12 @@ def test_eval_only_takes_the_weights_that_a_new_run_would_start_with(text, tmp_p
     assert alone(keys | {"eval.only": True}, tmp_path / "new") == 0
     first = json.loads((tmp_path / "new" / "evaluation.jsonl").read_text().splitlines()[0])
     assert first == Record(tmp_path / "run").lines[0]
-    assert {path.name for path in (tmp_path / "new").iterdir()} <= {".lock", "evaluation.jsonl", "checkpoints"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} <= {
+        ".lock",
+        "evaluation.jsonl",
+        "checkpoints",
+        "exit.json",
+    }
 
 
 @pytest.mark.parametrize("pair", [[0, 3], [4, 3], [4]])

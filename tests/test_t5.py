@@ -21,7 +21,7 @@ from dtmega.formats.sources import Translated
 from dtmega.formats.whole import names
 from dtmega.hf.files import config_json
 from dtmega.models import count, t5
-from dtmega.models.generate import answer
+from dtmega.models.generate import Drawing, answer
 from dtmega.models.initial import init_weights
 from tests import plain_bloom
 from tests.test_hf import Memory
@@ -188,8 +188,8 @@ def test_greedy_answers_are_those_of_transformers(tmp_path: Path):
     read = batch()["tokens"][:1]
     ends = {"decoder_start_token_id": 3, "eos_token_id": 5, "pad_token_id": 0, "max_new_tokens": 12}
     (said,) = theirs.generate(read, do_sample=False, **ends).tolist()
-    marks = {"start_id": 3, "end_id": 5, "pad_id": 0, "vocab_size": V}
-    found = answer(ours_in(tmp_path), read[0].tolist(), 12, **marks, seed=0, temperature=0)
+    greedy = Drawing(V, frozenset([5]), temperature=0)
+    found = answer(ours_in(tmp_path), read[0].tolist(), 12, greedy, start_id=3, pad_id=0)
     assert [3, *found] == said[: len(found) + 1]
     assert len(set(found)) > 1
     assert len(found) == 12 or said[len(found) + 1] == 5
@@ -198,8 +198,7 @@ def test_greedy_answers_are_those_of_transformers(tmp_path: Path):
 def test_the_encoder_runs_once_for_an_answer():
     model, ran = small(), []
     model.encoder["0"].register_forward_hook(lambda *_: ran.append(1))
-    marks = {"start_id": 3, "end_id": 5, "pad_id": 0, "vocab_size": V}
-    assert len(answer(model, [7, 8, 9], 4, **marks, seed=0)) > 1
+    assert len(answer(model, [7, 8, 9], 4, Drawing(V, frozenset([5])), start_id=3, pad_id=0)) > 1
     assert ran == [1]
 
 

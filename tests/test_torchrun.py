@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -149,7 +150,10 @@ def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_
     assert ended.left == []
     assert "stopped after step 10 of 12: a signal asked for it" in ended.output, ended.output
     assert "Unable to shutdown" not in ended.output  # what torchrun says before it sends SIGKILL
-    assert (ended.folder / "run" / "checkpoints" / "step-00000010").exists()
+    newest = ended.folder / "run" / "checkpoints" / "step-00000010"
+    assert newest.exists()
+    told = {"code": 75, "reason": "a signal asked for it", "step": 10, "checkpoint": str(newest)}
+    assert json.loads((ended.folder / "run" / "exit.json").read_text()) == told  # which torchrun itself does not tell
     assert same_bits(go_on(ended.folder, base), base.truth)
 
 
@@ -189,6 +193,10 @@ def test_a_signal_while_a_rank_waits_in_a_collective_ends_both_within_their_grac
         r"rank 0: a signal came, and no step boundary (in 2 s|before this).* at step 7 in forward", waiting
     )
     assert re.search(r"rank 1: a signal came, and no step boundary in 2 s.* at step 7 in data", stopped)
+    told = json.loads((tmp_path / "run" / "exit.json").read_text())
+    newest = f"{tmp_path}/run/checkpoints/step-00000004"
+    assert (told["code"], told["step"], told["checkpoint"]) == (job.STUCK, 6, newest)
+    assert re.match(r"(rank 1: )?a signal came, and no step boundary in 2 s: leaving without a save", told["reason"])
     assert same_bits(go_on(tmp_path, base), base.truth)
 
 
@@ -203,9 +211,11 @@ def test_after_a_signal_a_collective_that_fails_because_another_rank_left_is_no_
 def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):
     monkeypatch.setattr(found, "Claim", partial(job.Claim, patience_s=0))
     first = job.Claim(tmp_path / "run")
+    (tmp_path / "run" / "exit.json").write_text("of the first")
     alone = base.keys | {"mesh.dp_shard": 1}
     assert train.main(flags(alone, tmp_path / "run")) == job.REFUSED
     assert re.search(r"is being written by process \d+ on .* since", capsys.readouterr().err)
+    assert (tmp_path / "run" / "exit.json").read_text() == "of the first"
     first.close()
 
 

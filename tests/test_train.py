@@ -63,6 +63,10 @@ def metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def ending(run_dir: Path) -> dict:
+    return json.loads((run_dir / "exit.json").read_text())
+
+
 def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics(run_dir) if "loss" in line]
 
@@ -78,7 +82,7 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
     assert len(validation) == 1 + 30 // 5
     assert validation[-1] < validation[0] - 1
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard", ".lock"}
+    assert left == {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard", "exit.json", ".lock"}
     assert [path.name for path in sorted((tmp_path / "checkpoints").glob("[!.]*"))] == [
         "step-00000020",
         "step-00000030",
@@ -124,6 +128,9 @@ def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_pa
     assert code == job.PREEMPTED
     assert "stopped after step 4 of 7: a signal asked for it" in output
     assert len(losses(tmp_path / "cut")) == 4
+    newest = f"{tmp_path}/cut/checkpoints/step-00000004"
+    reason = "a signal asked for it"
+    assert ending(tmp_path / "cut") == {"code": 75, "reason": reason, "step": 4, "checkpoint": newest}
     assert run(tmp_path / "cut", corpus, **keys) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 8))
@@ -285,7 +292,10 @@ def test_a_mesh_that_cannot_be_is_refused_in_the_same_way(tmp_path, corpus, caps
 def test_a_checkpoint_of_another_model_is_refused_with_the_key(tmp_path, corpus, capsys):
     run(tmp_path, corpus)
     assert run(tmp_path, corpus, model__hidden_size=64) == 2
-    assert "[model] hidden_size was 32, is 64" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "[model] hidden_size was 32, is 64" in refusal
+    assert ending(tmp_path) == {"code": 2, "reason": ending(tmp_path)["reason"], "step": 0, "checkpoint": None}
+    assert refusal.endswith(f"dtmega: {ending(tmp_path)['reason']}\n")
 
 
 def test_ids_outside_the_vocabulary_name_the_file(tmp_path, capsys):
@@ -324,6 +334,23 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus, monkeypa
     poison(monkeypatch, set(range(3, 100)), float("nan"))
     with pytest.raises(RuntimeError, match=r"4 steps in a row .* samples 40 to 47"):
         run(tmp_path, corpus, batch__micro_batch_size=8, train__max_skipped=3)
+    reason = "RuntimeError: 4 steps in a row had a loss or gradient that is not finite"
+    assert ending(tmp_path)["reason"].startswith(reason)
+    assert ending(tmp_path) | {"reason": ""} == {"code": 1, "reason": "", "step": 6, "checkpoint": None}
+
+
+def test_an_error_before_the_first_step_is_told_too(tmp_path, corpus, monkeypatch):
+    assert run(tmp_path, corpus, train__steps=2, eval__interval=0) == 0
+    monkeypatch.setattr(train, "check_same_batch", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, corpus, eval__interval=0)
+    newest = f"{tmp_path}/checkpoints/step-00000002"
+    told = {"code": 1, "reason": "ZeroDivisionError: division by zero", "step": 2, "checkpoint": newest}
+    assert ending(tmp_path) == told
+    monkeypatch.setattr(train, "Metrics", lambda *args, **keywords: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, corpus, eval__interval=0)
+    assert ending(tmp_path) == told
 
 
 def test_generate_continues_a_prompt_from_the_last_checkpoint(tmp_path, corpus, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -91,6 +92,24 @@ def test_a_store_that_is_gone_ends_no_run_and_is_said_once(watches, capsys):
     watches[0].beat(1, "step")
     assert capsys.readouterr().err == "rank 0: beats are no longer shared: Broken pipe\n"
     assert watches[0].who_is_behind() == "the store does not say who is behind: Broken pipe"
+
+
+def test_the_ending_of_a_job_is_that_of_the_rank_that_leaves_first():
+    store = HashStore()
+    endings = [job.Ending() for _ in range(3)]
+    for rank, why in (
+        (2, "OutOfMemoryError: 3 GiB"),
+        (0, "RuntimeError: peer closed"),
+        (1, "RuntimeError: peer closed"),
+    ):
+        watch = Watch(grace_s=60, timeout_s=0, rank=rank, ending=endings[rank])
+        watch.leaving_alone(job.STUCK, "before others are known")
+        watch.share(store, 3)
+        watch.leaving_alone(job.FAILED if rank == 2 else job.STUCK, why)
+        watch.close()
+    first = (job.FAILED, "OutOfMemoryError: 3 GiB")
+    others = (job.FAILED, f"rank 2: {first[1]}")
+    assert [(ending.code, ending.reason) for ending in endings] == [others, others, first]
 
 
 def test_signals_are_collected_and_afterwards_do_what_they_did():
@@ -228,6 +247,9 @@ def test_a_rank_that_hangs_inside_a_step_is_named_with_the_part_of_the_step_and_
     report = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
     sleeps = r"in never_comes \(test_watch\.py:\d+\)"
     assert len(re.findall(rf"^rank 1 (?:behind|hanging): step 3 in {where}, for \d+ s, {sleeps}$", report, re.M)) == 1
+    told = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert (told["code"], told["step"], told["checkpoint"]) == (job.HUNG, 2, None)
+    assert re.match(r"(rank 1: )?nothing for \d+ s$", told["reason"])
     waits = r"in \w+ \(distributed_c10d\.py:\d+\), called by \w+ \(\w+\.py:\d+\)"
     assert len(re.findall(rf"^rank 0 (?:in front|waiting): step 3 in \w+, for \d+ s, {waits}$", report, re.M)) == 1
 

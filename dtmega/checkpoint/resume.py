@@ -121,11 +121,14 @@ def split_path(path: str) -> tuple[Disk | Remote, str]:
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
 
 
-def open_checkpoint(path: str) -> Checkpoint:
+def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
     """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
 
     A run directory whose `config.toml` has `[checkpoint] dir` has them there, and nowhere else. The run may go on, and
     delete on a disk what is being read.
+
+    Args:
+        step: take the one of this step, of a run.
 
     Raises:
         ValueError: nothing like that there.
@@ -137,6 +140,8 @@ def open_checkpoint(path: str) -> Checkpoint:
     damage: list[str] = []
     elsewhere = _dir_of_run(path)
     for root in [elsewhere] if elsewhere else [f"{path}/checkpoints", path]:
+        if step is not None and (there := finished(open_root(root))):
+            return _of_step(open_root(root), there, step)
         newest = _newest(open_root(root), damage)
         if newest is not None:
             return newest
@@ -148,6 +153,13 @@ def open_checkpoint(path: str) -> Checkpoint:
             f"directory, {Path.cwd()}), and there are none"
         )
     raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
+
+
+def _of_step(files: Disk | Remote, there: list[str], step: int) -> Checkpoint:
+    if name(step) not in there:
+        steps = ", ".join(str(int(folder.partition("-")[2])) for folder in there)
+        raise ValueError(f"{files.path('')} has no checkpoint of step {step}: expected one of {steps}")
+    return Checkpoint(files, name(step)).hold()
 
 
 def _newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:

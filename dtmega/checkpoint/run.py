@@ -54,9 +54,13 @@ class Checkpoints:
         cfg: with [checkpoint] mode "async" the tensors are copied, and written in a thread while training goes on; what
             it wrote is published by `poll`, between two steps.
         device: what the default process group communicates on.
+
+    Attributes:
+        newest: the path of the newest complete one of the run, read or written here; '' while there is none.
     """
 
     def __init__(self, cfg: config.Config, device: torch.device) -> None:
+        self.newest = ""
         self._files, self._device = open_root(root_of(cfg)), device
         self._keep, self._named = cfg.checkpoint.keep, Path(cfg.checkpoint.resume).name
         # Its own group: a save in a thread and the training loop must not mix their messages.
@@ -116,6 +120,8 @@ class Checkpoints:
         # Rank 0 alone knows how it went.
         told = [error, warning]
         dist.broadcast_object_list(told, src=0, group=self._group)
+        if not told[0]:
+            self.newest = self._files.path(name(step))
         return [SaveOutcome(step, stall_s + time.perf_counter() - started, *told)]
 
     def _remove_unfinished(self, step: int) -> None:
@@ -158,6 +164,7 @@ class Checkpoints:
             for first, *others in targets.values():
                 for other in others:
                     local(other).copy_(local(first))
+            self.newest = checkpoint.path
             return state
         if candidates:
             raise Damaged("\n".join(damage))

@@ -8,6 +8,7 @@ what its arguments need only: `--help` and the refusal of an option come without
 
     arguments.py   types of options, and refusals in one line
     endings.py     line and exit code of what ends a command early
+    used.py        which checkpoint of a run, and on which processes
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ COMMANDS = {
     "tokenize": "text files -> .bin/.idx",
     "merge": "several .bin/.idx -> one",
     "generate": "sample from a run's last checkpoint, or from any one",
+    "evaluate": "a run's scores on tasks of lm-evaluation-harness",
     "convert": "weights to and from Hugging Face's format",
     "inspect": "what a checkpoint holds, whether it is intact, how two differ",
     "verify-plan": "is the sharding plan of a Hugging Face model right?",

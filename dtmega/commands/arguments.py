@@ -48,6 +48,21 @@ def temperature(text: str) -> float:
     return value
 
 
+def number(low: float, high: float) -> Callable[[str], float]:
+    """The type of an option that takes numbers above `low`, up to `high`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low < value <= high:
+            raise argparse.ArgumentTypeError(f"expected a number above {low:g} and up to {high:g}, got '{text}'")
+        return value
+
+    return read
+
+
 def prefix(text: str) -> str:
     """A prefix of `.bin` and `.idx`, so not a folder."""
     if os.path.basename(text) in ("", ".", ".."):

@@ -1,18 +1,28 @@
-"""`dtmega generate`: what a model makes of a prompt, from a run's last checkpoint or from any one."""
+"""`dtmega generate`: what a model makes of prompts, or says in a conversation, from any checkpoint of a run.
+
+dtmega generate --run runs/bloom --prompt "def " --prompt "class "
+dtmega generate --run runs/bloom --step 200 --prompt - < prompt.txt
+dtmega generate --run runs/chat --interactive
+torchrun --nproc-per-node 2 -m dtmega generate --run runs/bloom --mesh.tp 2 --prompt "def "
+"""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from dtmega import config, job
-from dtmega.commands.arguments import integer, temperature
+from dtmega import job
+from dtmega.commands.arguments import integer, number, temperature
+from dtmega.commands.used import add_where, open_run, started
 
 if TYPE_CHECKING:
-    from dtmega.checkpoint.reader import Checkpoint
+    from dtmega.data.chat import Chat, Message
+    from dtmega.use import Used
 
-SHOWN_BY = ("tokens", "temperature", "top_k", "seed")  # options that are the families'
+SHOWN_BY = ("tokens", "temperature", "top_k", "top_p", "seed")  # options that are the families'
+BETWEEN = "---"  # the samples of several prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,52 +32,122 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
     )
-    parser.add_argument("--prompt", required=True, help="text to go on from; for a BERT, with each [MASK] to fill")
+    add_where(parser)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to go on from, or - for stdin; for a BERT, with each [MASK] to fill. May be given several times",
+    )
+    parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="a prompt a line, until the input ends; a conversation where the tokenizer has a chat template",
+    )
     # Each family has its own defaults, and refuses what it does not read (`Show.options`).
     parser.add_argument("--tokens", type=integer(1), help="how many to draw (default 128)")
     parser.add_argument("--temperature", type=temperature, help="0 = always the most probable (default 0.8)")
     parser.add_argument(
         "--top-k", type=integer(0), help="draw from the k most probable, or list them; 0 = all (default 50, or 5)"
     )
+    parser.add_argument(
+        "--top-p", type=number(0, 1), help="draw from the most probable that have this share; 1 = all (default 1)"
+    )
     parser.add_argument("--seed", type=integer(0, 2**63 - 1), help="another seed, another sample (default 0)")
 
 
 def command(args: argparse.Namespace) -> int:
-    from dtmega import families, mesh
-    from dtmega.checkpoint import manifest
-    from dtmega.checkpoint.resume import open_checkpoint, state_of
-    from dtmega.checkpoint.weights import Weights, load_weights
-    from dtmega.data.tokenizer import load_tokenizer
+    from dtmega.data.chat import Chat
+    from dtmega.models.show import CONTINUATION
+    from dtmega.startup import Refused
+    from dtmega.use import agreed
 
-    checkpoint = open_checkpoint(args.run)
-    of_run = Path(args.run, "config.toml")
-    # One beside a checkpoint's tensors is a draft by `convert`, which may not know the tokenizer.
-    is_run = of_run.is_file() and not Path(args.run, manifest.NAME).exists()
-    cfg = config.read(of_run) if is_run else recorded_config(checkpoint)
-    family = families.of(cfg.model)
     given = {name: value for name in SHOWN_BY if (value := getattr(args, name)) is not None}
-    for name in given.keys() - {*family.show.options}:
-        raise ValueError(f"--{name.replace('_', '-')} means nothing to a model of name = '{cfg.model.name}'")
-    tokenizer = load_tokenizer(cfg.data.tokenizer)
-    described = family.described(cfg.model, state_of(checkpoint).digest)
-    model = family.build(described).to(mesh.pick_device(cfg.run.device))
-    model.init_buffers(cfg.run.seed)
-    named = ((model.full_name(name), parameter) for name, parameter in model.named_parameters())
-    load_weights(Weights(checkpoint), named, cfg.model.padded_vocab_size)
-    of_data = {key: getattr(cfg.data, key) for key in family.show.reads}
-    print(family.show.text(model, tokenizer, args.prompt, **given, **of_data))
+    chat = None
+    startup = started("dtmega generate")
+    try:
+        with startup.step("options"):
+            if not args.prompt and not args.interactive:
+                raise ValueError("there is no prompt: --prompt TEXT, --prompt - for stdin, or --interactive")
+        used = open_run(args.run, args, startup)
+        with startup.step("options of the model"):
+            for name in given.keys() - {*used.show.options}:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} means nothing to a model of name = '{used.cfg.model.name}'")
+            if args.interactive and used.show is CONTINUATION:
+                chat = Chat.beside(used.tokenizer)
+    except Refused as refused:
+        return refused.exit_code
+    of_data = {key: getattr(used.cfg.data, key) for key in used.show.reads}
+    several = {"settle": agreed} if startup.size > 1 else {}
+
+    def shown(prompt: str) -> str:
+        return used.show.text(used.model, used.tokenizer, prompt, **given, **of_data, **several)
+
+    for i, prompt in enumerate(args.prompt or []):
+        text = shown(_from_first(sys.stdin.read) if prompt == "-" else prompt)
+        _print(text if i == 0 else f"{BETWEEN}\n{text}")
+    if args.interactive:
+        _talk(shown if chat is None else _Conversation(used, chat, given | several))
     return job.DONE
 
 
-def recorded_config(checkpoint: Checkpoint) -> config.Config:
-    """The configuration of the run that saved a checkpoint, as it is recorded there.
+class _Conversation:
+    """What a model says to one message after the other, each after all before it."""
 
-    Raises:
-        ValueError: it is of weights only, which `convert` has made: nothing says how text becomes tokens.
-    """
-    from dtmega.checkpoint.resume import state_of
+    def __init__(self, used: Used, chat: Chat, options: Mapping[str, Any]) -> None:
+        from dtmega.models.generate import Drawing
 
-    recorded = state_of(checkpoint).config
-    if "data" not in recorded:
-        raise ValueError(f"{checkpoint.path} holds weights only, and no tokenizer: name a run, or a checkpoint of one")
-    return config.validate(recorded, checkpoint.path)
+        options = dict(options)
+        self._used, self._chat = used, chat
+        self._n_tokens = options.pop("tokens", 512)
+        self._drawing = Drawing(used.tokenizer.vocab_size, chat.end_ids, **options)
+        self._messages: list[Message] = []
+
+    def __call__(self, text: str) -> str:
+        from dtmega.models.generate import generate
+
+        asked = [*self._messages, {"role": "user", "content": text}]
+        said = generate(self._used.model, self._chat.ids(asked), self._n_tokens, self._drawing)
+        answer = self._used.tokenizer.decode(said)
+        self._messages = [*asked, {"role": "assistant", "content": answer}]
+        return answer
+
+
+def _talk(answer: Callable[[str], str]) -> None:
+    """Answer each line of stdin. One that nothing can be said to is not the end."""
+    while line := _from_first(_read_line):
+        text = line.rstrip("\n")
+        if not text:
+            continue
+        try:
+            _print(answer(text))
+        except ValueError as error:  # the same on all processes
+            _print(f"({error})")
+
+
+def _read_line() -> str:
+    """A line with its end; '' where the input ends."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.readline()
+
+
+def _from_first(read: Callable[[], str]) -> str:
+    """What the first process reads, on all of them."""
+    from dtmega import mesh
+
+    if mesh.world_size() == 1:
+        return read()
+    import torch.distributed as dist
+
+    told = [read() if mesh.rank() == 0 else ""]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _print(text: str) -> None:
+    from dtmega import mesh
+
+    if mesh.rank() == 0:
+        print(text, flush=True)

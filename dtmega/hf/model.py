@@ -20,6 +20,7 @@ from dtmega.formats.whole import aliases
 from dtmega.hf import families
 from dtmega.hf.directory import build, initial_values, read_config
 from dtmega.models.model import Model
+from dtmega.past import Past
 
 
 class _Zero(nn.Module):
@@ -50,6 +51,8 @@ class HF(Model):
         self.hf: Any = build(read_config(cfg.directory))
         self.is_first = self.is_last = True
         self.longest = getattr(self.hf.config, "max_position_embeddings", None)
+        known = families.KNOWN.get(self.hf.config.model_type)
+        self.has_past = known is not None and known.ends is not None  # of others nobody has looked what they keep
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
 
@@ -60,11 +63,17 @@ class HF(Model):
         sample_ids: Tensor | None = None,
         places: Tensor | None = None,
         hidden: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Run the model as `Model` says.
 
         sample_ids are not used, because nothing is dropped; transformers counts places itself.
         """
+        if past is not None and places is not None:
+            past.begin(places, None)
+            found = self.hf(input_ids=tokens, use_cache=True, past_key_values=past.theirs)
+            past.theirs = found.past_key_values
+            return found.logits
         inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
         if not self.is_last:
             return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}
@@ -105,6 +114,7 @@ class HF(Model):
     def keep(self, pieces: Collection[str]) -> None:
         self.is_first = "embed" in pieces
         self.is_last = "head" in pieces
+        self.has_past = False  # transformers counts the tokens before by its first layer
         known = families.KNOWN[self.hf.config.model_type]
         assert known.ends is not None
         base = self.hf.base_model

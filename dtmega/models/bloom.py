@@ -24,6 +24,7 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
+from dtmega.past import Past
 from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
 
 
@@ -60,6 +61,7 @@ class Bloom(Model):
 
     cfg: config.Bloom
     runs_layers = True
+    has_past = True
     ties = (("embed.weight", "head.weight"),)
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32
@@ -89,6 +91,7 @@ class Bloom(Model):
         hidden: Tensor | None = None,
         *,
         places: Tensor,
+        past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """One microbatch through the layers this stage holds.
 
@@ -102,6 +105,7 @@ class Bloom(Model):
             label_weights: [B, S] fp32, of each token in the sum; None: 1.
             hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample.
+            past: of the tokens before these, which it takes in, too.
 
         Returns:
             lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
@@ -112,7 +116,7 @@ class Bloom(Model):
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(
-            places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, fused=fused
+            places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, past=past, fused=fused
         )
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             embedded = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)

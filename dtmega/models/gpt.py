@@ -27,6 +27,7 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
+from dtmega.past import Past
 from dtmega.rule import AttentionRule, attention_rule
 
 
@@ -59,6 +60,7 @@ class GPT(Model):
 
     cfg: config.GPT
     runs_layers = True
+    has_past = True
     head_ids: Tensor  # [H] int32
 
     def __init__(self, cfg: config.GPT) -> None:
@@ -87,6 +89,7 @@ class GPT(Model):
         hidden: Tensor | None = None,
         *,
         places: Tensor,
+        past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """One microbatch through the layers this stage holds.
 
@@ -100,6 +103,7 @@ class GPT(Model):
             label_weights: [B, S] fp32, of each token in the sum; None: 1.
             hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample, below `longest`.
+            past: of the tokens before these, which it takes in, too.
 
         Returns:
             lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
@@ -109,7 +113,7 @@ class GPT(Model):
         """
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
-        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, fused=fused)
+        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, past=past, fused=fused)
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
             embedded = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)

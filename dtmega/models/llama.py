@@ -20,6 +20,7 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import LMHead, finish
 from dtmega.models.model import Model
+from dtmega.past import Past
 from dtmega.rule import AttentionRule, attention_rule
 
 
@@ -89,6 +90,7 @@ class Llama(Model):
 
     cfg: config.Llama
     runs_layers = True
+    has_past = True
     frequencies: Tensor  # [K / 2] fp32
 
     def __init__(self, cfg: config.Llama) -> None:
@@ -115,6 +117,7 @@ class Llama(Model):
         hidden: Tensor | None = None,
         *,
         places: Tensor,
+        past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """One microbatch through the layers this stage holds.
 
@@ -128,12 +131,15 @@ class Llama(Model):
             label_weights: [B, S] fp32, of each token in the sum; None: 1.
             hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
             places: [B, S] int64, the global index of each token in its sample.
+            past: of the tokens before these, which it takes in, too.
 
         Returns:
             lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
         """
         # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
-        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, fused=labels is not None)
+        rule = attention_rule(
+            places, causal=True, document_ids=document_ids, prefix=prefix, past=past, fused=labels is not None
+        )
         positions = places if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)
         rotation = Rotation(angles.cos(), angles.sin())

@@ -33,6 +33,7 @@ class Model(nn.Module):
         ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
         longest: sequence it has positions for; None: any.
         runs_layers: it runs its layers by `run_layers`, those of each stack together.
+        has_past: its forward takes a `past`, so that a token is computed once where one after the other is made.
         experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
         works_per: names of modules that do not work on every token, and with all inside of them once for each token
             that has a label, for each of a decoder's, or once for a sequence; of several names the last one counts.
@@ -46,6 +47,7 @@ class Model(nn.Module):
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
     runs_layers: bool = False
+    has_past: bool = False
     experts_per_token: int | None = None
     works_per: Mapping[str, Per] = MappingProxyType({})
     lengths: tuple[str, ...] = ("seq_len",)

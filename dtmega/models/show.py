@@ -16,7 +16,7 @@ import torch
 from dtmega.data.denoising.sentinels import Marks, marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.wordpiece import MASK
-from dtmega.models.generate import PADDING, Settle, answer, generate, settled
+from dtmega.models.generate import PADDING, Drawing, Settle, answer, generate, settled
 from dtmega.models.model import Model
 from dtmega.output import counted
 
@@ -37,19 +37,10 @@ class Show(NamedTuple):
     reads: tuple[str, ...] = ()
 
 
-def continued(
-    model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, seed: int = 0, **options: Any
-) -> str:
-    """The prompt and what a decoder draws to follow it; arguments and errors as of `generate`."""
-    new = generate(
-        model,
-        tokenizer.encode(prompt),
-        tokens,
-        vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.eod_id,
-        seed=seed,
-        **options,
-    )
+def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, **options: Any) -> str:
+    """The prompt and what a decoder draws to follow it; options as of `Drawing`, errors as of `generate`."""
+    drawing = Drawing(tokenizer.vocab_size, frozenset([tokenizer.eod_id]), **options)
+    new = generate(model, tokenizer.encode(prompt), tokens, drawing)
     return prompt + tokenizer.decode(new)
 
 
@@ -124,7 +115,6 @@ def answered(
     prompt: str,
     *,
     tokens: int = 128,
-    seed: int = 0,
     objective: str = "auto",
     sentinels: int = 100,
     **options: Any,
@@ -138,23 +128,16 @@ def answered(
         objective, sentinels: of [data].
 
     Raises:
-        ValueError: a mark whose number is none of those, and as of `answer`, which has the other options.
+        ValueError: a mark whose number is none of those, and as of `answer`; the other options are of `Drawing`.
     """
     if not SENTINEL.search(prompt):
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    said = answer(
-        model,
-        read if objective == "separate-spans" else [*read, known.end],  # as the rows of each have it
-        tokens,
-        vocab_size=tokenizer.vocab_size + known.n_added,
-        start_id=known.start,
-        end_id=known.end,
-        pad_id=known.pad,
-        seed=seed,
-        **options,
-    )
+    if objective != "separate-spans":  # as the rows of each have it
+        read = [*read, known.end]
+    drawing = Drawing(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)
+    said = answer(model, read, tokens, drawing, start_id=known.start, pad_id=known.pad)
     numbers = [int(number) for number in SENTINEL.findall(prompt)]
     spans = by_sentinel(said, known, first=numbers[0])
     lines = [prompt]
@@ -198,6 +181,6 @@ def by_sentinel(said: list[int], known: Marks, first: int) -> Mapping[int, list[
     return spans
 
 
-CONTINUATION = Show(("tokens", "temperature", "top_k", "seed"), continued)
+CONTINUATION = Show(("tokens", "temperature", "top_k", "top_p", "seed"), continued)
 FILLS = Show(("top_k",), filled)
 ANSWERS = Show(CONTINUATION.options, answered, reads=("objective", "sentinels"))

@@ -21,6 +21,7 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
 from dtmega.models.model import Model, Per, consecutive
+from dtmega.past import Past
 from dtmega.rule import AttentionRule, attention_rule, distance_buckets
 
 
@@ -131,6 +132,7 @@ class T5(Model):
 
     cfg: config.T5
     runs_layers = True
+    has_past = True
     lengths = ("seq_len", "decoder_seq_len")
     decoder_begins = "decoder_embed"
     head_ids: Tensor  # [H] int32
@@ -224,6 +226,7 @@ class T5(Model):
         *,
         places: Tensor,
         decoder_places: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """One microbatch through the layers this stage holds.
 
@@ -239,6 +242,7 @@ class T5(Model):
             encoded: on stages behind the encoder its output [B, S, D], or its part. A whole model that is given it runs
                 the decoder only: to go on after the token that it has just said.
             places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
+            past: of the decoder's tokens before these, which it takes in, too.
 
         Returns:
             lm, the fp32 sum of token losses; on earlier stages hidden and, from the one that makes it, encoded, which
@@ -274,7 +278,7 @@ class T5(Model):
             assert self.memory is not None
             documents = {"document_ids": decoder_document_ids, "fused": fused}
             table = self._table(self.decoder_bias, bidirectional=False)
-            rule = attention_rule(decoder_places, causal=True, table=table, **documents)
+            rule = attention_rule(decoder_places, causal=True, table=table, past=past, **documents)
             across = attention_rule(decoder_places, key_places=places, key_document_ids=document_ids, **documents)
             assert hidden is not None
             layers = list(self.decoder.values())

@@ -1,0 +1,87 @@
+"""`dtmega evaluate`: a run's scores on tasks of lm-evaluation-harness.
+
+dtmega evaluate runs/bloom --tasks lambada_openai,hellaswag
+dtmega evaluate runs/bloom --tasks mine --include-path tasks/ --step 200
+torchrun --nproc-per-node 2 -m dtmega evaluate runs/bloom --tasks mine --include-path tasks/ --mesh.tp 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dtmega import durable, job
+from dtmega.commands.arguments import integer
+from dtmega.commands.used import add_where, open_run, started
+
+FOLDER = "evaluations"  # of a run directory
+LONGEST_NAME = 100  # characters of a file's name that are tasks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory (its newest checkpoint), or the folder of one checkpoint")
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks, with commas between them")
+    parser.add_argument(
+        "--include-path", metavar="DIR", help="a folder with YAML files of tasks; with these alone nothing is fetched"
+    )
+    parser.add_argument("--num-fewshot", type=integer(0), metavar="N", help="examples before each question")
+    parser.add_argument("--limit", type=integer(1), metavar="N", help="the first N questions of each task only")
+    parser.add_argument("--batch-size", type=integer(1), default=8, metavar="N", help="texts at a time (%(default)s)")
+    parser.add_argument("--output", metavar="FILE", help=f"where the scores go (default: RUN/{FOLDER}/...json)")
+    add_where(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    from dtmega.checkpoint import manifest
+    from dtmega.models.show import CONTINUATION
+    from dtmega.startup import Refused
+
+    startup = started("dtmega evaluate")
+    try:
+        with startup.step("tasks"):
+            harness = _harness()
+            tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
+            known = harness.find_tasks(tasks, args.include_path)
+            if not args.output and (Path(args.run, manifest.NAME).exists() or not Path(args.run).is_dir()):
+                raise ValueError(f"{args.run} is no run directory, so say where the scores go (--output FILE)")
+        used = open_run(args.run, args, startup)
+        with startup.step("model"):
+            if used.show is not CONTINUATION:
+                raise ValueError(f"a model of name = '{used.cfg.model.name}' does not say what follows a text")
+    except Refused as refused:
+        return refused.exit_code
+    scores = harness.evaluate(used, tasks, known, args.batch_size, args.num_fewshot, args.limit)
+    if startup.rank == 0:
+        path = Path(args.output or Path(args.run, FOLDER, file_name(used.step, tasks)))
+        durable.make_folder(path.parent)
+        with durable.replaced(path) as file:
+            json.dump(scores, file, indent=1, default=_plain)
+        print(harness.table(scores))
+        print(f"written: {path}")
+    return job.DONE
+
+
+def file_name(step: int, tasks: list[str]) -> str:
+    """The name of the scores of one checkpoint on these tasks: another evaluation of them takes its place."""
+    names = "+".join(task.replace("/", "-") for task in tasks)
+    if len(names) > LONGEST_NAME:
+        names = f"{names[: LONGEST_NAME - 10]}+{len(tasks)}-tasks"
+    return f"step-{step:08d}-{names}.json"
+
+
+def _harness() -> Any:
+    """Raises:
+    ValueError: lm-evaluation-harness is not installed.
+    """
+    try:
+        from dtmega import harness
+    except ModuleNotFoundError as error:
+        raise ValueError(f"lm-evaluation-harness is not installed ({error.name}): pip install -e '.[eval]'") from None
+    return harness
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's as one of Python's, and anything else, as a function of a task, by its name."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,107 @@
+"""Using a run: its model on other layouts, several prompts, a checkpoint of any step, lines and conversations."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+
+from dtmega.__main__ import main as command
+from dtmega.data.chat import Chat
+from dtmega.data.tokenizer import load_tokenizer
+from dtmega.data.tokenizer_json import to_json
+from tests import ranks
+from tests.test_train import run
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if messages[-1].content == 'no' %}{{ raise_exception('never') }}{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FEW = ["--tokens", "6", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus) -> Path:
+    """A GPT of 64 positions, with checkpoints of steps 2 and 4 and a tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("use")
+    (folder / "tokenizer.json").write_text(to_json("bytes"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 33]}')
+    keys = {"model__name": "gpt", "model__max_position_embeddings": 64, "checkpoint__interval": 2}
+    keys |= {"data__tokenizer": folder / "tokenizer.json", "train__steps": 4, "eval__interval": 0}
+    assert run(folder / "run", corpus, **keys) == 0
+    return folder / "run"
+
+
+def said(*argv: object) -> str:
+    """What `dtmega generate` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert command(["generate", *map(str, argv)]) == 0
+    return output.getvalue()
+
+
+def test_several_prompts_stdin_and_a_step_say_what_each_says_alone(finished, monkeypatch):
+    step = ["--run", finished, "--step", 2, *FEW]
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines"))
+    together = said(*step, "--prompt", "ABC", "--prompt", "-", "--prompt", "a longer one")
+    alone = [said(*step, "--prompt", prompt) for prompt in ("ABC", "two\nlines", "a longer one")]
+    assert together == "---\n".join(alone)
+    assert alone[0] == said("--run", finished / "checkpoints" / "step-00000002", *FEW, "--prompt", "ABC")
+    assert alone[0] != said("--run", finished, *FEW, "--prompt", "ABC")
+
+
+def test_a_step_that_was_not_saved_and_a_prompt_that_is_none_are_refused(finished, capsys):
+    assert command(["generate", "--run", str(finished), "--step", "3", "--prompt", "x"]) == 2
+    assert "has no checkpoint of step 3: expected one of 2, 4" in capsys.readouterr().err
+    assert command(["generate", "--run", str(finished)]) == 2
+    assert "there is no prompt: --prompt TEXT" in capsys.readouterr().err
+
+
+def everywhere(argv: list[str]) -> list[str]:
+    """What two processes print, on one layout after the other."""
+    found = []
+    for layout in (["--mesh.tp", "2"], ["--mesh.pp", "2"], []):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            assert command([*argv, *layout]) == 0
+        found.append(output.getvalue())
+    return found
+
+
+def test_two_processes_say_what_one_says_cut_over_layers_stages_or_shards(finished, capsys):
+    argv = ["--run", str(finished), *FEW, "--prompt", "ABC", "--prompt", "hello there"]
+    first, second = ranks.run(2, everywhere, ["generate", *argv])
+    assert first == [said(*argv)] * 3
+    assert second == [""] * 3
+
+
+def test_lines_of_stdin_are_prompts_and_one_that_is_too_long_is_not_the_end(finished, monkeypatch):
+    (finished.parent / "chat_template.jinja").rename(finished.parent / "aside")
+    try:
+        monkeypatch.setattr("sys.stdin", io.StringIO("ABC\n\n" + 70 * "x" + "\nlast"))
+        talk = said("--run", finished, "--interactive", *FEW)
+    finally:
+        (finished.parent / "aside").rename(finished.parent / "chat_template.jinja")
+    refused = "(the prompt has 70 tokens, and the model positions for 64)\n"
+    first, last = (said("--run", finished, *FEW, "--prompt", prompt) for prompt in ("ABC", "last"))
+    assert talk == first + refused + last
+
+
+def test_a_conversation_is_what_its_template_makes_of_all_that_was_said(finished, monkeypatch):
+    first = "<user>Hi<assistant>"
+    after_one = said("--run", finished, *FEW, "--prompt", first).removesuffix("\n")
+    second = f"{after_one}<user>You<assistant>"
+    after_two = said("--run", finished, *FEW, "--prompt", second)
+    refused = "(the chat template refuses this conversation: never)\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nno\nYou\n"))
+    talk = said("--run", finished, "--interactive", *FEW)
+    assert talk == after_one.removeprefix(first) + "\n" + refused + after_two.removeprefix(second)
+
+
+def test_what_ends_a_turn_is_what_ends_a_document_and_what_the_directory_names(finished):
+    chat = Chat.beside(load_tokenizer(str(finished.parent / "tokenizer.json")))
+    assert chat is not None
+    assert chat.end_ids == {256, 33}
+    assert Chat.beside(load_tokenizer("bytes")) is None
