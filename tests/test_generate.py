@@ -28,7 +28,7 @@ GREEDY = Drawing(50, frozenset([10]), temperature=0)
         ({"temperature": 1.0, "top_k": 1000}, 1.0, VOCAB, 1.0),
         ({"temperature": 2.0, "top_k": 0, "top_p": 0.6}, 2.0, VOCAB, 0.6),
         ({"temperature": 2.0, "top_k": 10, "top_p": 0.7}, 2.0, 10, 0.7),
-        ({"temperature": 2.0, "top_p": 1e-9}, 2.0, 1, 1.0),
+        ({"temperature": 2.0, "top_p": 1e-9}, 2.0, 50, 1e-9),
     ],
     ids=["defaults", "few", "all", "more than all", "most of all", "most of a few", "only one"],
 )
