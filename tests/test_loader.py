@@ -214,9 +214,11 @@ class SlowRows:
 
 def test_left_to_itself_a_loader_has_a_worker_only_where_a_batch_takes_long(samples, monkeypatch):
     started = []
-    monkeypatch.setattr(loader, "DataLoader", lambda *_, num_workers, **__: [started.append(num_workers)])
+    monkeypatch.setattr(loader, "StatefulDataLoader", lambda *_, num_workers, **__: [started.append(num_workers)])
     data, batch = Data(seq_len=S), Batch(micro_batch_size=2, global_batch_size=16)
-    TrainBatches(SlowRows(), data, batch, 0, 1).start()
+    slow = TrainBatches(SlowRows(), data, batch, 0, 1)
+    slow.start()
+    slow.close()
     assert started == [1]
     monkeypatch.setattr(loader, "MOMENT_S", 60.0)
     TrainBatches(NextTokenRows(samples, data, EOD), data, batch, 0, 1).start()
@@ -225,9 +227,11 @@ def test_left_to_itself_a_loader_has_a_worker_only_where_a_batch_takes_long(samp
 
 def test_what_was_started_early_is_kept_for_the_sample_it_is_at_and_dropped_for_another(samples):
     batches = train_batches(samples)
-    early = batches.start()
+    batches.start()
+    early = batches._iterator
     batches.load_state_dict({"samples": 0})
     next(batches)
+    assert early is not None
     assert next(early)["sample_ids"].tolist() == list(range(16, 32))
     batches.load_state_dict({"samples": 48})
     assert next(batches).microbatches[0]["sample_ids"].tolist() == [48, 49]

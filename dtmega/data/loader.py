@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +22,7 @@ from multiprocessing import resource_tracker, util
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtmega.config import Batch, Data
 from dtmega.data.rows import IGNORED, Rows
@@ -52,7 +53,8 @@ class TrainBatches:
     """Endless `StepBatch`es from `start_sample` on: `for step in batches`, and again from where it stopped.
 
     The state is one integer, the samples delivered so far, and resumes exactly under any number of workers and of data
-    ranks.
+    ranks. StatefulDataLoader's own state does neither: another number of workers is an AssertionError, another number
+    of data ranks silently repeats or skips data.
 
     The worker processes ignore SIGINT, SIGTERM and SIGHUP, which terminals, torchrun and Slurm send to all processes:
     how the run ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or within seconds of
@@ -83,13 +85,18 @@ class TrainBatches:
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
         self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
+        self._opening: _Opening | None = None  # until its workers have answered
         self._feeders: set[threading.Thread] = set()  # of the queues to the workers
 
     def __iter__(self) -> TrainBatches:
         return self
 
     def __next__(self) -> StepBatch:
-        rows = next(self.start() if self._iterator is None else self._iterator)
+        if self._iterator is None and self._opening is None:
+            self.start()
+        self._wait()
+        assert self._iterator is not None
+        rows = next(self._iterator)
         first, size = self._consumed, self._batch.size_at(self._consumed)
         self._consumed += size
         return StepBatch(first, size, _microbatches(rows, self._batch.micro_batch_size))
@@ -99,12 +106,15 @@ class TrainBatches:
         return {"samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        self._wait()
         if state["samples"] != self._consumed:
             self.close()
             self._consumed = state["samples"]
 
     def close(self) -> None:
         """End the worker processes. Iterating again starts new ones."""
+        with contextlib.suppress(Exception):  # of workers that nobody will ask
+            self._wait()
         self._iterator = None
         gc.collect()  # queues in a cycle would be left to the end of the process, which would warn of their semaphores
         # A feeder drops the last semaphore of its queue a moment later; the end of the process in between is a warning.
@@ -112,21 +122,21 @@ class TrainBatches:
             feeder.join(timeout=5)
         self._feeders = set()
 
-    def start(self) -> Iterator[dict[str, Tensor]]:
-        """Start the worker processes, if any, and do not wait for them. Iterating does it where this was not called.
-
-        Returns:
-            The rows of each step, which `__next__` takes.
-        """
+    def start(self) -> None:
+        """Start the worker processes, if any, and do not wait for them. Iterating does it where this was not called."""
         workers = self._n_workers()
         if workers:
-            before = set(threading.enumerate())
-            with _signals_blocked():
-                self._iterator = iter(self._loader(workers))
-            self._feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
+            self._opening = _Opening(self._loader(workers))
         else:
             self._iterator = self._in_this_process()
-        return self._iterator
+
+    def _wait(self) -> None:
+        """Wait until workers that are being started have answered."""
+        if self._opening is None:
+            return
+        opening, self._opening = self._opening, None
+        self._iterator = opening.result()
+        self._feeders = opening.feeders
 
     def _n_workers(self) -> int:
         """As many as [data] num_workers says; -1 is none where one of two batches takes a moment, else one."""
@@ -147,20 +157,55 @@ class TrainBatches:
             rows = self._rows[indices]
             yield {name: tensor.pin_memory() for name, tensor in rows.items()} if self._pin_memory else rows
 
-    def _loader(self, workers: int) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            self._rows,  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
-            batch_size=None,
-            sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
-            num_workers=workers,
-            pin_memory=self._pin_memory,
-            # Without a generator of its own, the loader draws from the global one and so moves it.
-            generator=torch.Generator(),
-            worker_init_fn=_hear_only_the_trainer,
-            # A fork of a process with CUDA, gloo or OpenMP threads may hang, and warns from Python 3.12 on; a child of
-            # a fork server would not see the trainer die. Spawning costs an import of torch, about a second.
-            multiprocessing_context="spawn",
-        )
+    def _loader(self, workers: int) -> StatefulDataLoader[dict[str, Tensor]]:
+        with warnings.catch_warnings():
+            # torchdata 0.11 still calls a counter that torch 2.13 has deprecated.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            return StatefulDataLoader(
+                self._rows,  # pyright: ignore[reportArgumentType]  # anything with __getitem__ will do
+                batch_size=None,
+                sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
+                num_workers=workers,
+                pin_memory=self._pin_memory,
+                # Without a generator of its own, the loader draws from the global one and so moves it.
+                generator=torch.Generator(),
+                worker_init_fn=_hear_only_the_trainer,
+                # A fork of a process with CUDA, gloo or OpenMP threads may hang, and warns from Python 3.12 on; a child
+                # of a fork server would not see the trainer die. Spawning costs an import of torch, about a second.
+                multiprocessing_context="spawn",
+            )
+
+
+class _Opening:
+    """The start of a loader's workers, in a thread: torchdata waits until each has answered, which takes seconds.
+
+    Attributes:
+        feeders: the threads of multiprocessing that feed the queues to the workers.
+    """
+
+    def __init__(self, loader: StatefulDataLoader[dict[str, Tensor]]) -> None:
+        self.feeders: set[threading.Thread] = set()
+        self._iterator: Iterator[dict[str, Tensor]] | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._open, args=(loader,), name="open-loader", daemon=True)
+        self._thread.start()
+
+    def _open(self, loader: StatefulDataLoader[dict[str, Tensor]]) -> None:
+        before = set(threading.enumerate())
+        try:
+            with _signals_blocked():
+                self._iterator = iter(loader)
+        except BaseException as error:  # for the thread that asks for the result
+            self._error = error
+        self.feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
+
+    def result(self) -> Iterator[dict[str, Tensor]]:
+        """The rows of each step, once the workers have answered; raises what has ended the start."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._iterator is not None
+        return self._iterator
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
