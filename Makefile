@@ -1,5 +1,6 @@
-# make train [ARGS="--section.key value ..."]   install on first use, then train the default model
+# make train [ARGS="--section.key value ..."]   install on first use, train the default model, write its report
 # make test                                     install on first use, then lint, types and tests
+# make test-extras                              what needs a browser (Debian's package chromium) or matplotlib
 # make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
 # make test-oldest                              the tests on the oldest torch that pyproject.toml allows, in a venv of 5 GB
 # make bench [ARGS="--only step"]               speed beside other programs: prints a table, writes benchmarks.json and .png
@@ -10,10 +11,13 @@ OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 # Tests start some hundred processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test types tests test-full test-oldest bench
+.PHONY: train test types tests test-extras test-full test-oldest bench
 
 train: .venv/installed
 	.venv/bin/torchrun train.py --config bloom.toml $(ARGS)
+	.venv/bin/dtmega report "$$(.venv/bin/python -c '$(RUN_DIR)' --config bloom.toml $(ARGS))"
+
+RUN_DIR = import sys; from dtmega import config; print(config.load(sys.argv[1:]).run.dir)
 
 # The types beside the tests: where both cores are not busy, they are at the tests' beginning and end.
 test: .venv/installed-test
@@ -26,6 +30,9 @@ types:
 
 tests:
 	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-extras: .venv/installed-extras
+	.venv/bin/pytest tests/test_report.py tests/test_report_browser.py
 
 test-full: test
 	.venv/bin/pytest -n 2 --dist worksteal -m full
@@ -48,7 +55,7 @@ bench: .venv/installed-bench
 
 # A stamp, newer than what it was made from, makes the second call instant; a killed install leaves none.
 .venv/installed: pyproject.toml constraints.txt
-	$(call install,.)
+	$(call install,.[report])
 	touch $@
 
 # To compile all of torch and transformers takes a minute; what the tests import is compiled as they import it.
@@ -57,8 +64,12 @@ bench: .venv/installed-bench
 	touch .venv/installed $@
 
 .venv/installed-bench: pyproject.toml constraints.txt
-	$(call install,.[bench])
+	$(call install,.[bench,report])
 	touch .venv/installed $@
+
+.venv/installed-extras: pyproject.toml constraints.txt
+	$(call install,.[test,png,browser])
+	touch .venv/installed .venv/installed-test $@
 
 define install
 @$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \

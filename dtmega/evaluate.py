@@ -96,5 +96,5 @@ def show_sample(run: Run, step: int) -> bool:
         run.metrics.message(f"no sample of [eval] prompt: {error}")
         return True
     if not stopped:
-        run.metrics.message(f"a sample:\n{shown}")
+        run.metrics.sample(step, shown)
     return not stopped

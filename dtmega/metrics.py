@@ -73,7 +73,7 @@ class Metrics:
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
 
-        run_dir = Path(config.run.dir)
+        self._run_dir = run_dir = Path(config.run.dir)
         durable.make_folder(run_dir)
         path = run_dir / ("evaluation.jsonl" if config.eval.only else "metrics.jsonl")
         if not config.eval.only:
@@ -189,6 +189,17 @@ class Metrics:
     def test(self, step: int, loss: float, **more: float) -> None:
         """The same on the test split, of the finished model."""
         self._evaluation("test", step, loss, more)
+
+    def sample(self, step: int, text: str) -> None:
+        """What the model makes of a prompt after `step` steps: printed, and kept in sample.json."""
+        if not self.write:
+            return
+        self.message(f"a sample:\n{text}")
+        try:
+            with durable.replaced(self._run_dir / "sample.json") as file:
+                file.write(json.dumps({"step": step, "text": text}) + "\n")
+        except OSError as error:  # a run that is done does not fail for its sample
+            self.message(f"WARNING: sample.json cannot be written: {error}")
 
     def _evaluation(self, split: str, step: int, loss: float, more: Mapping[str, float]) -> None:
         if not self.write:

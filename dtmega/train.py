@@ -8,6 +8,7 @@ have had anyway. All exit codes are in `dtmega/job.py`.
 
 from __future__ import annotations
 
+import shlex
 import time
 import traceback
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dtmega import config, durable, families, job, mesh, optim, output, trackers
+from dtmega import config, cost, durable, families, job, mesh, optim, output, starts, trackers
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
@@ -149,6 +150,15 @@ def begin(
             resume.set_aside_newer(cfg, at.step)
             with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
                 file.write(asked.to_toml())
+            starts.append(
+                Path(cfg.run.dir),
+                step=at.step,
+                config=asked.model_dump(),
+                layout={"processes": world.size, **world.sizes},
+                device=device,
+                parameters=cost.n_parameters(pieces),
+                steps=end.steps,
+            )
         metrics = Metrics(cfg, pieces, device, world.size, end, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
     samples = text.samples("train")
@@ -257,6 +267,7 @@ def train(run: Run, at: Progress) -> int:
         return run.ending.because(job.STUCK, f"not saved: {unsaved}")
     checkpoint = f", {run.checkpoints.newest}" if run.checkpoints.newest else ""
     metrics.message(f"written: config.toml and metrics.jsonl in {cfg.run.dir}{checkpoint}")
+    metrics.message(f"to look at it: dtmega report {shlex.quote(cfg.run.dir)}")
     code = job.PREEMPTED if stopping == SIGNALLED else job.DONE
     return run.ending.because(code, stopping or FINISHED)
 

@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "cost": (1, set()),
     "drift": (1, {"shards"}),
     "optim": (1, {"shards"}),  # the part of a parameter that is here
+    "starts": (1, set()),  # what a run was started with, each time
     "trackers": (1, set()),  # libraries of others, imported by their threads only
     "metrics": (1, {"cost", "trackers"}),
     "watch": (1, {"job"}),  # how it ends the process
@@ -55,6 +56,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "parallelize": (3, {"families"}),
     "megatron": (2, {"checkpoint", "foreign"}),  # flags, names and files of the original
     "planner": (4, set()),
+    "report": (4, set()),  # a run as a page
     "convert": (4, set()),  # weights between houses
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch

@@ -558,7 +558,7 @@ def test_what_is_printed_is_what_is_recorded(ran):
     assert printed == expected
 
 
-OF_A_START = ("run: ", "changed ", "stopped ", "written: ", "nothing ")
+OF_A_START = ("run: ", "changed ", "stopped ", "written: ", "to look ", "nothing ")
 
 
 def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
@@ -584,6 +584,7 @@ def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
         newest = [step for step in saves(switches, cfg) if step <= end]
         checkpoint = f", {recorded.folder}/checkpoints/step-{newest[-1]:08}" if newest else ""
         expected.append(f"written: config.toml and metrics.jsonl in {recorded.folder}{checkpoint}")
+        expected.append(f"to look at it: dtmega report {recorded.folder}")
     assert said == expected
     assert recorded.codes == [0] * switches.parts
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli
 import torch
 import torch.distributed as dist
 
-from dtmega import config, declared, job, mesh, train
+from dtmega import config, declared, job, mesh, starts, train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed import IndexedWriter
 from dtmega.startup import Startup
@@ -82,14 +83,26 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
     assert len(validation) == 1 + 30 // 5
     assert validation[-1] < validation[0] - 1
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard", "exit.json", ".lock"}
+    assert left == {
+        "config.toml",
+        "metrics.jsonl",
+        "starts.jsonl",
+        "sample.json",
+        "checkpoints",
+        "tensorboard",
+        "exit.json",
+        ".lock",
+    }
     assert [path.name for path in sorted((tmp_path / "checkpoints").glob("[!.]*"))] == [
         "step-00000020",
         "step-00000030",
     ]
     output = capsys.readouterr().out
     assert "ppl" in output
-    assert "a sample:\ndef " in output
+    sample = json.loads((tmp_path / "sample.json").read_text())
+    assert (sample["step"], sample["text"][:4]) == (30, "def ")
+    assert f"a sample:\n{sample['text']}\n" in output
+    assert output.endswith(f"to look at it: dtmega report {tmp_path}\n")
     assert str(tmp_path) in output
 
 
@@ -145,6 +158,10 @@ def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, co
         assert run(tmp_path / "cut", corpus, train__exit_interval=4, **keys) == 0
         assert len(losses(tmp_path / "cut")) == expected
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    begun = starts.read(tmp_path / "cut")
+    assert [(start.step, start.steps, start.device) for start in begun] == [(step, 10, "cpu") for step in (0, 4, 8)]
+    assert begun[0].layout == {"processes": 1, "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    assert begun[-1].config == tomli.loads((tmp_path / "cut" / "config.toml").read_text())
 
 
 def test_a_checkpoint_outlives_no_line_of_metrics_and_no_configuration_in_a_power_cut(tmp_path, corpus, monkeypatch):

@@ -30,6 +30,7 @@ COMMANDS = {
     "inspect": "what a checkpoint holds, whether it is intact, how two differ",
     "verify-plan": "is the sharding plan of a Hugging Face model right?",
     "from-megatron": "a Megatron command or launch script -> a TOML",
+    "report": "a run as one page: curves, layout, sample; several are compared",
     "groups": "the ranks of every group of a mesh, as Megatron lists them",
 }
 

@@ -28,13 +28,22 @@ def draw_schedule(cfg: config.Config, pp: int, data_size: int) -> None:
 
 
 def draw(table: Table, path: str, name: str) -> None:
-    """Write the table's timeline as an SVG file; its title says which fraction of time is bubble.
-
-    A cell is as long as its action takes (F = I = W = 1, B = 2; transfers take none) and shows the microbatch, below it
-    the stage. The darker its colour, the later its stage among those of the rank.
+    """Write `svg` to a file.
 
     Raises:
         ValueError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(svg(table, name), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write the schedule to {path}: {error.strerror} ([pipeline] draw)") from None
+
+
+def svg(table: Table, name: str) -> str:
+    """The table's timeline as an SVG element; its title says which fraction of time is bubble.
+
+    A cell is as long as its action takes (F = I = W = 1, B = 2; transfers take none) and shows the microbatch, below it
+    the stage. The darker its colour, the later its stage among those of the rank.
     """
     timeline, held = simulate(table), stages_in(table)
     end = max(step.end for row in timeline.rows for step in row)
@@ -59,11 +68,7 @@ def draw(table: Table, path: str, name: str) -> None:
             f'<rect class="row" x="{LEFT}" y="{y}" width="{end * UNIT}" height="{ROW}" fill="#eef0f2"/>',
             *(_cell(step, y, depth[step.action.stage]) for step in row),
         ]
-    out += [*_axis(end, bottom), "</svg>"]
-    try:
-        Path(path).write_text("\n".join(out), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write the schedule to {path}: {error.strerror} ([pipeline] draw)") from None
+    return "\n".join([*out, *_axis(end, bottom), "</svg>"])
 
 
 def _cell(step: TimedAction, y: int, depth: float) -> str:

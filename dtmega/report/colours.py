@@ -1,0 +1,21 @@
+"""One colour a run, the same in every figure and table; in one run, what a line is is told by its form."""
+
+from __future__ import annotations
+
+COLOURS = ("#2266cc", "#dd6b10", "#1a8a5a", "#a23bb0", "#c22f45", "#0e8f9e", "#7a6a1c", "#5a5f6b")
+
+
+def colour(number: int) -> str:
+    """Of the run with this number."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def faint(hexadecimal: str) -> str:
+    """The colour of single steps under their mean, as CSS has it."""
+    red, green, blue = (int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.32)"
+
+
+def darker(hexadecimal: str) -> str:
+    """The colour of a validation beside the training of the same run."""
+    return "#" + "".join(f"{round(0.62 * int(hexadecimal[i : i + 2], 16)):02x}" for i in (1, 3, 5))

@@ -1,0 +1,86 @@
+"""The layout of a part of a run, as drawn: which rank is where in the mesh, and what its pipeline does when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dtmega import config, mesh
+from dtmega.parallelize import fitted
+from dtmega.pipelining import draw
+from dtmega.pipelining.table import make_table, simulate
+
+MOST_RANKS = 256  # that are drawn
+MOST_ACTIONS = 3000
+CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
+FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
+INK, FAINT = "#1d2733", "#5b6673"
+
+
+def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
+    """The size of each axis; None where they do not multiply to the processes."""
+    sizes = {axis: layout.get(axis, 1) for axis in mesh.AXES}
+    n = layout.get("processes", 0)
+    return sizes if n > 0 and min(sizes.values()) > 0 and np.prod([*sizes.values()]) == n else None
+
+
+def mesh_svg(sizes: dict[str, int]) -> str:
+    """Ranks as boxes: pipeline stages below each other, slices of the batch side by side, tp (and cp) within a box."""
+    grid = np.arange(np.prod([*sizes.values()])).reshape([sizes[axis] for axis in mesh.AXES])
+    pp, replicate, shard, cp, tp = (sizes[axis] for axis in mesh.AXES)
+    box_width, box_height = 2 * PAD + tp * CELL, 2 * PAD + cp * CELL
+    width = LEFT + replicate * shard * (box_width + GAP) + (replicate - 1) * GAP
+    height = TOP + pp * (box_height + GAP)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="Helvetica, Arial, sans-serif" role="img" aria-label="ranks of the mesh">'
+    ]
+    for column in range(replicate * shard):
+        x = LEFT + column * (box_width + GAP) + column // shard * GAP
+        out.append(_text(x + box_width / 2, TOP - 12, f"data {column}", 11, FAINT))
+    for stage in range(pp):
+        y = TOP + stage * (box_height + GAP)
+        out.append(_text(LEFT - 14, y + box_height / 2 + 4, f"pipeline {stage}" if pp > 1 else "ranks", 12, INK, "end"))
+        for column in range(replicate * shard):
+            x = LEFT + column * (box_width + GAP) + column // shard * GAP
+            fill = FILLS[stage % len(FILLS)]
+            out.append(f'<rect x="{x}" y="{y}" width="{box_width}" height="{box_height}" rx="6" fill="{fill}"/>')
+            for row in range(cp):
+                for place in range(tp):
+                    rank = grid[stage, column // shard, column % shard, row, place]
+                    cell_x, cell_y = x + PAD + place * CELL, y + PAD + row * CELL
+                    out.append(
+                        f'<rect x="{cell_x + 2}" y="{cell_y + 2}" width="{CELL - 4}" height="{CELL - 4}" rx="4" '
+                        f'fill="#ffffff" stroke="#9aa7b5"/>'
+                    )
+                    out.append(_text(cell_x + CELL / 2, cell_y + CELL / 2 + 5, str(rank), 13, INK))
+    return "\n".join([*out, "</svg>"])
+
+
+def _text(x: float, y: float, text: str, size: int, ink: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{ink}">{text}</text>'
+
+
+def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int]) -> tuple[str, str]:
+    """The schedule's SVG, or '' and the reason why there is none: no pipeline, too large, of another version.
+
+    Args:
+        values: the configuration, by section.
+        sizes: of the axes.
+    """
+    if sizes["pp"] == 1:
+        return "", "no pipeline"
+    try:
+        cfg = fitted(config.validate(values, "config.toml"), sizes)
+        data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+        n_microbatches = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
+        table = make_table(cfg.pipeline, sizes["pp"], n_microbatches)
+        name = cfg.pipeline.csv or cfg.pipeline.schedule
+        n_actions = sum(map(len, table))
+        if n_actions > MOST_ACTIONS:
+            bubble = simulate(table).bubble
+            return "", f"{name}: {n_actions:,} actions are too many to draw; {bubble:.1%} of the time is bubble"
+        return draw.svg(table, name), ""
+    except ValueError as error:
+        return "", f"the schedule cannot be drawn: {error}"

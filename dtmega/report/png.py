@@ -1,0 +1,76 @@
+"""The curves as a picture, by matplotlib: for a talk, a paper or an issue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]  # an extra
+from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  # an extra
+from matplotlib.ticker import EngFormatter, PercentFormatter  # pyright: ignore[reportMissingImports]  # an extra
+
+from dtmega.report import curves
+from dtmega.report.colours import colour, darker
+from dtmega.report.curves import LOSS, Panel
+from dtmega.report.run import Run
+
+DPI = 110
+WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
+
+
+def draw(runs: Sequence[Run], path: Path) -> Path:
+    """Write the loss, large, and each other number of these runs to a PNG file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    panels = curves.panels(key for run in runs for key in run.record.series)
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(WIDTH, LOSS_HEIGHT + ROW_HEIGHT * rows), dpi=DPI, layout="constrained")
+    grid = figure.add_gridspec(1 + rows, 2, height_ratios=[LOSS_HEIGHT, *[ROW_HEIGHT] * rows])
+    places = [grid[0, :], *(grid[1 + place // 2, place % 2] for place in range(len(panels)))]
+    for panel, place in zip([LOSS, *panels], places, strict=True):
+        axes = figure.add_subplot(place)
+        for number, run in enumerate(runs):
+            _draw_curve(axes, run, number, panel)
+        _style(axes, panel)
+        if panel is LOSS:
+            axes.legend(frameon=False, fontsize=9, loc="upper right")
+    figure.savefig(path)
+    return path
+
+
+def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
+    series = run.record.series
+    name = curves.plain(run.name)
+    if panel.key in series:
+        shown = curves.thinned(series[panel.key], curves.marked_steps(run))
+        mean, _ = curves.running_mean(series[panel.key])
+        faint = panel.mean and mean.steps.size > 0
+        alpha, width = (0.3, 0.8) if faint else (1.0, 1.4)
+        axes.plot(*shown, color=colour(number), alpha=alpha, linewidth=width, label=None if faint else name)
+        if faint:
+            axes.plot(*mean, color=colour(number), linewidth=1.8, label=name)
+    for key in filter(curves.is_validation, series if panel is LOSS else ()):
+        label = f"{name}, {curves.plain(key.removesuffix('_loss'))}"
+        marker = "o" if series[key].steps.size <= curves.CIRCLES else ""
+        form = {"marker": marker, "markersize": 5, "markerfacecolor": "white", "linestyle": ":", "linewidth": 1.2}
+        axes.plot(*curves.thinned(series[key]), color=darker(colour(number)), label=label, **form)
+    for step in curves.restarted_after(run):
+        axes.axvline(step + 0.5, color=colour(number), linewidth=0.9, linestyle="--", alpha=0.6)
+
+
+def _style(axes: Axes, panel: Panel) -> None:
+    axes.set_title(panel.title.partition(":")[0], loc="left", fontsize=10, fontweight="bold")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if panel.log:
+        axes.set_yscale("log")
+    tick, unit = panel.tick
+    if tick == "~%":
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    elif tick == "~s" and not panel.log:
+        axes.yaxis.set_major_formatter(EngFormatter(unit))
+    axes.grid(color="#e6eaee", linewidth=0.8)
+    axes.tick_params(labelsize=8, colors="#5b6673")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)

@@ -1,0 +1,207 @@
+"""A run directory as `dtmega report` sees it: record, starts, configuration, and the numbers that sum them up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tomli
+
+from dtmega import starts
+from dtmega.checkpoint import resume
+from dtmega.metrics import perplexity
+from dtmega.report import record
+from dtmega.report.record import Event, Record, Series
+from dtmega.starts import Start
+from dtmega.strangers import read_object
+
+Config = Mapping[str, Mapping[str, Any]]  # by section, as written; another version's, or half of one, is shown too
+
+
+class Part(NamedTuple):
+    """Steps `first` to `last` of a run, all of one start; the start is None where nothing tells of it."""
+
+    first: int
+    last: int
+    start: Start | None
+
+
+class Run(NamedTuple):
+    """Attributes:
+    name: for people, another one for each run of a page.
+    config: of the newest start.
+    starts: the newest that began anew and those after it, oldest first.
+    parts: by ascending steps, at least one.
+    end: the step at which it is done; 0 where nothing tells.
+    sample: what the finished model made of the prompt, or ''.
+    written: when its record was last written, or None.
+    """
+
+    directory: Path
+    name: str
+    record: Record
+    config: Config
+    starts: list[Start]
+    parts: list[Part]
+    end: int
+    sample: str
+    written: datetime | None
+
+    @property
+    def events(self) -> list[Event]:
+        """Those of the record, and each start after the first."""
+        restarts = [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
+        return sorted([*self.record.events, *restarts], key=lambda event: event.step)
+
+
+def read(directories: Sequence[str]) -> list[Run]:
+    """The runs in these directories.
+
+    Raises:
+        ValueError: one of them is not a run directory.
+    """
+    return [_read(Path(directory), name) for directory, name in zip(directories, names(directories), strict=True)]
+
+
+def names(directories: Sequence[str]) -> list[str]:
+    """The last part of each path where all of these differ, else the paths."""
+    last = [Path(directory).resolve().name for directory in directories]
+    return last if len(set(last)) == len(last) else list(directories)
+
+
+def _read(directory: Path, name: str) -> Run:
+    path = directory / "metrics.jsonl"
+    there = path.exists()
+    if not there and not (directory / "config.toml").exists():
+        raise ValueError(f"{directory} is not a run directory: it has no metrics.jsonl and no config.toml")
+    found = record.read(path)
+    every = starts.read(directory) or _start_of_checkpoint(directory)
+    anew = max((i for i, start in enumerate(every) if start.step == 0), default=0)
+    config = _config(directory) or (every[-1].config if every else {})
+    planned = config.get("train", {}).get("steps", 0)
+    return Run(
+        directory=directory,
+        name=name,
+        record=found,
+        config=config,
+        starts=every[anew:],
+        parts=_parts(every, found.last_step),
+        end=every[-1].steps if every else planned if isinstance(planned, int) else 0,
+        sample=_sample(directory, found.last_step),
+        written=datetime.fromtimestamp(path.stat().st_mtime, timezone.utc) if there else None,
+    )
+
+
+def _config(directory: Path) -> Config:
+    try:
+        table = tomli.loads((directory / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {section: keys for section, keys in table.items() if isinstance(keys, dict)}
+
+
+def _sample(directory: Path, last_step: int) -> str:
+    """The text in sample.json; '' if there is none, or it is of steps that the run has gone back behind."""
+    try:
+        sample = read_object(directory / "sample.json")
+    except ValueError:
+        return ""
+    step, text = sample.get("step"), sample.get("text")
+    return text if isinstance(text, str) and isinstance(step, int) and step <= last_step else ""
+
+
+def _start_of_checkpoint(directory: Path) -> list[Start]:
+    """What the newest checkpoint of a run of an earlier version, which has no starts.jsonl, knows of its layout."""
+    try:
+        state = resume.state_of(resume.open_checkpoint(str(directory)))
+    except (ValueError, OSError):
+        return []
+    steps = state.config.get("train", {}).get("steps", 0)
+    return [
+        Start(
+            step=0,
+            time="",
+            config=state.config,
+            layout=state.layout,
+            device="",
+            parameters=0,
+            steps=steps,
+            versions=state.versions,
+        )
+    ]
+
+
+def _parts(every: Sequence[Start], last_step: int) -> list[Part]:
+    written = starts.parts(every)
+    written = [start for start in written if start.step < last_step] or written[-1:]
+    if not written:
+        return [Part(1, last_step, None)]
+    ends = [*(start.step for start in written[1:]), max(last_step, written[-1].step)]
+    return [Part(start.step + 1, end, start) for start, end in zip(written, ends, strict=True)]
+
+
+def _restarted(start: Start) -> str:
+    return f"started again after step {start.step} on {layout_in_words(start.layout)}, {start.time}"
+
+
+def layout_in_words(layout: Mapping[str, int]) -> str:
+    """4 processes: dp_shard 2 x tp 2"""
+    n = layout.get("processes", 1)
+    axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if axis != "processes" and size > 1)
+    return f"{n} process{'es' if n != 1 else ''}" + (f": {axes}" if axes else "")
+
+
+def numbers(run: Run) -> dict[str, str]:
+    """What a person asks first, in words."""
+    series = run.record.series
+    found: dict[str, str] = {}
+    last_step = run.record.last_step
+    found["steps"] = f"{last_step:,} of {run.end:,}" if run.end else f"{last_step:,}"
+    if run.record.tokens.values.size:
+        found["tokens"] = short(run.record.tokens.values[-1])
+    # Of a weighted sum of several losses there is no perplexity.
+    one_loss = not any(key.startswith("val_") and not key.endswith("_loss") for key in series)
+    for key, label in (("loss", "training loss"), ("val_loss", "validation loss"), ("test_loss", "test loss")):
+        if key in series:
+            last = series[key].values[-1]
+            ppl = f" (ppl {perplexity(last):.4g})" if one_loss and key != "loss" else ""
+            found[label] = f"{last:.4g}{ppl}"
+    for key, label, write in (
+        ("tokens_per_s", "tokens/s, median", short),
+        ("mfu", "MFU, median", lambda value: f"{value:.1%}"),
+        ("step_time_s", "step time, median", seconds),
+    ):
+        if key in series:
+            found[label] = write(percentile(series[key], 50))
+    if "step_time_s" in series:
+        found["99th percentile"] = seconds(percentile(series["step_time_s"], 99))
+    if "peak_memory_bytes" in series:
+        found["peak memory, rank 0"] = gibibytes(series["peak_memory_bytes"].values.max())
+    kinds = [event.kind for event in run.events]
+    found["restarts"] = str(kinds.count("restart"))
+    found["skipped steps"] = str(kinds.count("skipped"))
+    return found
+
+
+def percentile(series: Series, percent: float) -> float:
+    """The smallest value that so many of the values are no larger than."""
+    return float(np.percentile(series.values, percent, method="inverted_cdf"))
+
+
+def short(value: float) -> str:
+    """1,234 -> 1.23 K, as people write large counts."""
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {letter}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def gibibytes(value: float) -> str:
+    return f"{value / 2**30:.3g} GiB"

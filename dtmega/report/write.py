@@ -1,0 +1,49 @@
+"""Runs in, files out; a library that is not installed is one line that says how to install it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtmega import durable
+from dtmega.report import run
+
+
+def write(directories: Sequence[str], output: Path, png: bool = False) -> list[Path]:
+    """Write the page of these runs to `output`, and with `png` the picture beside it; returns what was written.
+
+    Raises:
+        ValueError: not a run directory; plotly, or with `png` matplotlib, is not installed.
+        OSError: a file cannot be read or written.
+    """
+    require("plotly", "report")
+    if png:
+        require("matplotlib", "png")
+    runs = run.read(directories)
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
+
+    from dtmega.report import page, plots
+    from dtmega.report.colours import colour
+
+    figures = {"curves": plots.over_steps(runs).to_json()}
+    if any("step_time_s" in of_run.record.series for of_run in runs):
+        figures["tail"] = plots.tail(runs).to_json()
+    colours = [colour(number) for number in range(len(runs))]
+    with durable.replaced(output) as file:
+        file.write(page.page(runs, figures, get_plotlyjs(), colours))
+    if not png:
+        return [output]
+    from dtmega.report import png as picture
+
+    return [output, picture.draw(runs, output.with_suffix(".png"))]
+
+
+def require(library: str, extra: str) -> None:
+    """Raises:
+    ValueError: it is not installed.
+    """
+    try:
+        importlib.import_module(library)
+    except ImportError:
+        raise ValueError(f"needs {library}, which is not installed: pip install -e '.[{extra}]'") from None
