@@ -1,4 +1,4 @@
-"""What a process owes its machine and its launcher: to leave in time, with a code that says why, and alone.
+"""The duties of a process to its machine and its launcher: leave in time, with a code that says why, and alone.
 
 | code | name | why the process left | what to do |
 |---|---|---|---|
@@ -18,15 +18,12 @@ writes the code and the reason into `exit.json` of the run directory, for whoeve
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -34,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dtmega import durable, output
+from dtmega.lock import Lock
 
 DONE = 0
 FAILED = 1
@@ -63,46 +61,26 @@ class Claim:
         path = folder / ".lock"
         try:
             durable.make_folder(folder)
-            # Not inherited by what this process starts, which may outlive it.
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock = Lock(path)
         except OSError as error:
             raise ValueError(f"cannot write to {folder}: {error.strerror} ({key})") from None
         try:
-            self._take(folder, path, patience_s, key)
-        except (ValueError, OSError) as error:
-            os.close(self._fd)
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(f"cannot write to {folder}: {error.strerror} ({key})") from None
-
-    def _take(self, folder: Path, path: Path, patience_s: float, key: str) -> None:
-        """Wait for the lock, then say in it whose it is."""
-        deadline = time.monotonic() + patience_s
-        while not self._lock(path):
-            if time.monotonic() > deadline:
+            if not self._lock.take(patience_s):
                 holder = _read_lock(path)
                 who = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
                 raise ValueError(f"{folder} is being written by {who} ({key})")
-            time.sleep(0.1)
-        since = datetime.now().astimezone().isoformat(" ", "seconds")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        os.ftruncate(self._fd, 0)
-        os.write(self._fd, json.dumps(holder).encode())
-        os.fsync(self._fd)
-
-    def _lock(self, path: Path) -> bool:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            since = datetime.now().astimezone().isoformat(" ", "seconds")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+            self._lock.write(json.dumps(holder))
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # Lustre without -o flock, for one
-                raise
-            output.say(f"{path} cannot be locked ({error.strerror}): a second writer would not be noticed")
-        return True
+            self.close()
+            raise ValueError(f"cannot write to {folder}: {error.strerror} ({key})") from None
+        except ValueError:
+            self.close()
+            raise
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._lock.close()
 
 
 class Ending:
@@ -176,7 +154,7 @@ def described(error: BaseException) -> str:
 
 
 def die_with_parent() -> None:
-    """Under torchrun: be killed when the agent is. Its orphans would go on training, and writing checkpoints.
+    """Have this process killed when torchrun's agent is: orphans would go on training, and writing checkpoints.
 
     The kernel looks at the thread that started this process, which in torchrun is the agent's main thread. An agent
     that was gone even before this call is missed at the rendezvous, as it holds the store.
@@ -204,7 +182,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _read_lock(path: Path) -> dict[str, Any]:
-    """What the holder wrote; empty while it has not, or if there is no such file here."""
+    """The words of the holder; empty while it has written none, or if there is no such file here."""
     try:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from dtmega import job
+from dtmega import job, lock
 from tests.ranks import forks
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
@@ -61,7 +61,7 @@ def test_the_name_in_a_lock_is_on_disk_before_the_claim_is_made(tmp_path: Path, 
 def test_an_orphan_has_five_seconds_to_die(tmp_path: Path, monkeypatch):
     claim = job.Claim(tmp_path)
     naps_s: list[float] = []
-    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=naps_s.append))
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=naps_s.append))
     with pytest.raises(ValueError, match="is being written by process"):
         job.Claim(tmp_path)
     assert 5.0 < sum(naps_s) < 5.3

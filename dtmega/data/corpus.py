@@ -17,12 +17,12 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
 from tqdm import tqdm
 
 from dtmega.data import cache_dir, sentences
 from dtmega.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from dtmega.data.tokenizer import Tokenizer
+from dtmega.lock import Lock
 
 FORMAT = 2  # raise it when the same Python and vocabulary give other tokens than before
 SENTENCES_FORMAT = 1  # the same for sentences, beside FORMAT
@@ -37,7 +37,7 @@ SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 def documents() -> Iterator[tuple[str, str]]:
-    """(name, text) of each document that is not blank; names are paths in the library.
+    """Yield (name, text) of each document that is not blank; names are paths in the library.
 
     The order is that of the names' hashes: `[data] split` cuts by place, and in the order of the names the validation
     part would be xml/ and zipfile alone.
@@ -110,7 +110,7 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
     form = f"-sentences-v{SENTENCES_FORMAT}" if in_sentences else ""
     prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
     if not _is_whole(prefix, tokenizer):
-        with FileLock(f"{prefix}.lock"):
+        with Lock(Path(f"{prefix}.lock")):
             if not _is_whole(prefix, tokenizer):  # another process may have built it while this one waited
                 _build(prefix, tokenizer, in_sentences)
     return prefix

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from filelock import FileLock
 from numpy.typing import NDArray
 
 from dtmega.data.indexed import CHUNK, IndexedDataset
+from dtmega.lock import Lock
 
 DIGEST_BYTES = 16
 
 
 def index_state(dataset: IndexedDataset) -> str:
-    """Path, size and time of the index: with another one of these it may be another data set."""
+    """Path, size and time of the index: where one of them differs, it may be another data set."""
     index = index_path(dataset)
     stat = os.stat(index)
     return f"{index} {stat.st_size} {stat.st_mtime_ns}"
@@ -39,7 +39,7 @@ def index_path(dataset: IndexedDataset) -> str:
 
 
 class SharedFile:
-    """One such file.
+    """One file that the processes of a node share.
 
     Args:
         made_from: all that the content is a function of.
@@ -52,7 +52,7 @@ class SharedFile:
         self._made_from = made_from.encode()
 
     def read_or_make(self) -> bool:
-        """Whether this process has made it; on return it is there and whole.
+        """Make the file unless it is there, whole; True if this process has made it.
 
         Raises:
             OSError: no room, or a directory that cannot be written.
@@ -67,14 +67,11 @@ class SharedFile:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Spares the node the same work twice, no more: a file appears whole, by a rename."""
-        lock = FileLock(f"{self.path}.lock")
-        with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
-            lock.acquire()
-        try:
+        """Spare the node the same work twice, no more: a file appears whole, by a rename."""
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # the lock's file may be another user's
+                held.enter_context(Lock(Path(f"{self.path}.lock")))
             yield
-        finally:
-            lock.release()
 
     def _is_whole(self) -> bool:
         # Read, not mapped: pages that a process has mapped and looked at count as its memory.
