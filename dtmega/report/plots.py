@@ -245,6 +245,8 @@ def _style_axis(figure: go.Figure, panel: Panel, *, row: int, column: int) -> No
         row=row,
         col=column,
     )
+    if panel.log:
+        figure.update_yaxes(dtick="D2", row=row, col=column)  # 1, 2, 5: others would stand on each other
 
 
 def written(text: str) -> str:
