@@ -101,6 +101,7 @@ def found(folder) -> dict[str, Any]:
 
 
 def test_the_scores_are_those_that_the_harness_gives_the_export(folder, found):
+    pytest.importorskip("accelerate", reason="the harness's own class needs accelerate: pip install accelerate")
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 

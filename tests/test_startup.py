@@ -458,9 +458,9 @@ def test_a_run_watches_for_its_timeout_and_collectives_give_up_after_twice_that(
         seen["collective"] = timeout_s
         return begin(device, sizes, timeout_s, store)
 
-    def watch(grace_s: float, timeout_s: float, rank: int) -> Watch:
+    def watch(grace_s: float, timeout_s: float, rank: int, *others: Any) -> Watch:
         seen.update(grace=grace_s, hang=timeout_s, rank=rank)
-        return watching(grace_s, timeout_s, rank)
+        return watching(grace_s, timeout_s, rank, *others)
 
     monkeypatch.setattr(mesh, "start", start)
     monkeypatch.setattr(train, "Watch", watch)
