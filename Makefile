@@ -1,6 +1,7 @@
 # make train [ARGS="--section.key value ..."]   install on first use, train the default model, write its report
 # make test                                     install on first use, then lint, types and tests
-# make test-extras                              what needs a browser (Debian's package chromium) or matplotlib
+# make test-extras                              what needs a browser (Debian's chromium), trackers, lm-eval or a notebook
+# make docs                                     install on first use, then build the pages of docs/ as a site, in .site
 # make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
 # make test-oldest                              the tests on the oldest torch that pyproject.toml allows, in a venv of 5 GB
 # make bench [ARGS="--only step"]               speed beside other programs: prints a table, writes benchmarks.json and .png
@@ -11,7 +12,7 @@ OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 # Tests start some hundred processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test types tests test-extras test-full test-oldest bench
+.PHONY: train test types tests docs site notebook test-extras test-full test-oldest bench
 
 train: .venv/installed
 	.venv/bin/torchrun train.py --config bloom.toml $(ARGS)
@@ -23,16 +24,29 @@ RUN_DIR = import sys; from dtmega import config; print(config.load(sys.argv[1:])
 test: .venv/installed-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	$(MAKE) --no-print-directory -j 2 types tests
+	$(MAKE) --no-print-directory -j 2 site types tests
 
 types:
 	.venv/bin/basedpyright
+
+# A broken link or anchor fails.
+site:
+	NO_COLOR=1 .venv/bin/zensical build --strict > .site.log 2>&1 || { cat .site.log; exit 1; }
+
+docs: .venv/installed-test site
+	@echo "open .site/index.html"
+
+# Run the cells of examples/one_gpu.py and write the notebook beside it.
+notebook: .venv/installed-test
+	.venv/bin/pip install --disable-pip-version-check -c constraints.txt -e '.[notebook]'
+	.venv/bin/python tools/notebook.py
 
 tests:
 	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-extras: .venv/installed-extras
-	.venv/bin/pytest tests/test_report.py tests/test_report_browser.py
+	.venv/bin/pytest tests/test_report.py tests/test_report_browser.py tests/test_trackers.py tests/test_harness.py \
+		tests/test_notebook.py
 
 test-full: test
 	.venv/bin/pytest -n 2 --dist worksteal -m full
@@ -68,7 +82,7 @@ bench: .venv/installed-bench
 	touch .venv/installed $@
 
 .venv/installed-extras: pyproject.toml constraints.txt
-	$(call install,.[test,png,browser])
+	$(call install,.[browser,eval,mlflow,notebook,png,test,trackio,wandb])
 	touch .venv/installed .venv/installed-test $@
 
 define install

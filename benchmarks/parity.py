@@ -1,4 +1,4 @@
-"""Layout -> largest relative deviation from one process, as the table in the README: `python benchmarks/parity.py`.
+"""Layout -> largest relative deviation from one process, the table of docs/layouts.md: `python benchmarks/parity.py`.
 
 Trains the debug model of tests/layouts.py for 20 steps on every layout, on CPU processes of this machine; on some of
 them where they are named: `python benchmarks/parity.py "bert, tp 3" "bert, HSDP 2 x 2"`.

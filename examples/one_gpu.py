@@ -1,36 +1,81 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
 # %% [markdown]
 # # Fine-tune a local Hugging Face model on one GPU, cell by cell
 #
-# `python examples/one_gpu.py DIR OUT`, or open it as a notebook (VS Code, Jupytext) and set the three names below. DIR
-# has config.json, *.safetensors and tokenizer.json; a CPU does too. Every cell is a piece that `train.py` is made of:
-# for many GPUs, checkpoints and restarts run `torchrun train.py --config hf.toml --model.path DIR` instead.
+# `python examples/one_gpu.py DIR OUT STEPS`, or open `one_gpu.ipynb` and set the three names below. DIR has
+# config.json, *.safetensors and tokenizer.json; where it is not there, a tiny Llama with random weights is made. A CPU
+# does too. Every cell is a piece that `train.py` is made of: for many GPUs, checkpoints and restarts run
+# `torchrun train.py --config hf.toml --model.path DIR` instead.
 
 # %%
 import sys
+from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
 
 from dtmega import config, cost, families, mesh, optim
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import TrainBatches
 from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.data.text import open_text
+from dtmega.data.tokenizer_json import to_json
 from dtmega.fsdp import release
-from dtmega.models.generate import generate
+from dtmega.models.generate import Drawing, generate
 from dtmega.parallelize import check, fitted, parallelize
 from dtmega.shards import local
 
-directory, out, steps = sys.argv[1], sys.argv[2], 3
+# %% tags=["parameters"]
+directory = "runs/one-gpu/model"
+out = "runs/one-gpu/trained"
+steps = 30
+
+# %% [markdown]
+# As a script the names come from the command line; a notebook's kernel has a command line of its own.
+
+# %%
+disable_progress_bar()
+if "ipykernel" not in sys.modules:
+    directory, out, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if not Path(directory).exists():
+    torch.manual_seed(0)
+    tiny = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
+    AutoModelForCausalLM.from_config(tiny).save_pretrained(directory)
+    Path(directory, "tokenizer.json").write_text(to_json("stdlib-8k"))
 
 # %% [markdown]
 # The configuration, checked against the directory: sizes and tokenizer are the model's.
 
 # %%
-overrides = {"model.path": directory, "train.steps": steps, "data.seq_len": 64, "data.num_workers": 0, "optim.lr": 1e-4}
-overrides |= {"batch.global_batch_size": 4, "optim.warmup": 0, "optim.schedule": "constant"}
+overrides = {
+    "model.path": directory,
+    "train.steps": steps,
+    "data.seq_len": 64,
+    "data.num_workers": 0,
+    "batch.global_batch_size": 4,
+    "optim.lr": 1e-3,
+    "optim.warmup": 0,
+    "optim.schedule": "constant",
+}
 argv = [text for key, value in overrides.items() for text in (f"--{key}", str(value))]
 cfg = families.resolve(config.load(["--config", "hf.toml", *argv]))
-device, sizes = mesh.pick_device(cfg.run.device), mesh.resolve(cfg.mesh, world=1)
+device = mesh.pick_device(cfg.run.device)
+sizes = mesh.resolve(cfg.mesh, world=1)
 cfg = fitted(cfg, sizes)
 check(cfg, sizes, device)
 text = open_text(cfg, NEXT_TOKEN)
@@ -65,18 +110,35 @@ for step in range(1, steps + 1):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss)
-    print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.3f}")
+    if step <= 3 or step % 10 == 0:
+        print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.3f}")
+
+# %% [markdown]
+# The loss, step by step.
+
+# %%
+if "ipykernel" in sys.modules:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    axes.plot(range(1, steps + 1), losses)
+    axes.set(xlabel="step", ylabel="loss", title=f"{n_parameters:,} parameters on {device}")
+    plt.show()
 
 # %% [markdown]
 # A sample, and a directory that `from_pretrained` loads.
 
 # %%
 prompt = text.tokenizer.encode("def ")
-vocabulary = {"vocab_size": text.tokenizer.vocab_size, "eod_id": text.tokenizer.eod_id}
-print("def " + text.tokenizer.decode(generate(model.stages[0], prompt, 16, **vocabulary, seed=0)))
+drawing = Drawing(vocab_size=text.tokenizer.vocab_size, end_ids=frozenset({text.tokenizer.eod_id}))
+print("def " + text.tokenizer.decode(generate(model.stages[0], prompt, 16, drawing)))
 
 # %%
 release(model.stages[0])  # which sampling leaves gathered, in bf16
 hf = model.stages[0].hf  # on one device each part is the whole
 hf.save_pretrained(out, state_dict={name: local(p).detach().cpu() for name, p in hf.state_dict().items()})
+trained = AutoModelForCausalLM.from_pretrained(out)
+print(f"{trained.num_parameters():,} parameters in {out}")
+
+# %%
 torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
 """`python tests/hf_sweep.py`: every family of hf/families.py on more layouts and options than CI has time for.
 
-Prints the README's table of deviations and exits 1 if one is too large. About ten minutes on two cores.
+Prints the table of deviations in docs/hugging-face.md and exits 1 if one is too large. About ten minutes on two cores.
 """
 
 from __future__ import annotations

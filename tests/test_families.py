@@ -64,7 +64,7 @@ def test_a_family_of_the_house_is_in_every_place(name: str):
     assert name in layouts.FAMILIES
     assert {f"{name}, {layout}" for layout in layouts.EACH} <= layouts.LAYOUTS.keys() or name == "bloom"
     assert "hf" in OWN[name].formats
-    assert f"{name}.toml" in (REPO / "README.md").read_text()
+    assert f"{name}.toml" in (REPO / "docs" / "running.md").read_text()
 
 
 def test_the_tests_that_the_guide_names_are_there():

@@ -873,10 +873,10 @@ def example(script: str, argv: list[str], port: int) -> str:
     return printed.getvalue()
 
 
-def run_example(n: int, name: str, source: Path, target: Path) -> str:
+def run_example(n: int, name: str, source: Path, target: Path, *more: str) -> str:
     """An example on n ranks, which are started by hand; what the first of them printed."""
     script = Path(__file__).resolve().parent.parent / "examples" / name
-    return ranks.run(n, example, str(script), [str(source), str(target)], free_port())[0]
+    return ranks.run(n, example, str(script), [str(source), str(target), *more], free_port())[0]
 
 
 def test_the_example_trains_saves_and_what_it_saves_is_what_one_process_gets(tmp_path: Path):
@@ -903,10 +903,10 @@ def test_the_one_gpu_example_ends_with_a_directory_that_holds_what_it_trained(tm
     model = hf_models.build(Case("llama", vocab=8200))
     model.save_pretrained(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_text(to_json("stdlib-8k"))
-    printed = run_example(1, "one_gpu.py", tmp_path / "in", tmp_path / "out")
+    printed = run_example(1, "one_gpu.py", tmp_path / "in", tmp_path / "out", "3")
     assert re.findall(r"step (\d): loss [\d.]+", printed) == ["1", "2", "3"]
     assert "\ndef " in printed
     ours = hf_models.transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     # Adam moves a weight by no more than the rate a step, and the masters, unlike bf16, by nearly that.
     moved = {name: (ours[name] - p).abs().max().item() for name, p in model.state_dict().items()}
-    assert all(1e-4 < most <= 3.1e-4 for most in moved.values()), moved
+    assert all(1e-3 < most <= 3.1e-3 for most in moved.values()), moved

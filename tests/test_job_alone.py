@@ -20,7 +20,7 @@ import pytest
 from dtmega import job, lock
 from tests.ranks import forks
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "running.md").read_text()
 # Other people's scripts ask for these.
 CODES = {"DONE": 0, "FAILED": 1, "REFUSED": 2, "DAMAGED": 3, "PREEMPTED": 75, "STUCK": 76, "HUNG": 77}
 
@@ -29,7 +29,7 @@ def test_the_exit_codes_are_those_of_their_table_and_of_the_readme():
     assert {name: getattr(job, name) for name in CODES} == CODES
     rows = re.findall(r"^\| (\d+) \| ([A-Z]+) \|", job.__doc__ or "", re.MULTILINE)
     assert {name: int(code) for code, name in rows} == CODES
-    (sentence,) = re.findall(r"`train\.py` exits with (.*?)\. torchrun", README, re.DOTALL)
+    (sentence,) = re.findall(r"`train\.py` exits with (.*?)\. torchrun", PAGE, re.DOTALL)
     assert [int(code) for code in re.findall(r"\b\d+\b", sentence)] == sorted(CODES.values())
 
 

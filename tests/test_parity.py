@@ -39,7 +39,8 @@ def data(tmp_path_factory) -> dict[str, dict[str, str]]:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-# Fewer steps and microbatches than in the README's table, with everything in them: warm-up, decay, three evaluations.
+# Fewer steps and microbatches than in the table of docs/layouts.md, with everything in them: warm-up, decay, three
+# evaluations.
 SHORT = {"train.steps": 3, "eval.interval": 2, "optim.warmup": 1} | PAIRS
 # A layer costs what all else does, and two show what four do, where no stage needs one of its own.
 FEW_LAYERS = {"model.n_layers": 2}

@@ -1,4 +1,4 @@
-"""Claims that what the README says is so."""
+"""Commands, files and links that the README and the pages of docs/ show are there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from dtmega import config, families, mesh
 from dtmega.data.loader import TrainBatches
 from dtmega.parallelize import check, fitted
 from tests import hf_models
+from tools import configuration_page
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+GUIDE = "\n".join([README, *(text for name, text in PAGES.items() if name != "decisions.md")])
 
 
 def tree() -> list[str]:
-    """Paths of the file tree in "The house", folders with a slash at their end."""
-    (block,) = re.findall(r"## The house\n\n```\n(.*?)```", README, flags=re.DOTALL)
+    """Paths of the file tree in docs/house.md, folders with a slash at their end."""
+    (block,) = re.findall(r"^```\n(.*?)```", PAGES["house.md"], flags=re.DOTALL | re.MULTILINE)
     paths, folder = [], ""
     for line in block.splitlines():
         name = line.split()[0]
@@ -46,7 +49,7 @@ def test_every_room_of_the_package_is_in_the_tree():
 
 
 def test_the_configuration_shown_is_the_file():
-    (block,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
+    (block,) = re.findall(r"```toml\n(.*?)```", PAGES["running.md"], flags=re.DOTALL)
     assert block == (ROOT / "configs" / "bloom.toml").read_text(encoding="utf-8")
 
 
@@ -56,12 +59,12 @@ def test_the_commands_shown_are_targets_of_the_makefile():
 
 
 def commands(program: str) -> list[str]:
-    """The lines of the README's shell blocks that begin so, without their comments."""
-    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    """The lines of all shell blocks that begin so, each once and without its comment."""
+    blocks = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    found = [re.sub(r"\s{2,}#.*", "", line) for line in lines if line.startswith(program)]
+    found = [re.sub(r"\s+# .*", "", line) for line in lines if line.startswith(program)]
     assert found
-    return found
+    return list(dict.fromkeys(found))
 
 
 def starts(argv: list[str], world: int) -> config.Config:
@@ -85,7 +88,15 @@ def directory(tmp_path_factory) -> Path:
     return home
 
 
-@pytest.mark.parametrize("command", commands("torchrun "))
+def test_the_readme_is_read_in_one_go():
+    assert len(README.splitlines()) <= 120
+
+
+# Those that are whole: "..." and "$S" stand for more.
+LAUNCHED = [line for line in commands("torchrun ") + commands("python train.py ") if not re.search(r"\$|\.\.\.", line)]
+
+
+@pytest.mark.parametrize("command", [line for line in LAUNCHED if " -m dtmega " not in line])
 def test_a_training_command_passes_configuration_mesh_and_batches(command: str, directory: Path):
     words = shlex.split(command.replace("DIR", str(directory)))
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -97,14 +108,21 @@ def test_a_training_command_passes_configuration_mesh_and_batches(command: str, 
         assert (ROOT / words[script]).is_file()
 
 
-@pytest.mark.parametrize("command", commands("python -m dtmega "))
+@pytest.mark.parametrize(
+    "command",
+    [
+        line
+        for line in [*commands("python -m dtmega "), *commands("dtmega "), *LAUNCHED]
+        if re.search(r"dtmega (?!train)", line)
+    ],
+)
 def test_a_command_of_the_package_has_the_options_that_it_is_given(command: str):
-    words = shlex.split(command)[3:]
+    words = shlex.split(re.sub(r" [|<>] .*", "", command.partition("dtmega ")[2]))
     assert dtmega_commands.parse(words).command == words[0]
 
 
 def test_no_command_presumes_that_the_package_is_on_pypi():
-    assert re.findall(r"pip install '?dtmega", README) == []
+    assert re.findall(r"pip install '?dtmega", GUIDE) == []
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp_shard", "dp_replicate"])
@@ -124,6 +142,21 @@ def test_ci_runs_the_readmes_test_command_and_nothing_else():
     assert commands == ["exec make test"]
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
+def test_links_of_the_readme_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
         assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+def test_the_page_of_keys_is_that_of_the_configuration():
+    assert configuration_page.PAGE.read_text(encoding="utf-8") == configuration_page.page()
+
+
+def test_every_page_is_in_the_site_and_its_table_of_contents():
+    listed = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert listed == set(PAGES)
+    assert set(re.findall(r"\]\((\S+?\.md)\)", PAGES["index.md"])) == set(PAGES) - {"index.md"}
+
+
+def test_every_test_that_a_page_names_exists():
+    for name in re.findall(r"`(?:pytest (?:-m full )?)?(tests/[a-z0-9_]+\.py)`", GUIDE):
+        assert (ROOT / name).is_file(), name

@@ -1,0 +1,17 @@
+# An image of dtmega, made without a network from wheels/, a folder with the wheels of dtmega and of all it needs:
+#
+#     pip wheel -w wheels -c constraints.txt '.[data,hf]'
+#     docker build -t dtmega .
+#
+# BASE needs Python >= 3.10 of the version that the wheels are for, with venv. docs/docker.md says how this was checked.
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+
+RUN --mount=type=bind,source=wheels,target=/wheels \
+    python3 -m venv /opt/dtmega && \
+    /opt/dtmega/bin/pip install --no-cache-dir --no-index --find-links /wheels 'dtmega[data,hf]'
+
+ENV PATH=/opt/dtmega/bin:$PATH
+WORKDIR /workspace
+ENTRYPOINT ["dtmega"]
+CMD ["--help"]

@@ -1,0 +1,61 @@
+"""Write examples/one_gpu.ipynb, run as it is, from the cells of examples/one_gpu.py: `make notebook`.
+
+python tools/notebook.py        # needs the extra `notebook`
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "one_gpu.py"
+NOTEBOOK = ROOT / "examples" / "one_gpu.ipynb"
+TIMEOUT_S = 900
+
+
+def run(names: dict[str, Any]) -> Any:
+    """The notebook of the script's cells with their output.
+
+    Args:
+        names: what the cell that is tagged `parameters` sets: name -> value.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed; its traceback is in the message.
+    """
+    import jupytext
+    from nbclient import NotebookClient
+
+    notebook = jupytext.read(SCRIPT)
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    as_written = parameters.source
+    parameters.source = "\n".join(f"{name} = {value!r}" for name, value in names.items())
+    NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(ROOT)}}).execute()
+    parameters.source = as_written
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"  # else drawn at random
+        cell.metadata.pop("execution", None)  # times
+    return notebook
+
+
+def losses(notebook: Any) -> dict[int, float]:
+    """Step -> loss, as the cells have printed it."""
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
+    printed = "".join(output.get("text", "") for output in outputs)
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed)}
+
+
+def main() -> None:
+    """Run the notebook with the names that it shows, in a folder of its own, and write it."""
+    import nbformat
+
+    with tempfile.TemporaryDirectory() as folder:
+        notebook = run({"directory": f"{folder}/model", "out": f"{folder}/trained", "steps": 30})
+        content = nbformat.writes(notebook).replace(folder, "runs/one-gpu")
+    NOTEBOOK.write_text(content + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
