@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtmega import config, cost, families, loss, mesh, train
+from dtmega import config, cost, families, job, loss, mesh, train
 from dtmega.data.loader import StepBatch
 from dtmega.mesh import World
 from dtmega.optim import Spikes, build_optimizer
@@ -139,7 +139,7 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
         wire, text = Wire(groups), Mock(splits={"valid": None})
         with contextlib.ExitStack() as second_step, contextlib.suppress(StopIteration):
             batches: Any = two_batches(cfg, world, functools.partial(second_step.enter_context, wire))
-            nobody = {"checkpoints": Mock(), "metrics": Mock(), "watch": Mock(signals=[])}
+            nobody = {"checkpoints": Mock(), "metrics": Mock(), "watch": Mock(signals=[]), "ending": job.Ending()}
             nobody["checkpoints"].poll.return_value = []
             run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
             train.train(run, train.Progress())
