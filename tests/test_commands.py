@@ -103,7 +103,6 @@ TOKENIZE = ["tokenize", "--input", "in.txt", "--tokenizer", "bytes"]
             )
             for text in ("0", "lines")
         ),
-        (["generate", "--prompt", "p"], "generate: the following arguments are required: --run"),
         *(
             ([*GENERATE, "--top-p", text], f"generate: argument --top-p: {SHARE}, got '{text}'")
             for text in ("0", "1.1", "nan", "much")
@@ -137,7 +136,16 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         "generate --run r --prompt p",
         {
             **{"run": "r", "prompt": ["p"], "tokens": None, "temperature": None, "top_k": None, "top_p": None},
-            **{"seed": None, "step": None, "interactive": False, "pp": 1, "dp_replicate": 1, "dp_shard": -1, "tp": 1},
+            **{
+                "path": None,
+                "seed": None,
+                "step": None,
+                "interactive": False,
+                "pp": 1,
+                "dp_replicate": 1,
+                "dp_shard": -1,
+                "tp": 1,
+            },
         },
     ),
     (
@@ -145,7 +153,16 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         f"--interactive --mesh.pp 2 --mesh.dp_replicate 3 --mesh.dp_shard 4 --mesh.tp 5 --seed {2**63 - 1}",
         {
             **{"run": "r", "prompt": ["p", "-"], "tokens": 1, "temperature": 0.5, "top_k": 0, "top_p": 0.5},
-            **{"seed": 2**63 - 1, "step": 0, "interactive": True, "pp": 2, "dp_replicate": 3, "dp_shard": 4, "tp": 5},
+            **{
+                "path": None,
+                "seed": 2**63 - 1,
+                "step": 0,
+                "interactive": True,
+                "pp": 2,
+                "dp_replicate": 3,
+                "dp_shard": 4,
+                "tp": 5,
+            },
         },
     ),
     (

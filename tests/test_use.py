@@ -46,7 +46,7 @@ def said(*argv: object) -> str:
 def test_several_prompts_stdin_and_a_step_say_what_each_says_alone(finished, monkeypatch):
     step = ["--run", finished, "--step", 2, *FEW]
     monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines"))
-    together = said(*step, "--prompt", "ABC", "--prompt", "-", "--prompt", "a longer one")
+    together = said(finished, *step[2:], "--prompt", "ABC", "--prompt", "-", "--prompt", "a longer one")
     alone = [said(*step, "--prompt", prompt) for prompt in ("ABC", "two\nlines", "a longer one")]
     assert together == "---\n".join(alone)
     assert alone[0] == said("--run", finished / "checkpoints" / "step-00000002", *FEW, "--prompt", "ABC")
@@ -56,7 +56,10 @@ def test_several_prompts_stdin_and_a_step_say_what_each_says_alone(finished, mon
 def test_a_step_that_was_not_saved_and_a_prompt_that_is_none_are_refused(finished, capsys):
     assert command(["generate", "--run", str(finished), "--step", "3", "--prompt", "x"]) == 2
     assert "has no checkpoint of step 3: expected one of 2, 4" in capsys.readouterr().err
-    assert command(["generate", "--run", str(finished)]) == 2
+    for runs in ([], [str(finished), "--run", str(finished)]):
+        assert command(["generate", *runs, "--prompt", "x"]) == 2
+        assert "expected one run: dtmega generate RUN, or --run PATH" in capsys.readouterr().err
+    assert command(["generate", str(finished)]) == 2
     assert "there is no prompt: --prompt TEXT" in capsys.readouterr().err
 
 

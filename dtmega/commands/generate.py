@@ -1,9 +1,9 @@
 """`dtmega generate`: what a model makes of prompts, or says in a conversation, from any checkpoint of a run.
 
-dtmega generate --run runs/bloom --prompt "def " --prompt "class "
-dtmega generate --run runs/bloom --step 200 --prompt - < prompt.txt
-dtmega generate --run runs/chat --interactive
-torchrun --nproc-per-node 2 -m dtmega generate --run runs/bloom --mesh.tp 2 --prompt "def "
+dtmega generate runs/bloom --prompt "def " --prompt "class "
+dtmega generate runs/bloom --step 200 --prompt - < prompt.txt
+dtmega generate runs/chat --interactive
+torchrun --nproc-per-node 2 -m dtmega generate runs/bloom --mesh.tp 2 --prompt "def "
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ BETWEEN = "---"  # the samples of several prompts
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run",
-        required=True,
-        metavar="PATH",
+        "path",
+        nargs="?",
+        metavar="RUN",
         help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
     )
+    parser.add_argument("--run", metavar="PATH", help="the same; torchrun takes it for an option of its own")
     add_where(parser)
     parser.add_argument(
         "--prompt",
@@ -67,9 +68,11 @@ def command(args: argparse.Namespace) -> int:
     startup = started("dtmega generate")
     try:
         with startup.step("options"):
+            if (args.path is None) == (args.run is None):
+                raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
             if not args.prompt and not args.interactive:
                 raise ValueError("there is no prompt: --prompt TEXT, --prompt - for stdin, or --interactive")
-        used = open_run(args.run, args, startup)
+        used = open_run(args.path or args.run, args, startup)
         with startup.step("options of the model"):
             for name in given.keys() - {*used.show.options}:
                 option = f"--{name.replace('_', '-')}"
