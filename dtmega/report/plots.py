@@ -58,7 +58,7 @@ def over_steps(runs: Sequence[Run]) -> go.Figure:
     _style(figure, inner + 2 * EDGE)
     click = "toggleitem" if len(runs) == 1 else "togglegroup"
     figure.update_layout(legend={"y": 1 + 26 / inner, "groupclick": click})  # above the title of the loss
-    for place, title in enumerate(figure.layout.annotations):
+    for place, title in enumerate(figure.select_annotations()):
         in_second_column = place >= 2 and place % 2 == 1
         x = (1 + BETWEEN) / 2 if in_second_column else 0
         title.update(x=x, xanchor="left", yshift=4, font={"size": 13.5, "color": INK, "weight": 600})

@@ -26,9 +26,9 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     from dtmega.report import page, plots
     from dtmega.report.colours import colour
 
-    figures = {"curves": plots.over_steps(runs).to_json()}
+    figures = {"curves": str(plots.over_steps(runs).to_json())}
     if any("step_time_s" in of_run.record.series for of_run in runs):
-        figures["tail"] = plots.tail(runs).to_json()
+        figures["tail"] = str(plots.tail(runs).to_json())
     colours = [colour(number) for number in range(len(runs))]
     with durable.replaced(output) as file:
         file.write(page.page(runs, figures, get_plotlyjs(), colours))
@@ -40,8 +40,10 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
 
 
 def require(library: str, extra: str) -> None:
-    """Raises:
-    ValueError: it is not installed.
+    """Refuse to go on without a library.
+
+    Raises:
+        ValueError: it is not installed; says which extra has it.
     """
     try:
         importlib.import_module(library)
