@@ -13,7 +13,7 @@ import re
 import runpy
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -74,6 +74,7 @@ FILES = [Case("gpt2"), Case("gpt_neox", tied=False), Case("bert"), Case("qwen3",
 FILES_ON_FOUR = FILES[::3]
 # The caches of the others are as LLaMA's.
 GENERATING = ("bloom", "gpt2", "llama", "mistral", "opt", "t5")
+GENERATING_LIKE_THEM = ("qwen2", "qwen3", "gpt_neox")
 
 
 def error(ours: Tensor, truth: Tensor, of_all: float = 0.0) -> float:
@@ -442,13 +443,13 @@ def own_dropout(mesh: DeviceMesh) -> dict[str, bool]:
     return found
 
 
-def generation(mesh: DeviceMesh) -> dict[str, bool]:
+def generation(mesh: DeviceMesh, names: Sequence[str] = GENERATING) -> dict[str, bool]:
     return {
         name: torch.equal(
             hf_models.generated(parallelize_hf(hf_models.build(Case(name)), mesh), Case(name)),
             hf_models.generated(hf_models.build(Case(name)), Case(name)),
         )
-        for name in GENERATING
+        for name in names
     }
 
 
@@ -614,6 +615,15 @@ def test_under_fsdp2_and_hsdp_gradients_are_those_of_the_mean_of_the_ranks_losse
 @pytest.mark.parametrize("name", GENERATING)
 def test_generate_with_its_cache_gives_the_tokens_of_one_process(name: str):
     assert [found["generation"][name] for found in on_two()] == [True, True]
+
+
+def generation_of_the_rest() -> dict[str, bool]:
+    return generation(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), GENERATING_LIKE_THEM)
+
+
+@pytest.mark.full
+def test_generate_with_its_cache_gives_the_tokens_of_one_process_for_more_families():
+    assert ranks.run(2, generation_of_the_rest) == [dict.fromkeys(GENERATING_LIKE_THEM, True)] * 2
 
 
 @pytest.mark.parametrize("name", MODELS)
