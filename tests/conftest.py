@@ -1,4 +1,6 @@
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,6 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch.set_num_threads(1)
     names = [f"test_{name}.py" for name in LONGEST]
     items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_end_with_their_file() -> Iterator[None]:
+    """Destroy a process group that a test has left: the next file of this process may start one."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtmega import __main__ as dtmega
 from dtmega import config, job, starts, train
@@ -232,7 +233,10 @@ def test_a_run_that_was_resumed_on_another_layout_shows_both_parts_and_what_diff
 def test_a_run_of_an_earlier_version_has_the_layout_of_its_newest_checkpoint_or_says_that_nothing_tells(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert train.main(arguments(tmp_path, corpus, train__steps=2, eval__interval=0)) == 0
+    try:
+        assert train.main(arguments(tmp_path, corpus, train__steps=2, eval__interval=0)) == 0
+    finally:
+        dist.destroy_process_group()
     (tmp_path / starts.NAME).unlink()
     said = drawn(tmp_path).text
     assert "finished" in said

@@ -28,8 +28,8 @@ def text(tmp_path_factory) -> dict[str, str]:
 
 
 def of_run(folder: Path) -> dict[str, bytes]:
-    """All files of a run, but for its lock, what eval.only writes, and how it ended."""
-    names = (".lock", "evaluation.jsonl", "exit.json")
+    """All files of a run, but for its lock, what eval.only writes, its starts, and how it ended."""
+    names = (".lock", "evaluation.jsonl", "exit.json", "starts.jsonl")
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in names}
 
 
