@@ -159,18 +159,22 @@ class _ByChunks(torch.autograd.Function):
             out[:, :, chunk.start : chunk.stop] = part
             sums.append(log_sum_exp)
         ctx.save_for_backward(q, k, v, out, *sums, *rule[:N_TENSORS])
-        ctx.scale, ctx.settings = scale, rule[N_TENSORS:]
+        ctx.scale = scale
+        ctx.settings = rule[N_TENSORS:]
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, *saved = ctx.saved_tensors
-        sums, tensors = saved[:-N_TENSORS], saved[-N_TENSORS:]
-        rule = AttentionRule(*tensors, *ctx.settings)
-        of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        sums = saved[:-N_TENSORS]
+        rule = AttentionRule(*saved[-N_TENSORS:], *ctx.settings)
+        of_q = torch.empty_like(q)
+        of_k = torch.zeros_like(k)
+        of_v = torch.zeros_like(v)
         chunks = list(zip(rule.chunks(), sums, strict=True))
         for chunk, log_sum_exp in reversed(chunks):  # the order in which autograd would add them up
-            queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
+            queries = slice(chunk.start, chunk.stop)
+            keys = slice(chunk.first, chunk.last)
             one_q, one_k, one_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, queries],
                 *_of_chunk(chunk, q, k, v),

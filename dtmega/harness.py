@@ -41,7 +41,7 @@ Pair = tuple[Any, list[int], list[int]]  # a key, tokens of a context, tokens of
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
-    """What knows these tasks: those in the YAML files of a folder, and if others are meant those of the harness.
+    """Find a list that knows these tasks: that of a folder of YAML files, with the harness's own if others are meant.
 
     Raises:
         ValueError: nobody knows one of them.
@@ -131,7 +131,7 @@ class RunLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Of pairs in one forward. Of a text that is too long the beginning is left out."""
+        """The answers for pairs, in one forward. The beginning of a text that is too long is left out."""
         read = [(context + follows)[-(self.max_length + 1) :][:-1] for _, context, follows in pairs]
         longest = max(map(len, read))
         # What fills up a shorter text stands behind it, and nothing before sees it.
@@ -166,7 +166,7 @@ class RunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model says after each context, up to a stop sequence, which is left out."""
+        """The text that follows each context, up to a stop sequence, which is left out."""
         numbers = _batches(list(range(len(requests))), 1, "answers")
         return [self._say(*requests[i].args) for (i,) in numbers]
 

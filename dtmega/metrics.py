@@ -191,7 +191,7 @@ class Metrics:
         self._evaluation("test", step, loss, more)
 
     def sample(self, step: int, text: str) -> None:
-        """What the model makes of a prompt after `step` steps: printed, and kept in sample.json."""
+        """Print what the model makes of a prompt after `step` steps, and keep it in sample.json."""
         if not self.write:
             return
         self.message(f"a sample:\n{text}")

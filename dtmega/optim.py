@@ -167,7 +167,7 @@ class Spikes:
         self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """Compare with the steps before, then counts this one among them. Never true in the first half window."""
+        """Compare with the steps before, then count this one among them. Never true in the first half window."""
         found = False
         if self.sigmas and len(self.recent) >= self.WINDOW // 2:
             for value, before in zip((loss, grad_norm), zip(*self.recent, strict=True), strict=True):

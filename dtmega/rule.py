@@ -179,7 +179,8 @@ def attention_rule(
         The rule, in which a query that sees no key gets 0 for its output.
     """
     if past is not None:
-        assert key_places is None and prefix is None, "a past is of the same tokens, and of no prefix"  # noqa: PT018
+        assert key_places is None, "a past is of the same tokens"
+        assert prefix is None, "a past has no prefix"
         key_places, key_document_ids = past.begin(places, document_ids)
     own = key_places is None
     query_places = places.to(torch.int32)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from dtmega import __version__, durable
 from dtmega.strangers import parse_object
@@ -96,7 +96,7 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
     for line in lines:
         try:
             yield Start.model_validate(parse_object(line, NAME))
-        except (ValueError, ValidationError):
+        except ValueError:  # pydantic's too
             continue
 
 

@@ -29,12 +29,14 @@ from dtmega.startup import Startup
 
 
 class Used(NamedTuple):
-    """Attributes:
-    cfg: of the run, for these processes.
-    checkpoint: the path of what was read.
-    step: how many steps it was trained.
-    show: what there is to see of it.
-    model: a `Model` that is whole, or a `Relay`, which is called as if it were.
+    """An opened model.
+
+    Attributes:
+        cfg: of the run, for these processes.
+        checkpoint: the path of what was read.
+        step: how many steps it was trained.
+        show: what there is to see of it.
+        model: a `Model` that is whole, or a `Relay`, which is called as if it were.
     """
 
     cfg: config.Config
@@ -104,8 +106,10 @@ def for_use(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int]) -> None:
-    """Raises:
-    ValueError: the mesh cannot hold the model.
+    """Refuse a mesh for this model.
+
+    Raises:
+        ValueError: the mesh cannot hold the model.
     """
     family = families.of(cfg.model)
     family.check(cfg, sizes)

@@ -72,8 +72,10 @@ def file_name(step: int, tasks: list[str]) -> str:
 
 
 def _harness() -> Any:
-    """Raises:
-    ValueError: lm-evaluation-harness is not installed.
+    """The module that needs lm-evaluation-harness.
+
+    Raises:
+        ValueError: lm-evaluation-harness is not installed.
     """
     try:
         from dtmega import harness

@@ -96,7 +96,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 class _Conversation:
-    """What a model says to one message after the other, each after all before it."""
+    """Answer one message after the other, each with all that was said before it."""
 
     def __init__(self, used: Used, chat: Chat, options: Mapping[str, Any]) -> None:
         from dtmega.models.generate import Drawing
@@ -137,7 +137,7 @@ def _read_line() -> str:
 
 
 def _from_first(read: Callable[[], str]) -> str:
-    """What the first process reads, on all of them."""
+    """Read on the first process; all of them return it."""
     from dtmega import mesh
 
     if mesh.world_size() == 1:

@@ -24,12 +24,12 @@ class Chat:
 
     Attributes:
         end_ids: what ends the assistant's turn: the end of a document, and what generation_config.json names.
+
+    Raises:
+        ValueError: transformers is not installed.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Raises:
-        ValueError: transformers is not installed.
-        """
         try:
             from transformers import PreTrainedTokenizerFast
         except ImportError:

@@ -139,7 +139,7 @@ class TrainBatches:
         self._feeders = opening.feeders
 
     def _n_workers(self) -> int:
-        """As many as [data] num_workers says; -1 is none where one of two batches takes a moment, else one."""
+        """The number of workers: [data] num_workers; of -1 none where one of two batches takes a moment, else one."""
         if self._data.num_workers >= 0:
             return self._data.num_workers
         for indices in islice(self._slices(), 2):

@@ -178,13 +178,13 @@ class Worker:
         )
 
     def _sentences(self, texts: Sequence[str]) -> list[list[list[list[int]]]]:
-        """Of each text its documents, one or none, of the ids of their sentences."""
+        """The documents of each text, one or none: the ids of its sentences."""
         assert self.job.sentences
         found = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
         return [[document] if document else [] for document in found]
 
     def _whole(self, texts: Sequence[str], kind: str) -> list[list[list[list[int]]]]:
-        """Of each text its documents, none without tokens, of the ids of their one sequence."""
+        """The documents of each text, none without tokens: each the ids of its one sequence."""
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
     def _pieces(self, ids: list[int], kind: str) -> list[list[list[int]]]:

@@ -6,7 +6,7 @@ COLOURS = ("#2266cc", "#dd6b10", "#1a8a5a", "#a23bb0", "#c22f45", "#0e8f9e", "#7
 
 
 def colour(number: int) -> str:
-    """Of the run with this number."""
+    """The colour of the run with this number."""
     return COLOURS[number % len(COLOURS)]
 
 

@@ -283,7 +283,7 @@ def _swatch(colour: str) -> str:
 
 
 def _table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Of cells that are HTML already."""
+    """A table of cells that are HTML already."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -30,14 +30,16 @@ class Part(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Attributes:
-    name: for people, another one for each run of a page.
-    config: of the newest start.
-    starts: the newest that began anew and those after it, oldest first.
-    parts: by ascending steps, at least one.
-    end: the step at which it is done; 0 where nothing tells.
-    sample: what the finished model made of the prompt, or ''.
-    written: when its record was last written, or None.
+    """A run directory, read.
+
+    Attributes:
+        name: for people, another one for each run of a page.
+        config: of the newest start.
+        starts: the newest that began anew and those after it, oldest first.
+        parts: by ascending steps, at least one.
+        end: the step at which it is done; 0 where nothing tells.
+        sample: what the finished model made of the prompt, or ''.
+        written: when its record was last written, or None.
     """
 
     directory: Path
