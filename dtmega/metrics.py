@@ -32,7 +32,7 @@ from dtmega import cost, durable
 from dtmega.config import Config, End
 from dtmega.cost import Piece
 from dtmega.output import counted
-from dtmega.trackers import Trackers
+from dtmega.trackers import ABANDON_S, CLOSE_S, Trackers
 
 Item = TypeVar("Item")
 
@@ -253,7 +253,12 @@ class Metrics:
             with contextlib.suppress(OSError):
                 self._tensorboard.close()
         if self._trackers:
-            self._trackers.close(finished=self._newest >= self._total_steps)
+            self._trackers.close(self._newest >= self._total_steps, CLOSE_S)
+
+    def abandon(self) -> None:
+        """Close the trackers, from another thread than the main one, whose process is ended in a few seconds."""
+        if self.write and self._trackers:
+            self._trackers.close(False, ABANDON_S)
 
     def _record(self, step: int, **values: Any) -> str:
         """Write a line of metrics.jsonl, and its numbers to TensorBoard and the trackers.

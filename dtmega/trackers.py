@@ -2,7 +2,7 @@
 
     trackers = Trackers(config, new=True)
     trackers.record(step, {"loss": 2.5})  # returns at once
-    trackers.close(finished=True)         # waits a few seconds at most
+    trackers.close(finished=True, within_s=CLOSE_S)
 
 Each tracker has a thread of its own, which imports the library beside the first steps, opens the run and sends what
 waits. A tracker that fails, or is slow, is one line on stderr: training never waits for it and never ends by it.
@@ -13,7 +13,6 @@ that goes on is one run there too, and steps that it repeats after its newest ch
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import queue
@@ -26,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from dtmega import durable, output
+from dtmega import durable, extras, output
 from dtmega.config import Config
 from dtmega.strangers import read_object
 
@@ -34,6 +33,7 @@ FILE = "trackers.json"
 WAITING = 10_000  # rows that may wait for one tracker; more are lost
 PAUSE_S = 1.0  # between two looks for rows
 CLOSE_S = 10.0  # for all trackers together, at the end of the run
+ABANDON_S = 5.0  # the same, where the process is ended in the middle of the run
 # The most that one request of mlflow's may hold: mlflow/utils/validation.py.
 MLFLOW_METRICS = 1000
 MLFLOW_PARAMS = 100
@@ -181,8 +181,7 @@ def check(names: Sequence[str]) -> None:
         ValueError: says what to install.
     """
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is not installed: pip install -e '.[{name}]' ([log] trackers)")
+        extras.check(name, name, "[log] trackers")
 
 
 class Trackers:
@@ -202,13 +201,14 @@ class Trackers:
         for sink in self._sinks:
             sink.take(row)
 
-    def close(self, finished: bool) -> None:
-        """Send what waits and close each run, in CLOSE_S seconds together."""
-        deadline = time.monotonic() + CLOSE_S
+    def close(self, finished: bool, within_s: float) -> None:
+        """Send what waits and close each run, in so many seconds together; from any thread."""
+        deadline = time.monotonic() + within_s
         for sink in self._sinks:
             sink.finish(finished)
         for sink in self._sinks:
-            sink.join(deadline)
+            if not sink.joined(deadline):
+                output.say(f"{sink.name} did not close in {within_s:g} s: it may lack the last steps")
 
 
 class Kept:
@@ -252,7 +252,7 @@ class Sink:
     """One tracker and the thread that feeds it."""
 
     def __init__(self, name: str, config: Config, kept: Kept) -> None:
-        self._name = name
+        self.name = name
         self._config = config
         self._kept = kept
         self._rows: queue.Queue[Row] = queue.Queue(WAITING)
@@ -272,37 +272,36 @@ class Sink:
         except queue.Full:
             self._lost += 1
             if self._lost == 1:
-                output.say(f"{self._name} is {WAITING} lines behind: it gets no more until it has caught up")
+                output.say(f"{self.name} is {WAITING} lines behind: it gets no more until it has caught up")
 
     def finish(self, finished: bool) -> None:
         """Ask the thread to send what waits, to close the run, and to end."""
         self._finished = finished
         self._ending.set()
 
-    def join(self, deadline: float) -> None:
-        """Wait for the thread until `deadline`, a time of `time.monotonic`."""
+    def joined(self, deadline: float) -> bool:
+        """Wait for the thread until `deadline`, a time of `time.monotonic`. Returns False if it has not ended."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            output.say(f"{self._name} did not close in {CLOSE_S:g} s: it may lack the last steps")
+        return not self._thread.is_alive()
 
     def _feed(self) -> None:
         try:
-            known, sent = self._kept.last(self._name)
-            tracker: Tracker = TRACKERS[self._name](self._config, known)
-            self._kept.keep(self._name, tracker.id, sent)
+            known, sent = self._kept.last(self.name)
+            tracker: Tracker = TRACKERS[self.name](self._config, known)
+            self._kept.keep(self.name, tracker.id, sent)
             while True:
                 ending = self._ending.is_set()
                 rows = [row for row in self._waiting() if row.step > sent]
                 if rows:
                     tracker.send(rows)
-                    self._kept.keep(self._name, tracker.id, rows[-1].step)
+                    self._kept.keep(self.name, tracker.id, rows[-1].step)
                 if ending:
                     break
                 self._ending.wait(PAUSE_S)
             tracker.close(self._finished)
         except Exception as error:  # whatever a library of others raises, on whichever network
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            output.say(f"{self._name} tracks no longer: {reason[0]}")
+            output.say(f"{self.name} tracks no longer: {reason[0]}")
 
     def _waiting(self) -> list[Row]:
         rows = []

@@ -161,6 +161,7 @@ def begin(
             )
         metrics = Metrics(cfg, pieces, device, world.size, end, start_step=at.step, write=world.rank == 0)
         closing.callback(metrics.close)
+        watch.before_the_end(metrics.abandon)
     samples = text.samples("train")
     epochs = end.samples / samples.n_samples
     about = describe_run(cfg, pieces, device, world.size, samples.n_tokens, epochs, at.step, end)

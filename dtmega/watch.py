@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 SAVING = "checkpoint"  # the phase in which a signal has to wait
 POLL_S = 0.2
 REPORT_S = 10.0  # for the report of a hang; the store may be what hangs
+FAREWELL_S = 10.0  # for what the process has to close before it is ended, should that not end by itself
 CLOSE = 0  # no signal has this number
 OURS = str(Path(__file__).parent)
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -95,6 +97,7 @@ class Watch:
         self._fd_before = signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
         heard = [n for n in job.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         self._before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in heard}
+        self._farewell: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
 
@@ -102,6 +105,10 @@ class Watch:
         """Keep the beats of the `size` ranks in `store` from now on, a connection that nothing else uses."""
         self._size, self._store, self._reader = size, store, store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
         self._publish()
+
+    def before_the_end(self, farewell: Callable[[], None]) -> None:
+        """Have this called, by another thread than the main one, before the process is ended; it takes seconds."""
+        self._farewell = farewell
 
     def beat(self, step: int, phase: str) -> None:
         """Say what this rank does from now on ("data", "forward", "evaluation", SAVING, ...). Microseconds."""
@@ -261,6 +268,9 @@ class Watch:
             output.say(f"{text}\n{self.who_is_behind()}" if first else text)
             if code == job.HUNG:
                 faulthandler.dump_traceback(all_threads=True)
+            if self._farewell is not None:
+                faulthandler.dump_traceback_later(FAREWELL_S, exit=True)
+                self._farewell()
         finally:
             job.leave(code)
 

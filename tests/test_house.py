@@ -22,6 +22,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "config": (0, {"declared", "mixture", "model_sections", "sections"}),
     "durable": (0, set()),  # files that a power cut leaves whole; imports nothing of dtmega
     "lock": (0, {"output"}),  # one process at a time
+    "extras": (0, set()),  # libraries that may be missing; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega
     "formats": (1, set()),  # names and forms of other people's files, as data

@@ -340,16 +340,23 @@ def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.C
     )
 
 
-@pytest.mark.parametrize(("library", "extra"), [("plotly", "report"), ("matplotlib", "png")])
+@pytest.mark.parametrize(
+    ("library", "extra", "who"), [("plotly", "report", "the page"), ("matplotlib", "png", "a picture (--png)")]
+)
 def test_a_library_that_is_missing_is_one_line_that_says_what_to_install(
-    library: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    library: str,
+    extra: str,
+    who: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     if library == "matplotlib":
         pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
     monkeypatch.setitem(sys.modules, library, None)
     assert dtmega.main(["report", str(tmp_path), "--png"]) == job.REFUSED
     assert capsys.readouterr().err == (
-        f"dtmega report: needs {library}, which is not installed: pip install -e '.[{extra}]'\n"
+        f"dtmega report: {who} needs {library}, which is not installed: pip install -e '.[{extra}]'\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -655,7 +655,7 @@ def test_without_the_library_of_a_kind_it_says_what_to_install(tmp_path, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == library else find_spec(wanted))
     (tmp_path / name).touch()
     assert run(tmp_path, name) == 2
-    assert f"needs the {library} library: pip install -e '.[data]'" in capsys.readouterr().err
+    assert f"{name} needs {library}, which is not installed: pip install -e '.[data]'" in capsys.readouterr().err
 
 
 def test_an_unknown_tokenizer_is_exit_code_2(tmp_path, capsys):

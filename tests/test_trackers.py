@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.metadata
 import json
 import sqlite3
 import struct
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dtmega import config, cost, metrics, trackers
+from dtmega import config, cost, job, metrics, trackers
 from dtmega.metrics import Metrics
+from dtmega.watch import Watch
 
 STEPS, BATCH = 6, 4
 
@@ -83,6 +87,21 @@ def run(folder: Path, *names: str, after: int = 0, until: int = STEPS, steps: in
     record.close()
 
 
+def abandoned(folder: Path, *names: str, wait_for: Callable[[], bool] = lambda: True) -> None:
+    """A run that the watch ends after its first step; `job.leave` has to be replaced."""
+    cfg = settings(folder, *names)
+    record = Metrics(cfg, [cost.Piece("embed", 7, 0, 0)], torch.device("cpu"), 1, cfg.end(0, 0))
+    record.step(1, 2.5, 0.5, 1e-3, samples=range(BATCH), step_time_s=0.5)
+    while not wait_for():
+        time.sleep(0.01)
+    watch = Watch(grace_s=60, timeout_s=0, rank=0)
+    watch.before_the_end(record.abandon)
+    watch._end(job.STUCK, "a signal came")
+    watch.close()
+    faulthandler.cancel_dump_traceback_later()
+    record._file.close()
+
+
 def test_a_tracker_gets_every_finite_number_of_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Recorder)
     run(tmp_path, "wandb")
@@ -103,7 +122,7 @@ def test_a_validation_is_sent_although_its_step_was_sent_before(tmp_path: Path, 
     while not Recorder.runs or not Recorder.runs[0].rows:
         time.sleep(0.01)
     tracked.record(1, {"val_loss": 2.0})
-    tracked.close(finished=True)
+    tracked.close(finished=True, within_s=5)
     assert [row.values for row in Recorder.runs[0].rows] == [{"loss": 1.0}, {"val_loss": 2.0}]
 
 
@@ -148,7 +167,6 @@ def test_a_tracker_that_fails_is_one_line_and_the_others_and_the_record_are_whol
 
 def test_a_tracker_that_hangs_stops_neither_a_step_nor_the_end(tmp_path: Path, monkeypatch, capfd):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Hanging)
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
     monkeypatch.setattr(trackers, "WAITING", 3)
     cfg = settings(tmp_path, "wandb")
     record = trackers.Trackers(cfg, new=True)
@@ -159,7 +177,7 @@ def test_a_tracker_that_hangs_stops_neither_a_step_nor_the_end(tmp_path: Path, m
         record.record(step, {"loss": 1.0})
     waited_s: list[float] = []
     monkeypatch.setattr(record._sinks[0]._thread, "join", waited_s.append)
-    record.close(finished=True)
+    record.close(finished=True, within_s=0.2)
     assert 0 < waited_s[0] <= 0.2
     assert capfd.readouterr().err.splitlines() == [
         "wandb is 3 lines behind: it gets no more until it has caught up",
@@ -167,11 +185,27 @@ def test_a_tracker_that_hangs_stops_neither_a_step_nor_the_end(tmp_path: Path, m
     ]
 
 
+def test_a_run_that_is_ended_from_outside_its_main_thread_is_closed_and_waits_for_no_dead_tracker(
+    tmp_path: Path, monkeypatch, capfd
+):
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Hanging)
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", Recorder)
+    monkeypatch.setattr(metrics, "ABANDON_S", 0.2)
+    codes: list[int] = []
+    monkeypatch.setattr(job, "leave", codes.append)
+    abandoned(tmp_path, "wandb", "mlflow", wait_for=lambda: bool(Hanging.runs))
+    assert codes == [job.STUCK]
+    (tracked,) = Recorder.runs
+    assert ([row.step for row in tracked.rows], tracked.finished) == ([1], False)
+    assert capfd.readouterr().err.splitlines() == [
+        "rank 0: a signal came, at step 0 in start (exit code 76)",
+        "wandb did not close in 0.2 s: it may lack the last steps",
+    ]
+
+
 def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"^trackio is not installed: pip install -e '\.\[trackio\]' \(\[log\] trackers\)$"
-    ):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ValueError, match=r"^\[log\] trackers needs trackio, .*: pip install -e '\.\[trackio\]'$"):
         trackers.check(["trackio"])
 
 
@@ -213,25 +247,48 @@ def records(raw: bytes) -> list[bytes]:
     return found[:-1]
 
 
+def losses_of_wandb(path: Path) -> list[tuple[int, float]]:
+    """Steps and losses in a .wandb file."""
+    from wandb.proto import wandb_internal_pb2
+
+    losses = []
+    for data in records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        if "loss" in items:
+            losses.append((int(items["_step"]), float(items["loss"])))
+    return losses
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_run_that_the_watch_ends_is_whole_at_wandb_and_at_mlflow(tmp_path: Path, monkeypatch):
+    real("wandb", "0.")
+    real("mlflow", "3.")
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(metrics, "ABANDON_S", 60.0)  # both are imported first
+    monkeypatch.setattr(job, "leave", lambda code: None)
+    abandoned(tmp_path, "wandb", "mlflow")
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert losses_of_wandb(file) == [(1, 2.5)]
+    client: Any = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert (found.info.status, found.data.metrics["loss"]) == ("KILLED", 2.5)
+
+
 @pytest.mark.filterwarnings("default")
 def test_wandb_offline_has_the_same_id_in_both_folders_and_each_step_once(tmp_path: Path, monkeypatch):
     real("wandb", "0.")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run(tmp_path, "wandb", until=4)
     run(tmp_path, "wandb", after=2)
-    from wandb.proto import wandb_internal_pb2
-
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
     assert len({path.name for path in files}) == 1
-    losses: list[tuple[int, float]] = []
-    for path in files:
-        for data in records(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-            if "loss" in items:
-                losses.append((int(items["_step"]), float(items["loss"])))
+    losses = [loss for path in files for loss in losses_of_wandb(path)]
     assert losses == [(step, expected(step)) for step in range(1, STEPS + 1) if step != 2]
 
 

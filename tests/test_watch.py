@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from dtmega import job, optim, train
+from dtmega import config, job, optim, trackers, train
 from dtmega.models.bloom import Block
 from dtmega.watch import CodePlace, Watch, place_of
 from tests.layouts import DEBUG, write_text
@@ -211,9 +211,29 @@ watch.close()
     assert (process.returncode, output) == (0, "")
 
 
+class OnDisk:
+    """A tracker that writes into the run directory what it is told."""
+
+    def __init__(self, cfg: config.Config, known: str) -> None:
+        self.id = "run"
+        self._path = Path(cfg.run.dir, "tracked")
+
+    def send(self, rows: list[trackers.Row]) -> None:
+        self._write(*(f"step {row.step}" for row in rows))
+
+    def close(self, finished: bool) -> None:
+        self._write(f"closed, finished {finished}")
+
+    def _write(self, *lines: str) -> None:
+        with self._path.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+
 def hang_in_training(argv: list[str], folder: str, where: str) -> None:
     """train.py, whose rank 1 goes to sleep in a part of the third step; stderr goes to a file."""
     rank, calls = dist.get_rank(), []
+    trackers.TRACKERS = {"wandb": OnDisk}
+    trackers.check = lambda names: None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     enter = Watch.enter
 
@@ -242,6 +262,7 @@ def hang_in_training(argv: list[str], folder: str, where: str) -> None:
 def test_a_rank_that_hangs_inside_a_step_is_named_with_the_part_of_the_step_and_the_line(tmp_path, where):
     keys = DEBUG | write_text(tmp_path) | {"mesh.tp": 2, "model.n_layers": 1, "batch.micro_batch_size": 8}
     keys |= {"eval.interval": 0, "train.drift_interval": 0, "log.params_norm": False, "log.num_zeros": False}
+    keys |= {"log.trackers": ["wandb"]}
     ended = forks().run(2, hang_in_training, flags(keys, tmp_path / "run"), str(tmp_path), where)
     assert job.HUNG in [rank.code for rank in ended]
     report = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
@@ -251,6 +272,8 @@ def test_a_rank_that_hangs_inside_a_step_is_named_with_the_part_of_the_step_and_
     done = 3 if where == "optimizer" else 2  # on rank 0, whose own update of the third step ends
     assert (told["code"], told["step"], told["checkpoint"]) == (job.HUNG, done, None)
     assert re.match(r"(rank 1: )?nothing for \d+ s$", told["reason"])
+    tracked = [*(f"step {step}" for step in range(1, done + 1)), "closed, finished False"]
+    assert (tmp_path / "run" / "tracked").read_text().splitlines() == tracked
     waits = r"in \w+ \(distributed_c10d\.py:\d+\), called by \w+ \(\w+\.py:\d+\)"
     assert len(re.findall(rf"^rank 0 (?:in front|waiting): step 3 in \w+, for \d+ s, {waits}$", report, re.M)) == 1
 

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dtmega import durable, job
+from dtmega import durable, extras, job
 from dtmega.commands.arguments import integer
 from dtmega.commands.used import add_where, open_run, started
 
@@ -41,7 +41,8 @@ def command(args: argparse.Namespace) -> int:
     startup = started("dtmega evaluate")
     try:
         with startup.step("tasks"):
-            harness = _harness()
+            with extras.needed("eval", "dtmega evaluate"):
+                from dtmega import harness
             tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
             known = harness.find_tasks(tasks, args.include_path)
             if not args.output and (Path(args.run, manifest.NAME).exists() or not Path(args.run).is_dir()):
@@ -69,19 +70,6 @@ def file_name(step: int, tasks: list[str]) -> str:
     if len(names) > LONGEST_NAME:
         names = f"{names[: LONGEST_NAME - 10]}+{len(tasks)}-tasks"
     return f"step-{step:08d}-{names}.json"
-
-
-def _harness() -> Any:
-    """The module that needs lm-evaluation-harness.
-
-    Raises:
-        ValueError: lm-evaluation-harness is not installed.
-    """
-    try:
-        from dtmega import harness
-    except ModuleNotFoundError as error:
-        raise ValueError(f"lm-evaluation-harness is not installed ({error.name}): pip install -e '.[eval]'") from None
-    return harness
 
 
 def _plain(value: Any) -> Any:

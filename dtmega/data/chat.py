@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dtmega import extras
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.strangers import read_object
 
@@ -30,12 +31,8 @@ class Chat:
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        try:
+        with extras.needed("hf", f"the chat template in {folder}"):
             from transformers import PreTrainedTokenizerFast
-        except ImportError:
-            raise ValueError(
-                f"{folder} has a chat template, which transformers renders: pip install -e '.[hf]'"
-            ) from None
         self._theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
         self.end_ids = frozenset([tokenizer.eod_id, *_end_ids(folder)])
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import importlib.util
 import json
 import os
 import re
@@ -25,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import IO, NamedTuple
+
+from dtmega import extras
 
 KINDS = (".txt", ".jsonl", ".json", ".parquet")
 LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow"}  # of the optional extra dtmega[data]
@@ -105,8 +106,8 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
                 f"{path}: expected a name that ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst, or --kind"
             )
         for suffix, library in LIBRARIES.items():
-            if path.endswith(suffix) and importlib.util.find_spec(library) is None:
-                raise ValueError(f"{path} needs the {library} library: pip install -e '.[data]'")
+            if path.endswith(suffix):
+                extras.check(library, "data", path)
         files.append(File(path, its_kind, 0 if path == STDIN else os.path.getsize(path)))
     return files
 

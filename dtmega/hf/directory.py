@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dtmega import extras
 from dtmega.hf import families
 from dtmega.hf.files import config_json
 from dtmega.hf.initial import draws_of
@@ -20,10 +21,8 @@ def read_config(path: str) -> Any:
         ValueError: transformers is missing, no directory with config.json, or not of a causal language model of its
             own.
     """
-    try:
+    with extras.needed("hf", "[model] name = 'hf'"):
         import transformers
-    except ImportError:
-        raise ValueError("name = 'hf' needs transformers: pip install -e '.[hf]' ([model] name)") from None
     if not path:
         raise ValueError("name = 'hf' needs a directory with config.json ([model] path)")
     try:

@@ -1,12 +1,11 @@
-"""Runs in, files out; a library that is not installed is one line that says how to install it."""
+"""Runs in, files out."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtmega import durable
+from dtmega import durable, extras
 from dtmega.report import run
 
 
@@ -17,9 +16,9 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
         ValueError: not a run directory; plotly, or with `png` matplotlib, is not installed.
         OSError: a file cannot be read or written.
     """
-    require("plotly", "report")
+    extras.check("plotly", "report", "the page")
     if png:
-        require("matplotlib", "png")
+        extras.check("matplotlib", "png", "a picture (--png)")
     runs = run.read(directories)
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -37,15 +36,3 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     from dtmega.report import png as picture
 
     return [output, picture.draw(runs, output.with_suffix(".png"))]
-
-
-def require(library: str, extra: str) -> None:
-    """Refuse to go on without a library.
-
-    Raises:
-        ValueError: it is not installed; says which extra has it.
-    """
-    try:
-        importlib.import_module(library)
-    except ImportError:
-        raise ValueError(f"needs {library}, which is not installed: pip install -e '.[{extra}]'") from None
