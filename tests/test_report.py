@@ -281,6 +281,88 @@ def test_the_sample_is_that_of_the_run_if_it_can_be_read(tmp_path: Path, raw: by
     assert ("Sample" in drawn(tmp_path).text) == bool(shown)
 
 
+def scored(folder: Path, step: int, task: str = "mine", **values: Any) -> None:
+    """A file of `dtmega evaluate`, with what it does not need left out."""
+    results = {task: {"alias": task, "acc,none": step / 100, "acc_stderr,none": 0.125} | values}
+    content = {"step": step, "date": "2026-11-22", "results": results, "n-samples": {task: {"effective": 20}}}
+    (folder / "evaluations").mkdir(exist_ok=True)
+    (folder / "evaluations" / f"step-{step:08d}-mine.json").write_text(json.dumps(content | {"n-shot": {task: 5}}))
+
+
+def test_scores_of_checkpoints_are_listed_and_those_of_several_make_a_curve(tmp_path: Path):
+    write(tmp_path, [step_line(step) for step in range(1, 61)])
+    for step in (20, 40, 80):  # the last one is of a run that was here before
+        scored(tmp_path, step)
+    (tmp_path / "evaluations" / "torn.json").write_text('{"step": 20, "resul')
+    (tmp_path / "evaluation.jsonl").write_text('{"step": 40, "val_loss": 2.0}\n{"step": 40, "val_loss": 2.5}\n{"st')
+    (found,) = run.read([str(tmp_path)])
+    series = found.record.series["Score: mine, acc"]
+    assert list(zip(series.steps.tolist(), series.values.tolist(), strict=True)) == [(20, 0.2), (40, 0.4)]
+    assert [event.text for event in found.events if event.step == 40] == [
+        "[eval] only: val_loss 2.5",
+        "mine: acc 0.4 ± 0.12",
+    ]
+    said = drawn(tmp_path).text
+    asked = "5 examples before each, 20 questions, 2026-11-22"
+    rows = f"[eval] only val_loss 40 2.5 mine acc 20 0.2 ± 0.12 {asked} mine acc 40 0.4 ± 0.12 {asked}"
+    assert f"Scores of checkpoints task metric step asked {rows}" in said
+    assert "evaluations/torn.json cannot be read" in said
+
+
+def test_scores_of_several_runs_stand_below_each_other(tmp_path: Path):
+    for name in ("a", "b"):
+        write(tmp_path / name, [step_line(step) for step in range(1, 61)])
+        scored(tmp_path / name, 20)
+    said = drawn(tmp_path / "a", tmp_path / "b").text
+    assert re.search(r"metric run step asked mine acc a 20 0\.2 ± .* mine acc b 20 0\.2 ±", said)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"step": "20", "results": {"mine": {"acc,none": 0.5}}},
+        {"step": -1, "results": {"mine": {"acc,none": 0.5}}},
+        {"step": 1, "results": [3]},
+        {"step": 1, "results": {"mine": "acc"}},
+        {"step": 1, "results": {"mine": {"acc,none": "0.5", "other": None, "third": 10**400, "fourth": True}}},
+    ],
+)
+def test_what_is_no_score_of_a_checkpoint_is_left_out(tmp_path: Path, content: dict[str, Any]):
+    folder = write(tmp_path, [step_line(1)])
+    (folder / "evaluations").mkdir()
+    (folder / "evaluations" / "x.json").write_text(json.dumps(content))
+    assert run.read([str(folder)])[0].scores.found == []
+    assert "Scores" not in drawn(folder).text
+
+
+@pytest.mark.parametrize(
+    ("told", "steps", "said", "marked"),
+    [
+        ((0, "finished"), 120, "· finished · newest checkpoint runs/x/checkpoints/step-00000060", []),
+        ((0, "[train] exit_interval"), 60, "ended after step 60 with exit code 0: [train] exit_interval", [60]),
+        ((75, "a signal asked for it"), 60, "ended after step 60 with exit code 75: a signal asked for it", [60]),
+        ((76, "not saved: disk full"), 120, "ended after step 120 with exit code 76: not saved: disk full", [120]),
+        (None, 60, "going on or killed, last line written", []),
+    ],
+)
+def test_how_a_run_has_ended_is_said_and_marked(
+    tmp_path: Path, told: tuple[int, str] | None, steps: int, said: str, marked: list[int]
+):
+    write(tmp_path, [step_line(step) for step in range(1, steps + 1)])
+    start(tmp_path, 0)
+    if told is not None:
+        content = {"code": told[0], "reason": told[1], "step": steps, "checkpoint": "runs/x/checkpoints/step-00000060"}
+        (tmp_path / job.EXIT).write_text(json.dumps(content))
+    assert said in drawn(tmp_path).text
+    assert [event.step for event in run.read([str(tmp_path)])[0].events if event.kind == "end"] == marked
+
+
+def test_without_a_told_end_the_newest_checkpoint_is_that_of_the_record(tmp_path: Path):
+    write(tmp_path, [step_line(1), {"step": 1, "checkpoint": 1, "checkpoint_stall_s": 0.5}])
+    (tmp_path / job.EXIT).write_text('{"code": "75"}')
+    assert "newest checkpoint step 1 " in drawn(tmp_path).text
+
+
 def test_runs_of_one_name_are_told_apart_by_their_paths():
     assert run.names(["x/a", "y/b"]) == ["a", "b"]
     assert run.names(["x/a", "y/a"]) == ["x/a", "y/a"]
@@ -296,6 +378,10 @@ def hostile(tmp_path: Path) -> Path:
     ]
     folder = write(tmp_path / HOSTILE.replace("/", "\\"), lines)
     (folder / "sample.json").write_text(json.dumps({"step": 2, "text": f"{HOSTILE}\n\ud800\x1b[2J\u202e"}))
+    scored(folder, 1, HOSTILE, **{HOSTILE: 1.0})
+    (folder / "evaluations" / f"{HOSTILE.replace('/', '_')}.json").touch()
+    told = {"code": 1, "reason": HOSTILE, "step": 2, "checkpoint": HOSTILE}
+    (folder / job.EXIT).write_text(json.dumps(told))
     start(folder, 0, data={"path": HOSTILE}, optim={HOSTILE: HOSTILE})
     start(folder, 1, data={"path": f"{HOSTILE}2"})
     return folder
@@ -311,7 +397,7 @@ def test_nobody_elses_text_becomes_markup(hostile: Path, tmp_path: Path):
     drawing = {*("x", "y", "width", "height", "rx", "fill", "stroke", "viewbox", "xmlns", "text-anchor", "role")}
     drawing |= {"font-size", "font-family", "font-weight", "fill-opacity", "aria-label"}
     assert {name for _, attributes in tags.tags for name in attributes} <= allowed | drawing
-    assert tags.text.count(HOSTILE) >= 3  # sample and reasons, letter by letter
+    assert tags.text.count(HOSTILE) >= 8  # sample, reasons, scores, the end: letter by letter
     assert "\\ud800\\x1b[2J\\u202e" in tags.text
 
 

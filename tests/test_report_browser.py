@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dtmega import __main__ as dtmega
-from tests.test_report import HOSTILE, start, step_line, write
+from tests.test_report import HOSTILE, scored, start, step_line, write
 
 sync_api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make test-extras)")
 pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
@@ -46,6 +46,9 @@ def opened(browser: Any, lines: list[dict[str, Any]], tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("report")
     first = write(folder / HOSTILE.replace("/", "\\"), [*lines, {"step": 20, "val_loss": 3.5}])
     (first / "sample.json").write_text(json.dumps({"step": 40, "text": HOSTILE}))
+    for step in (20, 40):
+        scored(first, step, HOSTILE)
+    (first / "exit.json").write_text(json.dumps({"code": 75, "reason": HOSTILE, "step": 40, "checkpoint": HOSTILE}))
     start(first, 0, tp=2)
     start(first, 20, pp=2)
     write(folder / "other", lines[:20])
@@ -119,5 +122,5 @@ def test_zooming_into_one_panel_moves_the_steps_of_all(opened: Opened):
         "Object.entries(document.getElementById('curves')._fullLayout)"
         ".filter(([key]) => /^xaxis\\d*$/.test(key)).map(([, axis]) => axis.range)"
     )
-    assert len(ranges) == 8
+    assert len(ranges) == 9  # loss, events, six numbers, a score
     assert all(json.dumps(found) == json.dumps([5, 15]) for found in ranges)

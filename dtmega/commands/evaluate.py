@@ -16,7 +16,6 @@ from dtmega import durable, extras, job
 from dtmega.commands.arguments import integer
 from dtmega.commands.used import add_where, open_run, started
 
-FOLDER = "evaluations"  # of a run directory
 LONGEST_NAME = 100  # characters of a file's name that are tasks
 
 
@@ -29,13 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-fewshot", type=integer(0), metavar="N", help="examples before each question")
     parser.add_argument("--limit", type=integer(1), metavar="N", help="the first N questions of each task only")
     parser.add_argument("--batch-size", type=integer(1), default=8, metavar="N", help="texts at a time (%(default)s)")
-    parser.add_argument("--output", metavar="FILE", help=f"where the scores go (default: RUN/{FOLDER}/...json)")
+    parser.add_argument("--output", metavar="FILE", help="where the scores go (default: RUN/evaluations/...json)")
     add_where(parser)
 
 
 def command(args: argparse.Namespace) -> int:
     from dtmega.checkpoint import manifest
     from dtmega.models.show import CONTINUATION
+    from dtmega.report.scores import FOLDER
     from dtmega.startup import Refused
 
     startup = started("dtmega evaluate")

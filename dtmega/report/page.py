@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from dtmega import mesh, output
-from dtmega.report import layout
+from dtmega import job, mesh
+from dtmega.report import layout, scores
+from dtmega.report.markup import json_in_html, names, swatch, table, text
 from dtmega.report.run import Config, Part, Run, layout_in_words, numbers, percentile, seconds, short
 
 HERE = Path(__file__).parent
@@ -31,7 +32,9 @@ FOOTER = (
     "together. A curve of many steps is drawn by the smallest and the largest value of each stretch."
 )
 MOST_EVENTS = 50  # of a run that are listed
-NOTABLE = ("restart", "skipped", "failed checkpoint")
+NOTABLE = ("restart", "skipped", "failed checkpoint", "end")
+WHAT_IS_NOTABLE = "Restarts, skipped steps, failed checkpoints, an end before the last step"
+MOST_SCORES = 300  # that are listed
 
 
 def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: Sequence[str]) -> str:
@@ -61,6 +64,7 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
         *_layouts(runs, colours),
         *_differences(runs, colours),
         *_notable(runs, colours),
+        *_scores(runs, colours),
         *_samples(runs, colours),
         *_configurations(runs, colours),
         f"<footer>{FOOTER}</footer>",
@@ -74,16 +78,6 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
     return "\n".join(parts) + "\n"
 
 
-def text(value: object, keep: str = "") -> str:
-    """Other people's text, as it stands, for a place between or within tags; what hides or steers is written out."""
-    return html.escape(output.printable(str(value), keep))
-
-
-def json_in_html(json: str) -> str:
-    """JSON in which no end of a script element can stand."""
-    return json.replace("<", "\\u003c").replace(">", "\\u003e")
-
-
 def _head(runs: Sequence[Run], title: str, colours: Sequence[str]) -> list[str]:
     if len(runs) > 1:
         every = [numbers(run) for run in runs]
@@ -91,8 +85,9 @@ def _head(runs: Sequence[Run], title: str, colours: Sequence[str]) -> list[str]:
         rows = [[text(label), *(text(of_run.get(label, "–")) for of_run in every)] for label in labels]
         rows.append(["layout", *(text(_layout(run)) for run in runs)])
         rows.append(["state", *(text(_state(run)) for run in runs)])
-        table = _table(["", *_headings(runs, colours)], rows)
-        return [f"<h1>{text(title)}</h1>", f"<section>{table}</section>", *_damage(runs)]
+        rows.append(["newest checkpoint", *(text(_newest_checkpoint(run) or "–") for run in runs)])
+        compared = table(["", *names(runs, colours)], rows)
+        return [f"<h1>{text(title)}</h1>", f"<section>{compared}</section>", *_damage(runs)]
     (run,) = runs
     cards = "".join(f'<div class="number"><b>{_value(value)}</b><span>{text(label)}</span></div>'
                     for label, value in numbers(run).items())  # fmt: skip
@@ -117,7 +112,9 @@ def _about(run: Run) -> list[str]:
         found += [f"{short(start.parameters)} parameters"] if start.parameters else []
         found += [str(run.config.get("precision", {}).get("params", ""))]
         found += [_layout(run), f"torch {start.versions.get('torch', '?')}"]
-    return [*(part for part in found if part), _state(run)]
+    checkpoint = _newest_checkpoint(run)
+    found += [_state(run), f"newest checkpoint {checkpoint}" if checkpoint else ""]
+    return [part for part in found if part]
 
 
 def _layout(run: Run) -> str:
@@ -128,15 +125,32 @@ def _layout(run: Run) -> str:
 
 
 def _state(run: Run) -> str:
-    if run.end and run.record.last_step >= run.end:
+    """The words for how far a run is: exit.json tells, which one that is going on or was killed does not have."""
+    ended = run.ended
+    if run.end and run.record.last_step >= run.end and (ended is None or ended.code == job.DONE):
         return "finished"
+    if ended is not None:
+        return f"ended after step {ended.step:,} with exit code {ended.code}: {ended.reason}"
     if run.written is None:
         return "nothing written yet"
-    return f"not finished, last line written {run.written:%Y-%m-%d %H:%M:%S} UTC"
+    return f"going on or killed, last line written {run.written:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _newest_checkpoint(run: Run) -> str:
+    """The path of the one that exit.json names, else the step of the newest that the record tells of; or ''."""
+    if run.ended is not None:
+        return run.ended.checkpoint
+    saved = [event.text for event in run.record.events if event.kind == "checkpoint"]
+    return saved[-1].partition(";")[0].removeprefix("of ") if saved else ""
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
-    return [
+    unreadable = [
+        f'<p class="note">{text(run.name)}: {text(f"{scores.FOLDER}/{name}")} cannot be read.</p>'
+        for run in runs
+        for name in run.scores.unreadable
+    ]
+    return unreadable + [
         f'<p class="note">{text(run.name)}: {run.record.damaged_lines:,} damaged or unfinished '
         f"line{'s' if run.record.damaged_lines > 1 else ''} of metrics.jsonl left out.</p>"
         for run in runs
@@ -153,9 +167,9 @@ def _tail(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
         slowest = int(np.argmax(series.values))
         rows.setdefault("slowest", []).append(f"{seconds(series.values[slowest])}, step {series.steps[slowest]:,}")
         rows.setdefault("all steps", []).append(_hours(float(series.values.sum())))
-    headings = _headings([run for run, _ in timed], colours) if len(runs) > 1 else ["step time"]
-    table = _table(["", *headings], [[label, *map(text, values)] for label, values in rows.items()])
-    return [f'<section><h2>Slow steps</h2><div class="split"><div id="tail"></div>{table}</div></section>']
+    headings = names([run for run, _ in timed], colours) if len(runs) > 1 else ["step time"]
+    percentiles = table(["", *headings], [[label, *map(text, values)] for label, values in rows.items()])
+    return [f'<section><h2>Slow steps</h2><div class="split"><div id="tail"></div>{percentiles}</div></section>']
 
 
 def _hours(value: float) -> str:
@@ -166,7 +180,7 @@ def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
     out = ["<section><h2>Layout</h2>"]
     for number, run in enumerate(runs):
         for part in run.parts:
-            who = f"{_swatch(colours[number])}{text(run.name)}: " if len(runs) > 1 else ""
+            who = f"{swatch(colours[number])}{text(run.name)}: " if len(runs) > 1 else ""
             out += [f"<h3>{who}steps {part.first:,} to {part.last:,}</h3>", *_drawn(part)]
     return [*out, "</section>"]
 
@@ -199,7 +213,7 @@ def _differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
     out = []
     if len(runs) > 1:
         out += ["<h3>Between the runs</h3>"]
-        out += [_difference_table([run.config for run in runs], _headings(runs, colours))]
+        out += [_difference_table([run.config for run in runs], names(runs, colours))]
     for run in runs:
         if len(run.parts) > 1:
             whose = f" of {text(run.name)}" if len(runs) > 1 else ""
@@ -214,7 +228,7 @@ def _difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str
         [f'<span class="key">{text(key)}</span>', *(text(_toml(value)) for value in values)]
         for key, values in differences(configs)
     ]
-    return _table(["key", *headings], rows) if rows else '<p class="note">None.</p>'
+    return table(["key", *headings], rows) if rows else '<p class="note">None.</p>'
 
 
 def differences(configs: Sequence[Config]) -> list[tuple[str, list[Any]]]:
@@ -241,20 +255,37 @@ def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
         events = [event for event in run.events if event.kind in NOTABLE]
         left_out += max(len(events) - MOST_EVENTS, 0)
         for event in events[-MOST_EVENTS:]:
-            who = [_swatch(colours[number]) + text(run.name)] if len(runs) > 1 else []
+            who = [swatch(colours[number]) + text(run.name)] if len(runs) > 1 else []
             rows.append([*who, f"{event.step:,}", text(event.kind), text(event.text)])
     if not rows:
         return []
     headings = [*(["run"] if len(runs) > 1 else []), "step", "event", ""]
     more = f'<p class="note">{left_out:,} earlier ones are left out here.</p>' if left_out else ""
-    return [f"<section><h2>Restarts, skipped steps, failed checkpoints</h2>{_table(headings, rows)}{more}</section>"]
+    return [f"<section><h2>{WHAT_IS_NOTABLE}</h2>{table(headings, rows)}{more}</section>"]
+
+
+def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
+    """A row for each score, of several runs those of one task and metric below each other."""
+    found = [(score, number) for number, run in enumerate(runs) for score in run.scores.found]
+    if not found:
+        return []
+    found.sort(key=lambda one: (one[0].task, one[0].metric, one[0].step, one[1]))
+    rows = []
+    for score, number in found[:MOST_SCORES]:
+        who = [swatch(colours[number]) + text(runs[number].name)] if len(runs) > 1 else []
+        cells = [score.task, score.metric, f"{score.step:,}", scores.written(score), score.about]
+        rows.append([*map(text, cells[:2]), *who, *map(text, cells[2:])])
+    headings = ["task", "metric", *(["run"] if len(runs) > 1 else []), "step", "", "asked"]
+    left_out = len(found) - len(rows)
+    more = f'<p class="note">{left_out:,} more are left out here.</p>' if left_out else ""
+    return [f"<section><h2>Scores of checkpoints</h2>{table(headings, rows)}{more}</section>"]
 
 
 def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
     out = []
     for number, run in enumerate(runs):
         if run.sample:
-            out += [f"<h3>{_swatch(colours[number])}{text(run.name)}</h3>"] if len(runs) > 1 else []
+            out += [f"<h3>{swatch(colours[number])}{text(run.name)}</h3>"] if len(runs) > 1 else []
             out += [f'<pre class="sample">{text(run.sample, keep=chr(10) + chr(9))}</pre>']
     return ["<section><h2>Sample</h2>", *out, "</section>"] if out else []
 
@@ -264,7 +295,7 @@ def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
     for number, run in enumerate(runs):
         if run.config:
             toml = tomli_w.dumps({section: _known(keys) for section, keys in run.config.items()})
-            who = _swatch(colours[number]) + text(run.name) if len(runs) > 1 else "every key"
+            who = swatch(colours[number]) + text(run.name) if len(runs) > 1 else "every key"
             out.append(f"<details><summary>{who}</summary><pre>{text(toml, keep=chr(10))}</pre></details>")
     return ["<section><h2>Configuration</h2>", *out, "</section>"] if out else []
 
@@ -272,18 +303,3 @@ def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 def _known(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Without what TOML does not have: None."""
     return {key: value for key, value in keys.items() if value is not None}
-
-
-def _headings(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    return [_swatch(colour) + text(run.name) for run, colour in zip(runs, colours, strict=True)]
-
-
-def _swatch(colour: str) -> str:
-    return f'<span class="swatch" style="background:{colour}"></span>'
-
-
-def _table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
-    head = "".join(f"<th>{heading}</th>" for heading in headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

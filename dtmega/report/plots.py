@@ -28,7 +28,10 @@ SYMBOLS = {
     "failed checkpoint": "triangle-down",
     "checkpoint": "triangle-up",
     "evaluation": "circle",
+    "score": "star",
+    "end": "square-x",
 }
+LANES = {"skipped": "skipped steps"}  # of events whose plural has no s alone
 
 
 def over_steps(runs: Sequence[Run]) -> go.Figure:
@@ -68,7 +71,7 @@ def over_steps(runs: Sequence[Run]) -> go.Figure:
         row=2,
         col=1,
         tickvals=[*range(len(kinds))],
-        ticktext=[f"{kind}s" for kind in kinds] if kinds else [],
+        ticktext=[LANES.get(kind, f"{kind}s") for kind in kinds],
         range=[-0.6, max(len(kinds), 1) - 0.4],
         showgrid=False,
         fixedrange=True,

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tomli
 
-from dtmega import starts
+from dtmega import job, starts
 from dtmega.checkpoint import resume
 from dtmega.metrics import perplexity
-from dtmega.report import record
+from dtmega.report import record, scores
 from dtmega.report.record import Event, Record, Series
+from dtmega.report.scores import Scores
 from dtmega.starts import Start
 from dtmega.strangers import read_object
 
@@ -29,6 +30,21 @@ class Part(NamedTuple):
     start: Start | None
 
 
+class Ended(NamedTuple):
+    """What `exit.json` tells of the end of the newest start.
+
+    Attributes:
+        code: of leaving.
+        step: how many were done.
+        checkpoint: the path of the newest one, or ''.
+    """
+
+    code: int
+    reason: str
+    step: int
+    checkpoint: str
+
+
 class Run(NamedTuple):
     """A run directory, read.
 
@@ -38,7 +54,9 @@ class Run(NamedTuple):
         starts: the newest that began anew and those after it, oldest first.
         parts: by ascending steps, at least one.
         end: the step at which it is done; 0 where nothing tells.
+        ended: why the newest start ended; None while it goes on, and of one that was killed.
         sample: what the finished model made of the prompt, or ''.
+        scores: evaluations of its checkpoints.
         written: when its record was last written, or None.
     """
 
@@ -49,14 +67,19 @@ class Run(NamedTuple):
     starts: list[Start]
     parts: list[Part]
     end: int
+    ended: Ended | None
     sample: str
+    scores: Scores
     written: datetime | None
 
     @property
     def events(self) -> list[Event]:
-        """Those of the record, and each start after the first."""
-        restarts = [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
-        return sorted([*self.record.events, *restarts], key=lambda event: event.step)
+        """Those of the record, each start after the first, scores, and an end that is none of a finished run."""
+        found = [*self.record.events, *self.scores.events]
+        found += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
+        if self.ended is not None and (self.ended.code != job.DONE or self.ended.step < self.end):
+            found.append(Event(self.ended.step, "end", f"exit code {self.ended.code}: {self.ended.reason}"))
+        return sorted(found, key=lambda event: event.step)
 
 
 def read(directories: Sequence[str]) -> list[Run]:
@@ -80,6 +103,8 @@ def _read(directory: Path, name: str) -> Run:
     if not there and not (directory / "config.toml").exists():
         raise ValueError(f"{directory} is not a run directory: it has no metrics.jsonl and no config.toml")
     found = record.read(path)
+    of_checkpoints = scores.read(directory, found.last_step)
+    found = found._replace(series=found.series | of_checkpoints.series)
     every = starts.read(directory) or _start_of_checkpoint(directory)
     anew = max((i for i, start in enumerate(every) if start.step == 0), default=0)
     config = _config(directory) or (every[-1].config if every else {})
@@ -92,7 +117,9 @@ def _read(directory: Path, name: str) -> Run:
         starts=every[anew:],
         parts=_parts(every, found.last_step),
         end=every[-1].steps if every else planned if isinstance(planned, int) else 0,
+        ended=_ended(directory),
         sample=_sample(directory, found.last_step),
+        scores=of_checkpoints,
         written=datetime.fromtimestamp(path.stat().st_mtime, timezone.utc) if there else None,
     )
 
@@ -103,6 +130,18 @@ def _config(directory: Path) -> Config:
     except (OSError, ValueError):
         return {}
     return {section: keys for section, keys in table.items() if isinstance(keys, dict)}
+
+
+def _ended(directory: Path) -> Ended | None:
+    """The content of exit.json; None if there is none, or it is damaged."""
+    try:
+        told = read_object(directory / job.EXIT)
+    except ValueError:
+        return None
+    code, step = told.get("code"), told.get("step")
+    if type(code) is not int or type(step) is not int or not 0 <= step <= record.MAX_STEP:
+        return None
+    return Ended(code, str(told.get("reason", "")), step, str(told.get("checkpoint") or ""))
 
 
 def _sample(directory: Path, last_step: int) -> str:
