@@ -56,10 +56,10 @@ test-full: test
 	.venv/bin/python benchmarks/resume.py
 	.venv/bin/python benchmarks/kills.py
 
-# What constraints.txt says of torch, and of the libraries of NVIDIA's that come with it, is of a newer one.
+# What constraints.txt says of torch, of setuptools and of the libraries that come with it is of a newer one.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	grep -vE '^(torch|triton|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' constraints.txt > .venv-oldest/constraints.txt
+	grep -vE '^(torch|triton|setuptools|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --disable-pip-version-check -c .venv-oldest/constraints.txt \
 		'torch==$(OLDEST_TORCH).*' -e '.[test]'
 	.venv-oldest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder

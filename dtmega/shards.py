@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -45,6 +46,28 @@ def boxes(tensor: Tensor) -> list[Box]:
         view = part[tuple(slice(at, at + size) for _, at, size in runs)]
         found.append(Box(tuple(start for start, _, _ in runs), view))
     return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every rank; all ranks of its mesh call it.
+
+    `full_tensor()` of one that is cut in parts is an error in torch 2.11.
+    """
+    if not isinstance(tensor, DTensor) or not in_parts(tensor):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    copied = [
+        number for number, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
+    ]
+    filled = torch.zeros(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
+    if not any(copied):  # of the copies only the first ones add to the sum
+        for box in boxes(tensor.detach()):
+            filled[box.where] = box.part
+    for dim in range(mesh.ndim):
+        dist.all_reduce(filled, group=mesh.get_group(dim))
+    return filled
 
 
 def in_parts(tensor: DTensor) -> bool:

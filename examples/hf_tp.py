@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from dtmega.plans import parallelize_hf, plan_for
+from dtmega.shards import whole
 
 source, target = sys.argv[1:]
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +34,7 @@ for step in range(3):
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.full_tensor().item():.3f}")
 
-weights = {name: parameter.full_tensor().cpu() for name, parameter in model.state_dict().items()}  # by all ranks
+weights = {name: whole(parameter).cpu() for name, parameter in model.state_dict().items()}  # by all ranks
 if dist.get_rank() == 0:
     model.save_pretrained(target, state_dict=weights)
 dist.barrier()

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtmega import config, families, mesh, optim, train
+from dtmega import config, families, mesh, optim, shards, train
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import load_weights
@@ -165,7 +165,7 @@ def truths(cases: Sequence[Case]) -> tuple[dict[Case, str], str]:
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put together from all ranks that hold a part; all of a mesh call it."""
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for n, t in tensors.items()}
+    return {n: shards.whole(t) if isinstance(t, DTensor) else t.detach().clone() for n, t in tensors.items()}
 
 
 def errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:

@@ -39,6 +39,7 @@ from dtmega.hf.tp.styles import Stack
 from dtmega.hf.tp.verify import Verification, verify
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from dtmega.plans.styles import Enter, Whole
+from dtmega.shards import whole
 from tests import hf_models, ranks
 from tests.hf_models import MODELS, VARIANTS, Case
 from tests.ranks import message
@@ -79,9 +80,9 @@ GENERATING_LIKE_THEM = ("qwen2", "qwen3", "gpt_neox")
 
 def error(ours: Tensor, truth: Tensor, of_all: float = 0.0) -> float:
     """Relative to truth, or to all gradients if it is 0 but for rounding: softmax does not see a bias of the keys."""
-    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    found = whole(ours)
     size = truth.norm().item()
-    return (whole - truth).norm().item() / (of_all if size < 1e-5 * of_all else max(size, 1e-30))
+    return (found - truth).norm().item() / (of_all if size < 1e-5 * of_all else max(size, 1e-30))
 
 
 def rows_of(mesh: DeviceMesh) -> slice:
@@ -481,7 +482,7 @@ def loaded(mesh: DeviceMesh, directories: dict[Case, str]) -> dict[Case, dict[st
         loss, expected = (hf_models.forward(m, hf_models.batch(case))[0].item() for m in (model, truth))
         pairs = zip(model.parameters(), truth.parameters(), strict=True)
         found[case] = {
-            "equal": all(torch.equal(p.full_tensor(), q) for p, q in pairs),
+            "equal": all(torch.equal(whole(p), q) for p, q in pairs),
             "loss": abs(loss / expected - 1),
             "share": read.bytes / read.of,
             "held": held == read.bytes,
@@ -792,6 +793,7 @@ def test_a_model_without_a_plan_or_heads_is_one_line_and_exit_code_2(tmp_path: P
     assert "Traceback" not in err
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="DTensor of torch 2.11 refuses the views of GPT-Neo's heads")
 def test_a_model_without_any_plan_computes_on_dtensors_if_told_to_and_says_what_that_costs():
     for found in on_two():
         found = found["without_a_plan"]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.shards import boxes, dim_to_cut, in_parts, local
+from dtmega.shards import boxes, dim_to_cut, in_parts, local, whole
 from tests import ranks
 
 RANKS = 4
@@ -40,14 +40,15 @@ def layouts(shape: tuple[int, ...], n_axes: int) -> list[tuple[Placement, ...]]:
 
 def held(tensor: DTensor) -> dict[str, Any]:
     """Check that this rank's boxes hold what they say, and all it holds; returns the elements for others to compare."""
-    whole = torch.arange(tensor.numel()).view(tensor.shape)
+    numbers = torch.arange(tensor.numel()).view(tensor.shape)
     parts = boxes(tensor)
     mine = local(tensor)
     where = torch.zeros(tensor.shape, dtype=torch.int64)
     for box in parts:
         where[box.where] += 1
     return {
-        "right": all(torch.equal(box.part, whole[box.where]) for box in parts),
+        "right": all(torch.equal(box.part, numbers[box.where]) for box in parts),
+        "put together": not in_parts(tensor) or torch.equal(whole(tensor), numbers),
         "views": all(box.part.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() for box in parts),
         "all": sorted(x for box in parts for x in box.part.flatten().tolist()) == sorted(mine.flatten().tolist()),
         "empty": any(box.part.numel() == 0 for box in parts),
@@ -60,8 +61,8 @@ def one_axis_and_two(meshes: dict[str, DeviceMesh]) -> dict[tuple[Any, ...], dic
     found = {}
     for (name, mesh), shape in itertools.product(meshes.items(), SHAPES):
         for placements in layouts(shape, mesh.ndim):
-            whole = torch.arange(torch.Size(shape).numel()).view(shape)
-            found[name, shape, str(placements)] = held(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+            numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+            found[name, shape, str(placements)] = held(distribute_tensor(numbers, mesh, placements, src_data_rank=None))
     return found
 
 
@@ -70,8 +71,8 @@ class Cut(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], tp: DeviceMesh, placement: Placement) -> None:
         super().__init__()
-        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-        self.weight = nn.Parameter(distribute_tensor(whole, tp, [placement], src_data_rank=None))
+        numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        self.weight = nn.Parameter(distribute_tensor(numbers, tp, [placement], src_data_rank=None))
 
 
 def fsdp(mesh: DeviceMesh) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -108,6 +109,7 @@ def check_tiles(results: list[dict[str, Any]]) -> None:
     """Check all ranks: each holds what it says, no element twice, and together they have each equally often."""
     for found in results:
         assert found["right"]
+        assert found["put together"]
         assert found["views"]
         assert found["all"]
         assert not found["empty"]

@@ -1,7 +1,8 @@
 """Fused projections: several matrices side by side in one, of which each is cut; and Conv1D, GPT-2's transposed linear.
 
 What stands side by side is cut as `_StridedShard`, DTensor's own word for it: `full_tensor()` has the columns in the
-order of transformers, on any layout. A checkpoint must not take such a shard for one piece; see `docs/decisions.md`.
+order of transformers, on any layout (in torch 2.11 that is an error; `shards.whole` has them there too). A checkpoint
+must not take such a shard for one piece; see `docs/decisions.md`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -53,7 +55,22 @@ class _Conv(Style):
         return (Conv1D,)
 
     def matrix(self, module: Any) -> Tensor:
-        return local_part(module.weight).t()
+        return _Transposed.apply(local_part(module.weight))  # pyright: ignore[reportReturnType]
+
+
+class _Transposed(torch.autograd.Function):
+    """[in, out] -> [out, in], whose gradient has the strides of the weight.
+
+    Else autograd copies it into a new DTensor, which torch 2.11 cannot make of a `_StridedShard`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.t().contiguous()
 
 
 class ConvColumn(_Conv, Column):

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from dtmega.hf.tp import tiny
+from dtmega.shards import whole
 
 TOLERANCE = 2e-5  # fp32 gives 1e-6 to 1e-8, the wrong plans we know 1e-2 and more
 
@@ -108,11 +108,11 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
     """
     if ours is None or truth is None:
         return 0.0 if ours is truth else float("inf")
-    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    if whole.shape != truth.shape:
+    found = whole(ours)
+    if found.shape != truth.shape:
         return float("inf")
     size = truth.norm().item()
-    return (whole - truth).norm().item() / (of_all if size < 1e-5 * of_all else max(size, 1e-30))
+    return (found - truth).norm().item() / (of_all if size < 1e-5 * of_all else max(size, 1e-30))
 
 
 def _worst(errors: dict[tuple[str, str], float], mesh: DeviceMesh) -> dict[tuple[str, str], float]:
