@@ -1,4 +1,4 @@
-"""Attention under a rule (`dtmega/rule.py`), as one function over three kernels.
+"""Attention under a rule (`dtmega/rule.py`), as one function over four kernels.
 
     rule = attention_rule(places, causal=True, slopes=slopes)    # once per forward pass, shared by all layers
     out = attention(q, k, v, rule)                               # [B, H, S, K]
@@ -8,6 +8,7 @@
   consecutive. There the bias depends on the distance alone, so one strip of it serves every chunk as a view: [H, C, S]
   floats, not [H, S, S] per layer. Otherwise, and inside documents, a chunk's bias is made where it is needed, and again
   in backward.
+- CPU with tiles (AMX), in bfloat16: the same chunks as batched products, `attention_cpu.py`.
 - with attention dropout: the plain formula over the same chunks; no kernel takes a mask keyed by global indices.
 
 What is added stays in fp32 whatever the compute dtype: BLOOM's original, `slope * place` rounded to bf16, is a
@@ -28,7 +29,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from dtmega import keyed
+from dtmega.attention_cpu import attention_cpu
 from dtmega.rule import N_TENSORS, AttentionRule, Chunk
+
+# Whether this CPU multiplies bfloat16 in tiles, which its fused kernels do not make use of.
+FAST_PRODUCTS = torch.cpu._is_amx_tile_supported()
 
 
 class Dropout(NamedTuple):
@@ -74,6 +79,10 @@ def attention(
             one_q, one_k, one_v = _of_chunk(chunk, q, k, v)
             found.append(_plain(one_q, one_k, one_v, rule, chunk, dropout, scale))
         return torch.cat(found, dim=2)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and FAST_PRODUCTS:
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        out, _ = attention_cpu(q, k, v, factor, *rule[: N_TENSORS + 2])
+        return out
     if q.device.type == "cpu":
         return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
     outs = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtmega import config
+from dtmega.attention_cpu import OPERATOR
 from dtmega.models.model import Model
 
 # What selective recompute keeps: matrix products and attention.
@@ -19,6 +20,7 @@ EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    OPERATOR,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.higher_order.flex_attention,

@@ -129,6 +129,16 @@ class AttentionRule(NamedTuple):
         keys = self.key_documents[:, None, None, chunk.first : chunk.last]
         return torch.where(queries == keys, bias, -math.inf)
 
+    def of_rows(self, rows: slice) -> AttentionRule:
+        """The rule of some rows of the batch."""
+        return self._replace(
+            query_places=self.query_places[rows],
+            key_places=self.key_places[rows],
+            query_documents=None if self.query_documents is None else self.query_documents[rows],
+            key_documents=None if self.key_documents is None else self.key_documents[rows],
+            prefix=None if self.prefix is None else self.prefix[rows],
+        )
+
     def _bias_pair_by_pair(self, chunk: Chunk) -> Tensor | None:
         device = self.query_places.device
         b = torch.arange(len(self.query_places), device=device)[:, None, None, None]

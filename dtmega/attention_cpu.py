@@ -1,0 +1,282 @@
+"""Attention in bfloat16 on a CPU whose batched matrix products are many times as fast as its fused kernels (AMX).
+
+Sample by sample, and a few hundred queries at a time: scores are one batched product over the heads, and what turns
+them into probabilities passes over as many rows as a core's cache holds, in fp32. Backward makes the probabilities
+again from the logarithms of their sums, as FlashAttention does (Dao et al., arXiv:2205.14135).
+
+Products round their results to bfloat16, scores too, as in the plain formula and in transformers' models. No sample
+sees which others are in its batch. For autograd and torch.compile all of it is one operator, and backward another:
+nothing here is traced, so nothing here is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtmega.rule import N_TENSORS, AttentionRule, Chunk
+
+# Scores that are made probabilities at a time: half a megabyte in fp32, and as much beside it, of an L2 cache of two.
+CACHED_SCORES = 2**17
+PRODUCT_SCORES = 2**20
+# Probabilities below this share of a query's largest are 0, as the sum of thousands of them would be beside it. The
+# smallest numbers of fp32 are denormal, with which a CPU computes ten times as slowly, and ALiBi makes many of them.
+NEGLIGIBLE = 2.0**-60
+LOG_OF_LESS = -42.0  # its exponential is below that
+
+
+@torch.library.custom_op("dtmega::attention_cpu", mutates_args=())
+def attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_places: Tensor,
+    key_places: Tensor,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    prefix: Tensor | None,
+    slopes: Tensor | None,
+    table: Tensor | None,
+    strip: Tensor | None,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T scale + added) v, and the logarithm of each query's sum of exponentials.
+
+    Args:
+        q: [B, H, S, K] bfloat16.
+        k, v: [B, H or a divisor of it, T, K] bfloat16.
+        query_places ... window: the fields of an `AttentionRule`, in its order.
+
+    Returns:
+        [B, H, S, K], laid out as [B, S, H, K], and [B, H, S, 1] fp32.
+    """
+    rule = AttentionRule(
+        query_places,
+        key_places,
+        query_documents,
+        key_documents,
+        prefix,
+        slopes,
+        table,
+        strip,
+        causal,
+        window,
+    )
+    out, log_sums = _results(q, v)
+    scratch = _Scratch(q, k, rule, 2)
+    for rows in scratch.rows():
+        own_rule = rule.of_rows(rows)
+        for chunk in rule.chunks():
+            queries, keys = _slices(chunk)
+            bias = own_rule.bias(chunk)
+            for heads, groups in scratch.heads():
+                one_q = q[rows, heads, queries].contiguous()
+                one_k = k[rows, groups, keys].contiguous()
+                one_v = v[rows, groups, keys].contiguous()
+                scores, probabilities = scratch.shaped(one_q, one_k)
+                torch.bmm(_stacked(one_q, one_k), one_k.flatten(0, 1).mT, out=_stacked(scores, one_k))
+                own_bias = _of_heads(bias, heads, scores)
+                own_sums = log_sums[rows, heads, queries]
+                for piece in _pieces(scores):
+                    x = scratch.scaled(scores[piece], own_bias, piece, scale)
+                    # A query that sees no key has -inf everywhere, and nothing to subtract it from.
+                    peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+                    _exponentials(x.sub_(peak))
+                    total = x.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest is 1, if there is any
+                    probabilities[piece] = x.div_(total)
+                    own_sums[piece] = total.log_().add_(peak)
+                of_chunk = torch.bmm(_stacked(probabilities, one_k), one_v.flatten(0, 1))
+                out[rows, heads, queries] = of_chunk.view(*one_q.shape[:3], -1)
+    return out, log_sums
+
+
+@torch.library.custom_op("dtmega::attention_cpu_backward", mutates_args=())
+def attention_cpu_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_sums: Tensor,
+    scale: float,
+    query_places: Tensor,
+    key_places: Tensor,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    prefix: Tensor | None,
+    slopes: Tensor | None,
+    table: Tensor | None,
+    strip: Tensor | None,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from that of the output [B, H, S, K] and what `attention_cpu` returned."""
+    rule = AttentionRule(
+        query_places,
+        key_places,
+        query_documents,
+        key_documents,
+        prefix,
+        slopes,
+        table,
+        strip,
+        causal,
+        window,
+    )
+    of_q, of_k, of_v = _gradients(q, k, v)
+    scratch = _Scratch(q, k, rule, 3)
+    for rows in scratch.rows():
+        own_rule = rule.of_rows(rows)
+        for chunk in rule.chunks():
+            queries, keys = _slices(chunk)
+            bias = own_rule.bias(chunk)
+            for heads, groups in scratch.heads():
+                one_q = q[rows, heads, queries].contiguous()
+                one_k = k[rows, groups, keys].contiguous()
+                one_v = v[rows, groups, keys].contiguous()
+                one_gradient = gradient[rows, heads, queries].contiguous()
+                stacked_q = _stacked(one_q, one_k)
+                stacked_gradient = _stacked(one_gradient, one_k)
+                stacked_k = one_k.flatten(0, 1)
+                stacked_v = one_v.flatten(0, 1)
+                scores, probabilities, of_probabilities = scratch.shaped(one_q, one_k)
+                torch.bmm(stacked_q, stacked_k.mT, out=_stacked(scores, one_k))
+                own_bias = _of_heads(bias, heads, scores)
+                own_sums = log_sums[rows, heads, queries]
+                for piece in _pieces(scores):
+                    x = scratch.scaled(scores[piece], own_bias, piece, scale)
+                    probabilities[piece] = _exponentials(x.sub_(own_sums[piece]))
+                part = torch.bmm(_stacked(probabilities, one_k).mT, stacked_gradient)
+                of_v[rows, groups, keys] += part.view_as(one_v)
+                torch.bmm(stacked_gradient, stacked_v.mT, out=_stacked(of_probabilities, one_k))
+                of_scores = scores  # which are not needed any more
+                for piece in _pieces(scores):
+                    torch.ops.aten._softmax_backward_data.out(
+                        of_probabilities[piece], probabilities[piece], -1, q.dtype, grad_input=of_scores[piece]
+                    )
+                stacked = _stacked(of_scores, one_k)
+                part = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale)
+                of_q[rows, heads, queries] = part.view_as(one_q)
+                part = torch.baddbmm(stacked_k, stacked.mT, stacked_q, beta=0, alpha=scale)
+                of_k[rows, groups, keys] += part.view_as(one_k)
+    return of_q, of_k, of_v
+
+
+def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    n_rows, n_heads, n_queries, _ = q.shape
+    # As the projection behind it reads it: [B, S, H, K].
+    out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(n_rows, n_heads, n_queries, 1, dtype=torch.float32)
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+
+
+def _slices(chunk: Chunk) -> tuple[slice, slice]:
+    return slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
+
+
+class _Scratch:
+    """Memory for the scores of a chunk, in some rows of the batch and some heads, which is used again and again.
+
+    Args:
+        n: how many such tensors, in the dtype of q.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, rule: AttentionRule, n: int) -> None:
+        self.n_rows, self.n_heads = q.shape[:2]
+        self.n_groups = k.shape[1]
+        self.shared_by = self.n_heads // self.n_groups  # heads of q that share one of k
+        of_head = max((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in rule.chunks())
+        self.rows_at_a_time = min(self.n_rows, max(1, PRODUCT_SCORES // (of_head * self.n_heads)))
+        self.groups_at_a_time = min(self.n_groups, max(1, PRODUCT_SCORES // (of_head * self.shared_by)))
+        size = self.rows_at_a_time * self.groups_at_a_time * self.shared_by * of_head
+        self.tensors = [q.new_empty(size) for _ in range(n)]
+        n_keys = max(chunk.last - chunk.first for chunk in rule.chunks())
+        self.wide = q.new_empty(max(CACHED_SCORES, n_keys), dtype=torch.float32)
+
+    def rows(self) -> Iterator[slice]:
+        """Rows of the batch, as many as a product takes at a time."""
+        for first in range(0, self.n_rows, self.rows_at_a_time):
+            yield slice(first, first + self.rows_at_a_time)
+
+    def heads(self) -> Iterator[tuple[slice, slice]]:
+        """Heads of q, as many as a product takes at a time, and those of k that they share."""
+        for first in range(0, self.n_groups, self.groups_at_a_time):
+            last = min(first + self.groups_at_a_time, self.n_groups)
+            yield slice(first * self.shared_by, last * self.shared_by), slice(first, last)
+
+    def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
+        """Each tensor as scores [rows, heads, C, keys], of queries [rows, heads, C, K] and keys [.., .., keys, K]."""
+        shape = (*q.shape[:3], k.shape[2])
+        return [tensor[: math.prod(shape)].view(shape) for tensor in self.tensors]
+
+    def scaled(self, scores: Tensor, bias: Tensor | None, piece: tuple[slice, ...], scale: float) -> Tensor:
+        """A piece of scores in fp32, with what the rule adds."""
+        x = self.wide[: scores.numel()].view(scores.shape).copy_(scores)
+        if bias is None:
+            return x.mul_(scale)
+        return torch.add(bias[piece], x, alpha=scale, out=x)
+
+
+def _stacked(x: Tensor, k: Tensor) -> Tensor:
+    """[rows, H, C, n] -> [rows x groups, H / groups x C, n]: heads that share one of k stand one below the other."""
+    return x.view(k.shape[0] * k.shape[1], -1, x.shape[-1])
+
+
+def _of_heads(bias: Tensor | None, heads: slice, scores: Tensor) -> Tensor | None:
+    """[rows or 1, H or 1, C, keys] -> the shape of scores of these heads, a view."""
+    if bias is None:
+        return None
+    return (bias if bias.shape[1] == 1 else bias[:, heads]).expand_as(scores)
+
+
+def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
+    """Pieces of scores [rows, heads, C, keys] that are cached: some rows, some heads of one, or some queries of one."""
+    n_rows, n_heads, n_queries, n_keys = scores.shape
+    queries = max(1, CACHED_SCORES // n_keys)
+    heads = max(1, queries // n_queries)
+    rows = max(1, heads // n_heads)
+    for row in range(0, n_rows, rows):
+        for head in range(0, n_heads, heads):
+            for query in range(0, n_queries, queries):
+                yield slice(row, row + rows), slice(head, head + heads), slice(query, query + queries)
+
+
+def _exponentials(x: Tensor) -> Tensor:
+    """In place; 0 where they are negligible, and so where x is -inf."""
+    return torch.threshold_(x.clamp_(min=LOG_OF_LESS).exp_(), NEGLIGIBLE, 0.0)
+
+
+@attention_cpu.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    return _results(q, v)
+
+
+@attention_cpu_backward.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(q, k, v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale, *fields = inputs
+    ctx.save_for_backward(q, k, v, output[1], *fields[:N_TENSORS])
+    ctx.scale = scale
+    ctx.settings = fields[N_TENSORS:]
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, log_sums, *tensors = ctx.saved_tensors
+    fields = (*tensors, *ctx.settings)
+    return *attention_cpu_backward(gradient, q, k, v, log_sums, ctx.scale, *fields), None, *(None for _ in fields)
+
+
+# By this name recompute knows it.
+OPERATOR = torch.ops.dtmega.attention_cpu.default
+attention_cpu.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,128 @@
+"""Claims about attention_cpu.py; the truth is the textbook formula in fp64 on the same bfloat16 numbers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtmega import attention as A
+from dtmega import attention_cpu as C
+from dtmega import rule as R
+from dtmega.rule import alibi_slopes, attention_rule
+from tests.test_attention import PLACES, RULES, H, S, T, in_order, qkv, said_twice, textbook
+
+SLOPES = alibi_slopes(H)
+
+
+@pytest.fixture(autouse=True)
+def in_small_parts_of_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several chunks, products and pieces of a few hundred scores; memory that nobody has written is NaN."""
+    monkeypatch.setattr(A, "FAST_PRODUCTS", True)
+    monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 64)
+    monkeypatch.setattr(C, "PRODUCT_SCORES", 2 * 64 * S)
+    monkeypatch.setattr(C, "CACHED_SCORES", 1000)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def relative(x: Tensor, truth: Tensor) -> float:
+    return ((x.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("places", [*PLACES, "cross"])
+@pytest.mark.parametrize("words", RULES)
+def test_results_and_gradients_are_the_textbooks_but_for_the_rounding_of_bfloat16(words, places):
+    queries = PLACES["in order" if places == "cross" else places].repeat(2, 1)
+    keys = in_order(T) if places == "cross" else queries
+    keywords, added, allowed = said_twice(RULES[words], queries, keys)
+    inputs = [x.requires_grad_() for x in qkv(S, torch.bfloat16, n_keys=keys.shape[1], shared_by=3)]
+    q, k, v = inputs
+    out = A.attention(q, k, v, attention_rule(queries, **keywords))
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = textbook(wide[0], wide[1], wide[2], added, allowed)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours = torch.autograd.grad(out, inputs, weights)
+    truth = torch.autograd.grad(expected, wide, weights.double())
+    assert out.dtype == torch.bfloat16
+    assert relative(out, expected) < 5e-3  # the results alone, rounded: 2e-3
+    assert [relative(x, y) < 6e-3 for x, y in zip(ours, truth, strict=True)] == [True] * 3
+    sees_none = ~allowed.any(-1).expand(2, H, S)
+    assert (out[sees_none] == 0).all()
+    assert (ours[0][sees_none] == 0).all()
+
+
+def test_a_sample_and_a_head_have_the_same_numbers_whatever_else_is_in_the_batch():
+    q, k, v = (torch.cat([x, x.flip(0)]) for x in qkv(100, torch.bfloat16))
+    places = torch.arange(100).expand(4, -1)
+    several = A.attention(q, k, v, attention_rule(places, causal=True, slopes=SLOPES))
+    rule = attention_rule(places[:1], causal=True, slopes=SLOPES[2:4])
+    one = A.attention(q[:1, 2:4], k[:1, 2:4], v[:1, 2:4], rule)
+    torch.testing.assert_close(one, several[:1, 2:4], atol=0, rtol=0)
+
+
+def test_scores_far_apart_and_a_scale_do_not_overflow():
+    q, k, v = qkv(100, torch.bfloat16)
+    scale = 40.0
+    rule = attention_rule(in_order(100), causal=True, slopes=SLOPES)
+    out = A.attention(q, k, v, rule, scale=scale)
+    added = SLOPES.double()[:, None, None] * (torch.arange(100) - torch.arange(100)[:, None])
+    allowed = torch.ones(100, 100, dtype=torch.bool).tril()
+    # Scores of hundreds, as products that bfloat16 rounds.
+    scores = (q @ k.mT).double() * scale + added
+    expected = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.double()
+    assert relative(out, expected) < 5e-3
+
+
+def test_no_number_is_denormal(monkeypatch):
+    monkeypatch.setattr(C, "CACHED_SCORES", 2**14)
+    seen: list[bool] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.is_floating_point():
+                seen.append(bool(((out != 0) & (out.abs() < torch.finfo(out.dtype).tiny)).any()))
+            return out
+
+    q, k, v = qkv(256, torch.bfloat16)
+    rule = attention_rule(in_order(256), causal=True, slopes=SLOPES)
+    fields = rule[: R.N_TENSORS + 2]
+    with Watched():
+        out, log_sums = C.attention_cpu._init_fn(q, k, v, 0.25, *fields)
+        C.attention_cpu_backward._init_fn(out, q, k, v, log_sums, 0.25, *fields)
+    assert len(seen) > 100
+    assert not any(seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
+def test_a_compiled_block_with_the_split_of_its_projection_has_the_gradients_of_the_eager_one():
+    rule = attention_rule(in_order(S), causal=True, slopes=SLOPES)
+
+    def block(qkv: Tensor, rule: R.AttentionRule) -> Tensor:
+        q, k, v = qkv.unflatten(-1, (-1, 3, 16)).transpose(1, 2).unbind(3)
+        return A.attention(q, k, v, rule).transpose(1, 2).flatten(2)
+
+    generator = torch.Generator().manual_seed(1)
+    fused = torch.randn(2, S, H * 3 * 16, generator=generator).bfloat16().requires_grad_()
+    weights = torch.randn(2, S, H * 16, generator=generator).bfloat16()
+    torch._dynamo.reset()
+    found = []
+    for form in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        out = form(fused, rule)
+        found.append((out, torch.autograd.grad(out, fused, weights)[0]))
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+    assert not found[0][1].isnan().any()
+
+
+def test_the_operators_keep_torchs_contract():
+    q, k, v = (x[:, :, :9] for x in qkv(12, torch.bfloat16, shared_by=2))
+    fields = attention_rule(in_order(9), causal=True, slopes=SLOPES)[: R.N_TENSORS + 2]
+    torch.use_deterministic_algorithms(False)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(C.attention_cpu, (q, k, v, 0.25, *fields), test_utils=tests)
+    out, log_sums = C.attention_cpu(q, k, v, 0.25, *fields)
+    torch.library.opcheck(C.attention_cpu_backward, (out, q, k, v, log_sums, 0.25, *fields), test_utils=tests)
