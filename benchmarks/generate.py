@@ -1,9 +1,11 @@
-"""How fast a sample is drawn with keys and values kept, and with every token computed again: tokens/s of each.
+"""How fast samples are drawn in one way and in another: tokens/s of each.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py [--config bloom.toml] [--prompt 64] [--tokens 128] [--repeat 3]
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --together 8
 
-Random weights of a configuration, greedy, one sequence, one process; the two take turns, and of each the median of CPU
-seconds counts. Both say the same tokens, or the script says that they do not.
+Random weights of a configuration, greedy, one process: of one prompt, with keys and values kept and with every token
+computed again; of several prompts of a half to the whole length, together and one by one. The two take turns, and of
+each the median of CPU seconds counts. Both say the same tokens, or the script says that they do not.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import dataclasses
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 
 from dtmega import config, families
-from dtmega.models.generate import Drawing, generate
+from dtmega.models.generate import Drawing, generate, generate_together
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
 
@@ -30,18 +33,17 @@ def built(name: str) -> Model:
     return model
 
 
-def measured(model: Model, prompt: list[int], n: int, repeat: int) -> dict[str, float]:
-    """CPU seconds of a sample of n tokens, by how it is drawn."""
-    kept = Drawing(model.cfg.vocab_size, frozenset(), temperature=0)
-    ways = {"kept": kept, "again": dataclasses.replace(kept, keeps_past=False)}
+def measured(ways: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, float]:
+    """CPU seconds of what is drawn, by how."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    said = {}
+    said: dict[str, object] = {}
     for _ in range(repeat):
-        for name, drawing in ways.items():
+        for name, way in ways.items():
             began = time.process_time()
-            said[name] = generate(model, prompt, n, drawing)
+            said[name] = way()
             seconds[name].append(time.process_time() - began)
-    if said["kept"] != said["again"]:
+    first, second = said.values()
+    if first != second:
         print("the two samples are not the same", file=sys.stderr)
     return {name: statistics.median(found) for name, found in seconds.items()}
 
@@ -49,18 +51,31 @@ def measured(model: Model, prompt: list[int], n: int, repeat: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="bloom.toml")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt, of the longest one")
     parser.add_argument("--tokens", type=int, default=128, help="tokens that are drawn")
+    parser.add_argument("--together", type=int, default=1, help="prompts")
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     model = built(args.config)
-    prompt = torch.randint(model.cfg.vocab_size, (args.prompt,), generator=torch.Generator().manual_seed(0)).tolist()
-    found = measured(model, prompt, args.tokens, args.repeat)
-    print("| tokens/s | kept | computed again | |")
+    generator = torch.Generator().manual_seed(0)
+    n = args.together
+    lengths = torch.linspace(args.prompt, args.prompt // 2, n).int().tolist()
+    prompts = [torch.randint(model.cfg.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    kept = Drawing(model.cfg.vocab_size, frozenset(), temperature=0)
+    again = dataclasses.replace(kept, keeps_past=False)
+    one_by_one = {"kept": kept, "computed again": again} if n == 1 else {"one by one": kept}
+    ways: dict[str, Callable[[], object]] = {
+        name: lambda drawing=drawing: [generate(model, prompt, args.tokens, drawing) for prompt in prompts]
+        for name, drawing in one_by_one.items()
+    }
+    if n > 1:
+        ways = {"together": lambda: generate_together(model, prompts, args.tokens, kept), **ways}
+    found = measured(ways, args.repeat)
+    print(f"| tokens/s | {' | '.join(found)} | |")
     print("| --- | --- | --- | --- |")
-    kept, again = (args.tokens / found[name] for name in ("kept", "again"))
-    what = f"{args.config}, {args.tokens} tokens behind {args.prompt}"
-    print(f"| {what} | {kept:.0f} | {again:.0f} | {kept / again:.1f} x |")
+    fast, slow = (n * args.tokens / seconds for seconds in found.values())
+    what = f"{args.config}, {f'{n} times ' if n > 1 else ''}{args.tokens} tokens behind {args.prompt}"
+    print(f"| {what} | {fast:.0f} | {slow:.0f} | {fast / slow:.1f} x |")
 
 
 if __name__ == "__main__":

@@ -141,6 +141,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "seed": None,
                 "step": None,
                 "interactive": False,
+                "prompts": None,
+                "batch_size": 8,
                 "pp": 1,
                 "dp_replicate": 1,
                 "dp_shard": -1,
@@ -150,7 +152,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         f"generate --run r --prompt p --prompt - --tokens 1 --temperature 0.5 --top-k 0 --top-p 0.5 --step 0 "
-        f"--interactive --mesh.pp 2 --mesh.dp_replicate 3 --mesh.dp_shard 4 --mesh.tp 5 --seed {2**63 - 1}",
+        f"--interactive --mesh.pp 2 --mesh.dp_replicate 3 --mesh.dp_shard 4 --mesh.tp 5 --seed {2**63 - 1} "
+        f"--prompts f --batch-size 3",
         {
             **{"run": "r", "prompt": ["p", "-"], "tokens": 1, "temperature": 0.5, "top_k": 0, "top_p": 0.5},
             **{
@@ -158,6 +161,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
                 "seed": 2**63 - 1,
                 "step": 0,
                 "interactive": True,
+                "prompts": "f",
+                "batch_size": 3,
                 "pp": 2,
                 "dp_replicate": 3,
                 "dp_shard": 4,
@@ -261,11 +266,11 @@ def text(tmp_path) -> Path:
 def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, place, capsys, monkeypatch):
     asked: dict[str, Any] = {}
 
-    def generate(model: torch.nn.Module, tokens: list[int], n: int, drawing: Drawing) -> list[int]:
-        asked.update(drawing=drawing, tokens=tokens, n=n, weights=dict(model.named_parameters()))
-        return [33, 10]
+    def generate(model: torch.nn.Module, prompts: list[list[int]], n: int, drawing: Drawing) -> list[list[int]]:
+        asked.update(drawing=drawing, prompts=prompts, n=n, weights=dict(model.named_parameters()))
+        return [[33, 10]]
 
-    monkeypatch.setattr("dtmega.models.show.generate", generate)
+    monkeypatch.setattr("dtmega.models.show.generate_together", generate)
     weights = Weights(open_checkpoint(str(finished)))
     folder = finished if place == "the run" else finished / "checkpoints" / "step-00000001"
     options = ["--tokens", "7", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
@@ -273,15 +278,17 @@ def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, p
     assert capsys.readouterr().out == "hi!\n\n"
     loaded = asked.pop("weights")
     drawing = Drawing(257, frozenset([256]), seed=9, temperature=0.5, top_k=3, top_p=0.25)
-    assert asked == {"tokens": [104, 105], "n": 7, "drawing": drawing}
+    assert asked == {"prompts": [[104, 105]], "n": 7, "drawing": drawing}
     assert loaded.keys() == weights.tensors.keys()
     assert all(torch.equal(loaded[name], weights.read(name)) for name in loaded)
 
 
 def test_generate_reads_the_configuration_of_a_run_from_its_config_toml(finished, tmp_path, monkeypatch):
     asked: dict[str, Any] = {}
-    names = ("model", "tokens", "n", "drawing")
-    monkeypatch.setattr("dtmega.models.show.generate", lambda *args: asked.update(zip(names, args, strict=True)) or [])
+    names = ("model", "prompts", "n", "drawing")
+    monkeypatch.setattr(
+        "dtmega.models.show.generate_together", lambda *args: asked.update(zip(names, args, strict=True)) or [[]]
+    )
     shutil.copytree(finished, tmp_path / "run")
     toml = tmp_path / "run" / "config.toml"
     toml.write_text(toml.read_text().replace('tokenizer = "bytes"', 'tokenizer = "stdlib-8k"'))

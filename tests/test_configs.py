@@ -232,7 +232,7 @@ def test_the_configuration_for_models_of_transformers_fine_tunes():
     assert tomli.loads((config.CONFIGS_DIR / "hf.toml").read_text()) == {
         "run": {"dir": "runs/hf"},
         "model": {"name": "hf"},
-        "data": {"path": "stdlib", "seq_len": 512},
+        "data": {"path": "stdlib", "seq_len": 512, "split": "9,1,0"},
         "batch": {"micro_batch_size": 1, "global_batch_size": 16},
         "optim": {"lr": 2e-5, "schedule": "cosine", "warmup": 20, "weight_decay": 0.0},
         "train": {"steps": 200},

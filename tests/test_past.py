@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM
 from dtmega import config
 from dtmega.attention import attention
 from dtmega.hf.model import HF
-from dtmega.models.generate import Drawing, answer, generate
+from dtmega.models.generate import Drawing, answer, generate, generate_together
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
 from dtmega.past import Past
 from dtmega.rule import attention_rule
-from tests import test_llama, test_t5
+from tests import hf_models, test_llama, test_t5
 from tests.test_definition import model_of
+from tests.test_hf_stages import ALIKE, DISTINCT, built
 
 V = 131
 DRAWING = Drawing(V, frozenset([V - 1]), seed=5)
@@ -100,13 +101,48 @@ def test_a_greedy_sample_is_that_of_transformers_with_a_past_and_without(tmp_pat
     theirs_here = HF(config.Transformers(path=str(tmp_path)))
     theirs_here.hf.load_state_dict(theirs.state_dict())
     greedy = dataclasses.replace(DRAWING, temperature=0)
+    alone = []
     for prompt in PROMPTS:
         new = generate(ours, prompt, 15, greedy)
+        alone.append(new)
         assert new == generate(ours, prompt, 15, again(greedy))
         assert new == generate(theirs_here, prompt, 15, greedy) == generate(theirs_here, prompt, 15, again(greedy))
         ends = {"eos_token_id": V - 1, "pad_token_id": V - 1}
         (truth,) = theirs.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False, **ends).tolist()
         assert new == [token for token in truth[len(prompt) :] if token != V - 1]
+    for model in (ours, theirs_here):
+        for drawing in (greedy, again(greedy)):
+            assert generate_together(model, PROMPTS, 15, drawing) == alone
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_prompts_of_several_lengths_say_together_what_each_says_alone_until_it_ends(family: str):
+    model = DECODERS[family]()
+    drawing = dataclasses.replace(DRAWING, temperature=0.5, end_ids=frozenset(range(100, V)))
+    prompts = [*PROMPTS, [(7 * i) % 100 for i in range(88)], [5, 6, 7]]  # a GPT has two positions behind 88
+    alone = [generate(model, prompt, 12, drawing) for prompt in prompts]
+    given: list[tuple[int, int]] = []
+    model.blocks()[0].register_forward_hook(lambda _, __, hidden: given.append(tuple(hidden.shape[:2])))
+    assert generate_together(model, prompts, 12, drawing) == alone
+    assert given == [(5, 88), *[(5, 1)] * (len(given) - 1)]
+    assert len({len(new) for new in alone}) > 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*DISTINCT, *ALIKE, *hf_models.MIXTURES])
+def test_prompts_of_several_lengths_say_together_what_each_says_alone_in_each_family_of_transformers(
+    tmp_path: Path, family: str
+):
+    model, _ = built(hf_models.Case(family), tmp_path)
+    for name, p in model.named_parameters():  # with large biases all prompts would say the same
+        if p.dim() == 1:
+            torch.nn.init.constant_(p, float(name.endswith("weight")))
+    assert model.has_past
+    drawing = Drawing(V, frozenset(), temperature=2.0, top_k=0)
+    prompts = [[7], [1, 2, 3], [(11 * i) % 120 for i in range(20)]]
+    alone = [generate(model, prompt, 12, drawing) for prompt in prompts]
+    assert generate_together(model, prompts, 12, drawing) == alone
+    assert len({tuple(new) for new in alone}) > 1
 
 
 @pytest.mark.parametrize("family", DECODERS)

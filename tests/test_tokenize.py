@@ -374,6 +374,14 @@ def test_a_folder_stands_for_the_files_of_text_below_it_sorted_by_path(tmp_path)
     assert documents(tmp_path) == ["c/a/y.txt.gz", "c/a/z.jsonl", "c/b.txt"]
 
 
+def test_with_a_kind_a_folder_stands_for_all_files_below_it_but_hidden_ones(tmp_path):
+    for name in ("c/b.rst", "c/a/z.md", "c/.git/x.txt", "c/readme"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert run(tmp_path, "c", options=("--workers", 1, "--kind", "txt")) == 0
+    assert documents(tmp_path) == ["c/a/z.md", "c/b.rst", "c/readme"]
+
+
 def test_two_stars_stand_for_folders_below(tmp_path):
     for name in ("a.txt", "b/a.txt", "b/c/a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

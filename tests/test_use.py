@@ -49,6 +49,14 @@ def test_several_prompts_stdin_and_a_step_say_what_each_says_alone(finished, mon
     together = said(finished, *step[2:], "--prompt", "ABC", "--prompt", "-", "--prompt", "a longer one")
     alone = [said(*step, "--prompt", prompt) for prompt in ("ABC", "two\nlines", "a longer one")]
     assert together == "---\n".join(alone)
+    assert together == said(
+        *step, "--prompt", "ABC", "--prompt", "two\nlines", "--prompt", "a longer one", "--batch-size", 2
+    )
+    (finished.parent / "prompts").write_text("ABC\n\na longer one\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("a longer one"))
+    lines = said(*step, "--prompts", finished.parent / "prompts", "--prompt", "ABC")
+    assert lines == "---\n".join([alone[0], alone[0], alone[2]])
+    assert said(*step, "--prompts", "-") == alone[2]
     assert alone[0] == said("--run", finished / "checkpoints" / "step-00000002", *FEW, "--prompt", "ABC")
     assert alone[0] != said("--run", finished, *FEW, "--prompt", "ABC")
 
@@ -61,6 +69,11 @@ def test_a_step_that_was_not_saved_and_a_prompt_that_is_none_are_refused(finishe
         assert "expected one run: dtmega generate RUN, or --run PATH" in capsys.readouterr().err
     assert command(["generate", str(finished)]) == 2
     assert "there is no prompt: --prompt TEXT" in capsys.readouterr().err
+    (finished.parent / "empty").write_text("\n")
+    assert command(["generate", str(finished), "--prompts", str(finished.parent / "empty")]) == 2
+    assert "empty has no line with a prompt (--prompts)" in capsys.readouterr().err
+    assert command(["generate", str(finished), "--prompt", "x", "--prompt", 70 * "x"]) == 2
+    assert "prompts 1 to 2: the prompt has 70 tokens, and the model positions for 64" in capsys.readouterr().err
 
 
 def everywhere(argv: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 dtmega generate runs/bloom --prompt "def " --prompt "class "
 dtmega generate runs/bloom --step 200 --prompt - < prompt.txt
+dtmega generate runs/bloom --prompts lines.txt --batch-size 16
 dtmega generate runs/chat --interactive
 torchrun --nproc-per-node 2 -m dtmega generate runs/bloom --mesh.tp 2 --prompt "def "
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtmega import job
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 SHOWN_BY = ("tokens", "temperature", "top_k", "top_p", "seed")  # options that are the families'
 BETWEEN = "---"  # the samples of several prompts
+STDIN = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="TEXT",
         help="text to go on from, or - for stdin; for a BERT, with each [MASK] to fill. May be given several times",
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="a file with a prompt on each line, or - for stdin")
+    parser.add_argument(
+        "--batch-size",
+        type=integer(1),
+        default=8,
+        metavar="N",
+        help="prompts that are computed together: more are faster, and take more memory (%(default)s)",
     )
     parser.add_argument(
         "--interactive",
@@ -70,8 +81,11 @@ def command(args: argparse.Namespace) -> int:
         with startup.step("options"):
             if (args.path is None) == (args.run is None):
                 raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
-            if not args.prompt and not args.interactive:
+            if not args.prompt and not args.prompts and not args.interactive:
                 raise ValueError("there is no prompt: --prompt TEXT, --prompt - for stdin, or --interactive")
+        with startup.step("prompts") as step:
+            if startup.rank == 0:
+                step.tell = [*_given(args.prompt or []), *(_lines(args.prompts) if args.prompts else [])]
         used = open_run(args.path or args.run, args, startup)
         with startup.step("options of the model"):
             for name in given.keys() - {*used.show.options}:
@@ -84,15 +98,50 @@ def command(args: argparse.Namespace) -> int:
     of_data = {key: getattr(used.cfg.data, key) for key in used.show.reads}
     several = {"settle": agreed} if startup.size > 1 else {}
 
-    def shown(prompt: str) -> str:
-        return used.show.text(used.model, used.tokenizer, prompt, **given, **of_data, **several)
+    def shown(prompts: list[str]) -> list[str]:
+        return used.show.texts(used.model, used.tokenizer, prompts, **given, **of_data, **several)
 
-    for i, prompt in enumerate(args.prompt or []):
-        text = shown(_from_first(sys.stdin.read) if prompt == "-" else prompt)
-        _print(text if i == 0 else f"{BETWEEN}\n{text}")
+    before = ""
+    for first in range(0, len(step.told), args.batch_size):
+        prompts = step.told[first : first + args.batch_size]
+        try:
+            texts = shown(prompts)
+        except ValueError as error:
+            raise ValueError(f"{_numbers(first, prompts)}{error}") from None
+        for text in texts:
+            _print(before + text)
+            before = f"{BETWEEN}\n"
     if args.interactive:
-        _talk(shown if chat is None else _Conversation(used, chat, given | several))
+        _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(used, chat, given | several))
     return job.DONE
+
+
+def _given(prompts: Sequence[str]) -> Iterator[str]:
+    """The texts of --prompt; each - is what stdin has."""
+    for prompt in prompts:
+        yield sys.stdin.read() if prompt == STDIN else prompt
+
+
+def _lines(file: str) -> list[str]:
+    """The lines of a file, or of stdin, but empty ones.
+
+    Raises:
+        ValueError: it is not UTF-8, or has none.
+        OSError: it cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: {error} (--prompts)") from None
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"{file} has no line with a prompt (--prompts)")
+    return lines
+
+
+def _numbers(first: int, prompts: Sequence[str]) -> str:
+    """Which of several prompts cannot be, as far as it is known: prompts 9 to 16."""
+    return f"prompts {first + 1} to {first + len(prompts)}: " if len(prompts) > 1 else ""
 
 
 class _Conversation:

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(PROSE, BLOCKS),
         help="for BERT: a sequence is a sentence of prose (the default), or a block of code between blank lines",
     )
-    parser.add_argument("--kind", choices=("txt", "jsonl"), help="read all input as this (by suffix; - as txt)")
+    parser.add_argument(
+        "--kind", choices=("txt", "jsonl"), help="read all files as this, whatever their suffix (by suffix; - as txt)"
+    )
     parser.add_argument(
         "--workers", type=integer(1), default=_n_cpus(), metavar="N", help="processes (%(default)s, all there are)"
     )

@@ -142,7 +142,8 @@ def _map(path: str) -> NDArray[np.uint8]:
         return np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
     except OSError as error:
         raise ValueError(
-            f"{path}: expected a file, got '{error.strerror}' ([data] path is PREFIX of PREFIX.bin, PREFIX.idx)"
+            f"{path}: {error.strerror} ([data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize "
+            f"writes them)"
         ) from None
 
 

@@ -76,7 +76,7 @@ class RecordBatch:
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
     """Files in the order of the glob patterns, by name within each, none twice.
 
-    A folder stands for the files of KINDS in it and below it, but for hidden ones.
+    A folder stands for the files of KINDS in it and below it, with a `kind` for all files, but for hidden ones.
 
     Args:
         kind: of all of them, without its dot; None: by suffix.
@@ -87,8 +87,11 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
     paths: dict[str, None] = {}
     for pattern in patterns:
         if os.path.isdir(pattern):
-            found = _below(pattern)
-            expected = f"no file in --input '{pattern}' ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst"
+            found = _below(pattern, of_any_kind=kind is not None)
+            expected = (
+                f"no file in --input '{pattern}' ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst; "
+                f"--kind txt reads others as text"
+            )
         else:
             found = (
                 [pattern] if pattern == STDIN or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -112,12 +115,13 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
     return files
 
 
-def _below(folder: str) -> list[str]:
-    """Files of KINDS in a folder and its folders, sorted by path; hidden ones are left out."""
+def _below(folder: str, *, of_any_kind: bool) -> list[str]:
+    """Files of KINDS, or of any kind, in a folder and its folders, sorted by path; hidden ones are left out."""
     found = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(place, name) for name in names if not name.startswith(".") and _kind(name) in KINDS]
+        shown = [name for name in names if not name.startswith(".")]
+        found += [os.path.join(place, name) for name in shown if of_any_kind or _kind(name) in KINDS]
     return sorted(found)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ class HF(Model):
         self.longest = getattr(self.hf.config, "max_position_embeddings", None)
         known = families.KNOWN.get(self.hf.config.model_type)
         self.has_past = known is not None and known.ends is not None  # of others nobody has looked what they keep
+        self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
 
@@ -64,14 +66,22 @@ class HF(Model):
         places: Tensor | None = None,
         hidden: Tensor | None = None,
         past: Past | None = None,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Run the model as `Model` says.
 
-        sample_ids are not used, because nothing is dropped; transformers counts places itself.
+        sample_ids are not used, because nothing is dropped; transformers counts places itself. Documents are for a past
+        only: 0 is of a text, all else fills it up on the left.
         """
         if past is not None and places is not None:
-            past.begin(places, None)
-            found = self.hf(input_ids=tokens, use_cache=True, past_key_values=past.theirs)
+            _, documents = past.begin(places, document_ids)
+            rows = {}
+            if documents is not None:
+                rows["attention_mask"] = (documents == 0).long()
+                if self._takes_positions:  # others count them by the mask
+                    rows["position_ids"] = position_ids
+            found = self.hf(input_ids=tokens, use_cache=True, past_key_values=past.theirs, **rows)
             past.theirs = found.past_key_values
             return found.logits
         inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}

@@ -1,7 +1,10 @@
-"""Sampling from a model, token by token: to look at what it says, and to use it on one sequence at a time.
+"""Sampling from a model, token by token: to look at what it says, and to use it on a few prompts at a time.
 
 Keys and values of the tokens before are kept (`dtmega/past.py`), so that each token is computed once. A model whose
 sequence is cut over tp, where one token cannot be shared, computes all of them again for each: it says the same.
+
+Prompts of several lengths are filled up: on the left where a past is kept, so that their next tokens stand below each
+other, as a document of its own before place 0; else on the right, where nothing before sees it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ PADDING = 64  # lengths come in few sizes, as some kernels are made for one
 Settle = Callable[[Tensor], bool]
 
 
-def settled(token: Tensor) -> bool:
+def settled(tokens: Tensor) -> bool:
     """A `settle` for one process, which has nobody to agree with."""
     return True
 
@@ -41,7 +44,7 @@ class Drawing:
         top_p: only the most probable tokens that together have this probability, and the one that reaches it, are drawn
             from (Holtzman et al., arXiv:1904.09751); 1 = all. Of those that top_k has left.
         multiple: how many equal parts a sequence must divide into; more than 1 computes every token again for each.
-        settle: called with each token as it is drawn, int64 [1], which it may overwrite; False ends the sample.
+        settle: called with the tokens as they are drawn, int64 [B], which it may overwrite; False ends the samples.
         keeps_past: False computes every token again for each.
     """
 
@@ -70,26 +73,47 @@ class Drawing:
         return torch.multinomial(probabilities, 1, generator=generator)
 
 
-@torch.no_grad()
 def generate(model: Model, tokens: list[int], n: int, drawing: Drawing) -> list[int]:
     """Up to `n` tokens that follow `tokens`; ends early before an end, and where positions end.
 
     Raises:
         ValueError: an empty prompt, or one that leaves no position.
     """
-    longest = _longest(model, tokens, drawing.multiple, answered_elsewhere=False)
-    device = next(model.parameters()).device
+    (said,) = generate_together(model, [tokens], n, drawing)
+    return said
 
-    def logits(said: list[int], past: Past | None) -> Tensor:
+
+@torch.no_grad()
+def generate_together(model: Model, prompts: Sequence[list[int]], n: int, drawing: Drawing) -> list[list[int]]:
+    """Up to `n` tokens that follow each prompt, as `generate` has them but for the last bits of their logits.
+
+    Raises:
+        ValueError: as `generate`, of one of the prompts.
+    """
+    longest = 0
+    for prompt in prompts:
+        longest = _longest(model, prompt, drawing.multiple, answered_elsewhere=False)
+    device = next(model.parameters()).device
+    width = max(map(len, prompts), default=0)
+    n_padding = torch.tensor([[width - len(prompt)] for prompt in prompts], device=device)
+    of_one_length = all(len(prompt) == width for prompt in prompts)
+
+    def logits(texts: list[list[int]], past: Past | None) -> Tensor:
         if past is None:
-            padded = _padded(said, 0, drawing.multiple, longest)  # changes nothing before it
-            return model(torch.tensor([padded], device=device))[0, len(said) - 1]
-        new, places = _unseen(said, past, device)
-        return model(new, places=places, past=past)[0, -1]
+            padded = _padded(texts, 0, drawing.multiple, longest)  # changes nothing before it
+            last = [len(text) - 1 for text in texts]
+            return model(torch.tensor(padded, device=device))[torch.arange(len(texts)), last]
+        new = _unseen(texts, past, device)
+        places = past.length + torch.arange(new.shape[1], device=device) - n_padding
+        if of_one_length:
+            return model(new, places=places, past=past)[:, -1]
+        documents = (places < 0).long()
+        positions = places.clamp(0, longest - 1)  # also of a sample that has ended where positions end
+        return model(new, places=places, position_ids=positions, document_ids=documents, past=past)[:, -1]
 
     with _evaluating(model):
-        room = min(n, longest - len(tokens))
-        return _drawn(model, logits, tokens, room, drawing)
+        rooms = [min(n, longest - len(prompt)) for prompt in prompts]
+        return _drawn(model, logits, prompts, rooms, drawing)
 
 
 @torch.no_grad()
@@ -106,25 +130,26 @@ def answer(model: Model, tokens: list[int], n: int, drawing: Drawing, *, start_i
     """
     longest = _longest(model, tokens, drawing.multiple, answered_elsewhere=True)
     device = next(model.parameters()).device
-    padded = _padded(tokens, pad_id, drawing.multiple, longest)
-    read = torch.tensor([padded], device=device)
-    is_padding = (torch.arange(len(padded), device=device) >= len(tokens)).long().unsqueeze(0)
+    read = torch.tensor(_padded([tokens], pad_id, drawing.multiple, longest), device=device)
+    is_padding = (torch.arange(read.shape[1], device=device) >= len(tokens)).long().unsqueeze(0)
 
-    def logits(said: list[int], past: Past | None) -> Tensor:
+    def logits(texts: list[list[int]], past: Past | None) -> Tensor:
         if past is None:
-            last = len(said) - 1
-            new = torch.tensor([_padded(said, pad_id, drawing.multiple, longest)], device=device)
+            last = len(texts[0]) - 1
+            new = torch.tensor(_padded(texts, pad_id, drawing.multiple, longest), device=device)
             where = {}
         else:
             last = -1
-            new, places = _unseen(said, past, device)
+            new = _unseen(texts, past, device)
+            places = past.length + torch.arange(new.shape[1], device=device).unsqueeze(0)
             where = {"decoder_places": places, "past": past}
         documents = {"document_ids": is_padding, "decoder_document_ids": torch.zeros_like(new)}
-        return model(read, new, encoded=encoded, **documents, **where)[0, last]
+        return model(read, new, encoded=encoded, **documents, **where)[:, last]
 
     with _evaluating(model):
         encoded = model(read, document_ids=is_padding)["encoded"]
-        return _drawn(model, logits, [start_id], min(n, longest), drawing)
+        (said,) = _drawn(model, logits, [[start_id]], [min(n, longest)], drawing)
+        return said
 
 
 def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answered_elsewhere: bool) -> int:
@@ -144,14 +169,19 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answered_els
     return longest
 
 
-def _padded(tokens: Sequence[int], pad_id: int, multiple: int, longest: int) -> list[int]:
-    return [*tokens, *[pad_id] * (-len(tokens) % math.lcm(PADDING, multiple))][:longest]
+def _padded(texts: Sequence[list[int]], pad_id: int, multiple: int, longest: int) -> list[list[int]]:
+    """The texts filled up on the right to one length, of which there are few, but not beyond `longest`."""
+    width = max(map(len, texts))
+    width = min(width + -width % math.lcm(PADDING, multiple), longest)
+    return [text + [pad_id] * (width - len(text)) for text in texts]
 
 
-def _unseen(said: list[int], past: Past, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens [1, S] that a model has not been given yet, and their places [1, S]."""
-    places = torch.arange(past.length, len(said), device=device).unsqueeze(0)
-    return torch.tensor([said[past.length :]], device=device), places
+def _unseen(texts: Sequence[list[int]], past: Past, device: torch.device) -> Tensor:
+    """The tokens [B, S] that a model has not been given yet: the texts filled up on the left, then the last of each."""
+    if past.length:
+        return torch.tensor([text[-1:] for text in texts], device=device)
+    width = max(map(len, texts))
+    return torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
 
 
 @contextmanager
@@ -164,26 +194,32 @@ def _evaluating(model: Model) -> Iterator[None]:
 
 def _drawn(
     model: Model,
-    next_logits: Callable[[list[int], Past | None], Tensor],
-    said: list[int],
-    n: int,
+    next_logits: Callable[[list[list[int]], Past | None], Tensor],
+    prompts: Sequence[list[int]],
+    rooms: Sequence[int],
     drawing: Drawing,
-) -> list[int]:
-    """Up to n tokens that follow what is `said`.
+) -> list[list[int]]:
+    """The tokens that follow each prompt, up to its room.
 
     Args:
-        next_logits: gives [V] after all tokens so far; of those before only what `Past` has not taken in is new to it.
+        next_logits: gives [B, V] after all tokens so far; of those before only what `Past` has not taken in is new to
+            it. A text that has ended grows no more, and what it gives there is not looked at.
     """
     keeps = drawing.keeps_past and model.has_past and drawing.multiple == 1
     past = Past() if keeps else None
-    generator: torch.Generator | None = None
-    new: list[int] = []
-    while len(new) < n:
-        logits = next_logits([*said, *new], past)[: drawing.vocab_size].float()
-        if generator is None:  # parameters that FSDP keeps in host memory do not tell where logits are
-            generator = torch.Generator(logits.device).manual_seed(drawing.seed)
-        token = drawing.of(logits, generator)
-        if not drawing.settle(token) or token.item() in drawing.end_ids:
+    generators: list[torch.Generator] = []
+    texts = [[*prompt] for prompt in prompts]
+    going = [room > 0 for room in rooms]
+    while any(going):
+        logits = next_logits(texts, past)[:, : drawing.vocab_size].float()
+        if not generators:  # parameters that FSDP keeps in host memory do not tell where logits are
+            generators = [torch.Generator(logits.device).manual_seed(drawing.seed) for _ in prompts]
+        tokens = torch.cat([drawing.of(*one) for one in zip(logits, generators, strict=True)])
+        if not drawing.settle(tokens):
             break
-        new.append(int(token))
-    return new
+        for i, token in enumerate(tokens.tolist()):
+            going[i] = going[i] and token not in drawing.end_ids
+            if going[i]:
+                texts[i].append(token)
+                going[i] = len(texts[i]) < len(prompts[i]) + rooms[i]
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]

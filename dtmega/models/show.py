@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from dtmega.data.denoising.sentinels import Marks, marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.wordpiece import MASK
-from dtmega.models.generate import PADDING, Drawing, Settle, answer, generate, settled
+from dtmega.models.generate import PADDING, Drawing, Settle, answer, generate_together, settled
 from dtmega.models.model import Model
 from dtmega.output import counted
 
@@ -30,18 +30,35 @@ class Show(NamedTuple):
             has them, and the keys of [data] that `reads` names. It raises a ValueError for a prompt that it can do
             nothing with.
         reads: keys of [data], as the run had them.
+        together: the same as `text` for several prompts, which share each forward; None: there is only one by one.
     """
 
     options: tuple[str, ...]
     text: Callable[..., str]
     reads: tuple[str, ...] = ()
+    together: Callable[..., list[str]] | None = None
+
+    def texts(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[str]:
+        """What to print for each prompt."""
+        if self.together is not None:
+            return self.together(model, tokenizer, prompts, **options)
+        return [self.text(model, tokenizer, prompt, **options) for prompt in prompts]
 
 
 def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, **options: Any) -> str:
     """The prompt and what a decoder draws to follow it; options as of `Drawing`, errors as of `generate`."""
+    (text,) = all_continued(model, tokenizer, [prompt], tokens=tokens, **options)
+    return text
+
+
+def all_continued(
+    model: Model, tokenizer: Tokenizer, prompts: Sequence[str], *, tokens: int = 128, **options: Any
+) -> list[str]:
+    """The same for each of several prompts."""
     drawing = Drawing(tokenizer.vocab_size, frozenset([tokenizer.eod_id]), **options)
-    new = generate(model, tokenizer.encode(prompt), tokens, drawing)
-    return prompt + tokenizer.decode(new)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    said = generate_together(model, encoded, tokens, drawing)
+    return [prompt + tokenizer.decode(new) for prompt, new in zip(prompts, said, strict=True)]
 
 
 @torch.no_grad()
@@ -181,6 +198,6 @@ def by_sentinel(said: list[int], known: Marks, first: int) -> Mapping[int, list[
     return spans
 
 
-CONTINUATION = Show(("tokens", "temperature", "top_k", "top_p", "seed"), continued)
+CONTINUATION = Show(("tokens", "temperature", "top_k", "top_p", "seed"), continued, together=all_continued)
 FILLS = Show(("top_k",), filled)
 ANSWERS = Show(CONTINUATION.options, answered, reads=("objective", "sentinels"))

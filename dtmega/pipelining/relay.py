@@ -61,7 +61,7 @@ class Relay:
             rows: others of the batch.
         """
         if past is not None:
-            past.begin(rows["places"], None)
+            past.begin(rows["places"], rows.get("document_ids"))
             past.theirs = past.theirs or {number: Past() for number in self._stages}
         found: Any = {}
         for number, rank in enumerate(self._ranks):
