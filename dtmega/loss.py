@@ -14,8 +14,6 @@ Over a group, a chunk's row maxima, sums and target logits travel in one packed 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dtmega.pages import on_huge_pages
+from dtmega.softmax import CompiledPasses, Passes, slices, wide
+
 IGNORED = -100
 # Tokens whose logits live at once: enough of them that adding to dW [V, D] costs little beside the products.
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
 CHUNK_LOGITS = 2**24  # or as many tokens as keep to this number of logits, if the vocabulary is small
-CACHED_LOGITS = 2**19  # on a CPU the softmax goes over a few rows at a time, which stay in its cache: twice as fast
+PRODUCT_COLUMNS = 4096  # of the vocabulary, of which a product waits in bf16 to be added up in fp32
 
 
 class Columns(NamedTuple):
@@ -88,12 +89,12 @@ def linear_cross_entropy(
     n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
     chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
     with torch.no_grad():
-        loss = torch.zeros((), dtype=_wide(h.dtype), device=h.device)
+        loss = torch.zeros((), dtype=wide(h.dtype), device=h.device)
         dh = torch.empty_like(h) if needs_dh else None
         # Without tokens zeros all the same: FSDP reduces the gradients that there are, so all ranks must have some.
         dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
-        dbias = torch.zeros_like(bias, dtype=_wide(h.dtype)) if bias is not None and needs_dbias else None
-        buffer = h.new_empty(min(chunk, n_tokens), weight.shape[0])
+        dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
+        buffer = on_huge_pages(h.new_empty(min(chunk, n_tokens), weight.shape[0]))
         for start in range(0, n_tokens, chunk):
             rows = slice(start, min(start + chunk, n_tokens))
             logits = buffer[: rows.stop - start]
@@ -115,7 +116,7 @@ def linear_cross_entropy(
             if dh is not None:
                 torch.mm(logits, weight, out=dh[rows])
             if needs_dweight:
-                dweight = _add_product(dweight, logits.t(), h[rows], alone=n_tokens <= chunk)
+                dweight = _add_product(dweight, logits, h[rows], alone=n_tokens <= chunk)
             if dbias is not None:
                 dbias += logits.sum(dim=0, dtype=dbias.dtype)
     # Each in a node of its own: zero-bubble schedules go backward to h and to parameters at different times.
@@ -141,127 +142,79 @@ def token_losses(
     These are multiplied by `expected` before they are rounded to the dtype of `gradient`. Each loss is multiplied by
     its weight [N], if there are any.
 
-    Logits of padding columns are overwritten, and `gradient` [N, V_local] may be the logits themselves. A rank may have
-    no columns: it takes its part in the collective, which the others would wait for in vain.
+    Columns of padding are not read, and have a gradient of 0. `gradient` [N, V_local] may be the logits themselves. A
+    rank may have no columns: it takes its part in the collective, which the others would wait for in vain.
     """
     start, n_valid, group = columns
-    # On a CPU a few rows at a time, so that they stay in its cache from one pass to the next.
-    n_rows = max(1, logits.shape[0] if logits.is_cuda else CACHED_LOGITS // max(1, logits.shape[1]))
-    if group is None and logits.shape[0] > n_rows:
-        parts = zip(*(_split(x, n_rows, logits.shape[0]) for x in (logits, labels, gradient, weights)), strict=True)
-        return torch.cat(
-            [
-                token_losses(x, some, columns, label_smoothing, z_loss, dx, expected, each, compiled)
-                for x, some, dx, each in parts
-            ]
-        )
-    if logits.shape[1] == 0:
-        logits = logits.new_empty(logits.shape[0], 1)  # one of padding
-        gradient = None
+    n_tokens = logits.shape[0]
+    n_here = max(0, min(logits.shape[1], n_valid - start))
+    if gradient is not None:
+        gradient[:, n_here:] = 0
+        gradient = gradient[:, :n_here] if n_here else None
+    # Without columns one that no label is in, finite, so that it makes no NaN.
+    logits = logits[:, :n_here] if n_here else logits.new_full((n_tokens, 1), torch.finfo(logits.dtype).min)
 
     # The label's column, where this rank has it; 0 where another has it.
-    n_here = max(0, min(logits.shape[1], n_valid - start))
-    logits[:, n_here:] = torch.finfo(logits.dtype).min  # finite, so that a rank with nothing but padding makes no NaN
+    labels = labels.unsqueeze(1)
     valid = labels != IGNORED
     known = (labels >= 0) & (labels < n_valid)
     here = known & (labels >= start) & (labels < start + n_here)
-    column = (labels - start).where(here, 0).masked_fill(valid & ~known, -1).unsqueeze(1)  # -1 fails in gather
+    column = (labels - start).where(here, 0).masked_fill(valid & ~known, -1)  # -1 fails in gather
 
-    # This rank's part of each token's softmax. Where there is a group, other ranks' are wanted before the next pass.
-    pieces = logits.split(n_rows)
-    gradients = _split(gradient, n_rows, logits.shape[0])
-    rows: list[Tensor] = []
-    kept: list[Tensor | None] = []
-    for x, dx, at in zip(pieces, gradients, column.split(n_rows), strict=True):
-        row, p = _statistics(x, at, n_here, bool(label_smoothing), compiled)
-        rows.append(row)
-        if p is not None and dx is not None and len(pieces) > 1:
-            p = dx.copy_(p)  # together they would be twice the logits
-        kept.append(p if dx is not None else None)
-    found = torch.cat(rows, dim=1)  # [5, N]
-    p_at_label = found[4].unsqueeze(1)
-    mine = found[: 4 if label_smoothing else 3].contiguous()
-    mine[2].masked_fill_(~here, 0)
-    ranks = _all_gather(mine, group)  # [ranks, 3 or 4, N]
-
-    # The loss of each token over all ranks' columns.
-    peaks = ranks[:, 0]
-    peak = peaks.amax(dim=0)
-    sums = ranks[:, 1] * (peaks - peak).exp()  # [ranks, N]; their total times exp(peak) is Z
-    log_sum = sums.sum(dim=0).log()
-    log_z = peak + log_sum
-    # Differences of logits come first: log(Z) alone would round away what is left of two large ones.
-    below_peak = peak - ranks[:, 2].sum(dim=0)
-    losses = log_sum + (1 - label_smoothing) * below_peak + z_loss * log_z.square()
+    # All that follows is [N, 1] in fp32, and so that the sums of other ranks can be told from this one's, `own_`.
+    dtype = wide(logits.dtype)
+    own_label = logits.gather(1, column).to(dtype)
+    own_peak, own_total = torch.empty_like(own_label), torch.empty_like(own_label)
+    factor = valid.to(dtype) * expected
+    if weights is not None:
+        factor *= weights.unsqueeze(1)
+    smooth = label_smoothing / n_valid * factor if label_smoothing else None
+    sums = [own_peak, own_total, own_label * here]
     if label_smoothing:
-        losses += label_smoothing * (peak - ranks[:, 3].sum(dim=0) / n_valid)
+        sums.append(logits[:, :n_here].sum(dim=1, keepdim=True, dtype=dtype))
 
-    # Its derivative by this rank's columns, over their logits.
+    # Rows have their derivatives at once where no other rank is asked, while they are in the cache.
+    passes = (CompiledPasses if compiled else Passes)(logits)
+    for rows in passes.rows:
+        peak, total = own_peak[rows], own_total[rows]
+        passes.numbers(logits[rows], peak, total)
+        if gradient is not None and group is None:
+            slope = _slope(peak, total, factor[rows], z_loss)
+            passes.derivatives(logits[rows], gradient[rows], peak, slope, _rows(smooth, rows), following=True)
+    ranks = _all_gather(torch.cat(sums, dim=1), group).split(1, dim=2)  # 3 or 4 of [ranks, N, 1]
+    peak = ranks[0].amax(dim=0)
+    total = (ranks[1] * (ranks[0] - peak).exp()).sum(dim=0)  # over exp(peak) this is Z
+    slope = _slope(peak, total, factor, z_loss)
+    if gradient is not None and group is not None:
+        for rows in passes.rows:
+            passes.derivatives(
+                logits[rows], gradient[rows], peak[rows], slope[rows], _rows(smooth, rows), following=False
+            )
     if gradient is not None:
-        share = sums[0 if group is None else group.rank()] / sums.sum(dim=0)
-        factor = expected if weights is None else weights.unsqueeze(1) * expected
-        scale = (share * (1 + 2 * z_loss * log_z)).where(valid, 0).unsqueeze(1) * factor
-        one_hot = ((1 - label_smoothing) * here).unsqueeze(1) * factor
-        smooth = (label_smoothing / n_valid * valid).unsqueeze(1) * factor
-        at_label = (p_at_label * scale - one_hot).to(gradient.dtype)
-        own_peak, own_sum = mine[0].unsqueeze(1), mine[1].unsqueeze(1)
-        by_rows = (t.split(n_rows) for t in (gradient, column, own_peak, scale / own_sum, scale, at_label, smooth))
-        for x, p, (dx, at, peak, of_exponential, of_p, d_label, every) in zip(
-            pieces, kept, zip(*by_rows, strict=True), strict=True
-        ):
-            if p is None:
-                # In one place: where two arguments are parts of one tensor, torch writes to the first call's (2.13).
-                if dx.data_ptr() != x.data_ptr():
-                    dx.copy_(x)
-                _fused(_exponential_)(dx, peak, of_exponential)
-            elif p.dtype == dx.dtype:
-                torch.mul(p, of_p, out=dx)
-            else:
-                dx.copy_(p.mul_(of_p))
-            dx.scatter_(1, at, d_label)
-            if label_smoothing:
-                dx[:, :n_here] -= every
-    losses = losses.where(valid, 0)
+        at_label = (own_label - peak).exp() * slope - (1 - label_smoothing) * here * factor
+        if smooth is not None:
+            at_label -= smooth
+        # On a CPU scatter_ would copy all of a gradient in bf16 to fp32 and back (torch 2.13).
+        tokens = torch.arange(n_tokens, device=column.device)
+        gradient[tokens, column.squeeze(1)] = at_label.squeeze(1).to(gradient.dtype)
+
+    # Differences of logits come first: log(Z) alone would round away what is left of two large ones.
+    log_total = total.log()
+    losses = log_total + (1 - label_smoothing) * (peak - ranks[2].sum(dim=0)) + z_loss * (peak + log_total).square()
+    if label_smoothing:
+        losses += label_smoothing * (peak - ranks[3].sum(dim=0) / n_valid)
+    losses = losses.where(valid, 0).squeeze(1)
     return losses if weights is None else losses * weights
 
 
-def _statistics(x: Tensor, column: Tensor, n_here: int, smooths: bool, compiled: bool) -> tuple[Tensor, Tensor | None]:
-    """Numbers of each row of logits [N, V], [5, N] in fp32; and its probabilities, unless `compiled`.
-
-    They are the largest, the sum of exp(x - largest), the logit at `column` [N, 1], the sum of all (if `smooths`), and
-    the probability at `column`.
-    """
-    wide = _wide(x.dtype)
-    label = x.gather(1, column).squeeze(1).to(wide)
-    every = x[:, :n_here].sum(dim=1, dtype=wide) if smooths else label
-    if compiled:
-        peak, total = _fused(_peak_and_sum)(x)
-        return torch.stack([peak, total, label, every, (label - peak).exp() / total]), None
-    p = torch.softmax(x, dim=1, dtype=wide)
-    # Where the peak is, p = 1 / sum(exp(x - peak)).
-    peak, total = x.amax(dim=1).to(wide), 1 / p.amax(dim=1)
-    return torch.stack([peak, total, label, every, p.gather(1, column).squeeze(1)]), p
+def _slope(peak: Tensor, total: Tensor, factor: Tensor, z_loss: float) -> Tensor:
+    """The derivative of a row's loss by exp(logit - peak), without what smoothing and the label take off; all [n, 1]."""
+    slope = factor / total
+    return slope * (1 + 2 * z_loss * (peak + total.log())) if z_loss else slope
 
 
-def _split(x: Tensor | None, n_rows: int, n_all: int) -> Sequence[Tensor | None]:
-    return [None] * max(1, -(-n_all // n_rows)) if x is None else x.split(n_rows)
-
-
-@functools.cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
-
-
-def _peak_and_sum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] -> in fp32 the largest of each row, and the sum of exp(x - largest)."""
-    wide = x.to(_wide(x.dtype))
-    peak = wide.amax(dim=1, keepdim=True)
-    return peak.squeeze(1), (wide - peak).exp().sum(dim=1)
-
-
-def _exponential_(x: Tensor, peak: Tensor, times: Tensor) -> None:
-    """times exp(x - peak), in place. x: [N, V], peak and times: [N, 1]."""
-    x.copy_((x.to(_wide(x.dtype)) - peak).exp() * times)
+def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[rows]
 
 
 def locate(
@@ -300,8 +253,11 @@ class _KnownGradient(torch.autograd.Function):
             upstream = upstream / upstream.new_full((), ctx.expected)
         if upstream.ndim:  # a scalar stays one: then a product with bf16 is made without a copy in fp32
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
-        # In place: dW [V, D] is the step's largest buffer. A second backward finds it changed, and autograd raises.
-        return None, gradient.mul_(upstream), None, None
+        # In place: dW [V, D] is the step's largest buffer. A second backward finds it changed, and autograd raises; so
+        # does a product of no rows, which is all that a factor of 1 needs, where the host can see it without waiting.
+        is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(upstream == 1)
+        (gradient[:0] if is_one else gradient).mul_(upstream)
+        return None, gradient, None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -313,13 +269,21 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.stack(ranks)
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
-    """total + a @ b, in fp32 unless the product is `alone`: then it is already rounded no more than once."""
-    if a.dtype == _wide(a.dtype) or alone:
-        return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
-    return product if total is None else total.add_(product)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _add_product(total: Tensor | None, logits: Tensor, h: Tensor, alone: bool) -> Tensor:
+    """total + logits^T h [V, D], in fp32 unless the product is `alone`: then it is already rounded no more than once."""
+    dtype = wide(h.dtype)
+    if h.is_cuda and h.dtype != dtype and not alone:
+        product = torch.mm(logits.t(), h, out_dtype=dtype)
+        return product if total is None else total.add_(product)
+    first = total is None
+    if total is None:
+        total = on_huge_pages(h.new_empty(logits.shape[1], h.shape[1], dtype=h.dtype if alone else dtype))
+    if total.dtype == h.dtype:
+        return torch.addmm(total, logits.t(), h, beta=0 if first else 1, out=total)
+    for columns in slices(logits.shape[1], PRODUCT_COLUMNS):
+        product = torch.mm(logits[:, columns].t(), h)
+        if first:
+            total[columns] = product
+        else:
+            total[columns] += product
+    return total

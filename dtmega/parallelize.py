@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtmega import config, drift, families, optim
+from dtmega import config, drift, families, optim, softmax
 from dtmega.data.objectives import Objective
 from dtmega.data.sums import Tally
 from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
@@ -240,7 +240,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if compiling(cfg, world.device):
         for block in blocks:
             block.compile()
-        stage.compile_losses()
+        if world.device.type in softmax.COMPILED_ON:
+            stage.compile_losses()
     if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)

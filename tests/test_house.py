@@ -29,7 +29,9 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
     "job": (1, set()),  # what a process owes its launcher
     "loss_scale": (1, set()),  # float16's
-    "loss": (1, set()),  # one kernel for one device and for a vocabulary cut over ranks; imports nothing of dtmega
+    "pages": (1, set()),  # huge pages; imports nothing of dtmega
+    "softmax": (1, set()),  # passes over logits; imports nothing of dtmega
+    "loss": (1, {"pages", "softmax"}),  # one kernel for one device and for a vocabulary cut over ranks
     "rendezvous": (1, set()),  # imports nothing of dtmega
     "mesh": (1, {"rendezvous"}),  # the process group begins with the store of the rendezvous
     "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens

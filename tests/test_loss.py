@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import loss as room
+from dtmega import softmax
 from dtmega.loss import linear_cross_entropy
 from dtmega.plans.loss import vocab_parallel_cross_entropy
 from tests import ranks
@@ -71,7 +72,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_loss_and_gradients_are_those_of_cross_entropy_for_any_chunk(monkeypatch, chunk: int, options: str):
     small_chunks(monkeypatch, chunk)
-    monkeypatch.setattr(room, "CACHED_LOGITS", 131 * 5)
+    monkeypatch.setattr(softmax, "SLICE_LOGITS", {"cpu": 131 * 5})
     h, w, labels = case(64, 131, labels_below=100)
     others, bias = with_bias(options, 131)
     inputs = [x for x in (h, w, bias) if x is not None]
@@ -101,7 +102,7 @@ def test_weighted_losses_and_their_gradients_are_those_of_cross_entropy_times_th
 @pytest.mark.parametrize("options", ["plain", "bias, soft cap and the rest"])
 def test_compiled_losses_and_their_gradients_are_those_of_cross_entropy(monkeypatch, options: str):
     small_chunks(monkeypatch, 40)
-    monkeypatch.setattr(room, "CACHED_LOGITS", 131 * 15)
+    monkeypatch.setattr(softmax, "SLICE_LOGITS", {"cpu": 131 * 15})
     h, w, labels = case(64, 131, labels_below=100)
     others, bias = with_bias(options, 131)
     inputs = [x for x in (h, w, bias) if x is not None]

@@ -365,11 +365,12 @@ def test_without_other_ranks_the_gradients_of_a_block_are_cast_into_one_buffer_a
     assert flat.counts == {"empty": 2, "copy_": 2}  # of two blocks; what is copied to itself is left alone
 
 
-@pytest.mark.parametrize("enable", [False, True])
-def test_the_loss_is_compiled_where_the_blocks_are(alone, enable):
-    head = alone(compile__enable=enable).stages[0].get_submodule("head")
+@pytest.mark.parametrize(("enable", "device", "compiled"), [(0, "cpu", False), (1, "cpu", True), (1, "cuda", False)])
+def test_the_loss_is_compiled_where_the_blocks_are_if_it_is_faster_there(alone, monkeypatch, enable, device, compiled):
+    monkeypatch.setattr("dtmega.softmax.COMPILED_ON", {device})
+    head = alone(compile__enable=bool(enable)).stages[0].get_submodule("head")
     assert isinstance(head, LMHead)
-    assert head.loss_terms()["compiled"] is enable
+    assert head.loss_terms()["compiled"] is compiled
 
 
 # Keys, the rank that drifts, and of which parameters.

@@ -1,0 +1,40 @@
+"""Claims about pages.py; the truth is what Linux says of the process's memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtmega.pages import LARGE_BYTES, on_huge_pages
+
+SMAPS = Path("/proc/self/smaps")
+OF_THE_KERNEL = Path("/sys/kernel/mm/transparent_hugepage")
+needs_linux = pytest.mark.skipif(not (SMAPS.exists() and OF_THE_KERNEL.exists()), reason="Linux tells of huge pages")
+
+
+def asked_for(x: Tensor) -> bool:
+    """Whether the mapping that holds the middle of x has the flag of `madvise(..., MADV_HUGEPAGE)`."""
+    middle = x.data_ptr() + x.nbytes // 2
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text(), flags=re.M)[1:]:
+        start, end = (int(address, 16) for address in mapping.split()[0].split("-"))
+        if start <= middle < end:
+            return " hg" in mapping.rpartition("VmFlags:")[2]
+    raise AssertionError("the tensor is in no mapping")
+
+
+@needs_linux
+def test_a_large_tensor_is_mapped_as_was_asked_and_a_small_one_is_left_alone():
+    large = on_huge_pages(torch.empty(4 * LARGE_BYTES, dtype=torch.uint8))
+    assert asked_for(large)
+    assert (large.fill_(3) == 3).all()
+    small = on_huge_pages(torch.empty(LARGE_BYTES - 1, dtype=torch.uint8))
+    assert not asked_for(small)
+
+
+def test_a_tensor_without_memory_comes_back_as_it_is():
+    x = torch.empty(LARGE_BYTES, device="meta")
+    assert on_huge_pages(x) is x
