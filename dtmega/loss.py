@@ -208,7 +208,7 @@ def token_losses(
 
 
 def _slope(peak: Tensor, total: Tensor, factor: Tensor, z_loss: float) -> Tensor:
-    """The derivative of a row's loss by exp(logit - peak), without what smoothing and the label take off; all [n, 1]."""
+    """The derivative of a row's loss by exp(logit - peak), but for what smoothing and the label take off. All [n, 1]."""
     slope = factor / total
     return slope * (1 + 2 * z_loss * (peak + total.log())) if z_loss else slope
 
@@ -270,7 +270,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _add_product(total: Tensor | None, logits: Tensor, h: Tensor, alone: bool) -> Tensor:
-    """total + logits^T h [V, D], in fp32 unless the product is `alone`: then it is already rounded no more than once."""
+    """total + logits^T h [V, D], in fp32 unless the product is `alone`: that is rounded once in any case."""
     dtype = wide(h.dtype)
     if h.is_cuda and h.dtype != dtype and not alone:
         product = torch.mm(logits.t(), h, out_dtype=dtype)

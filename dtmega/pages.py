@@ -1,7 +1,7 @@
 """Large buffers of a CPU on huge pages.
 
-What is larger than 32 MiB glibc takes from the system and gives back to it each time, and the system maps it in pages of
-4 KiB: for the logits of a chunk and the gradient of the head's weight this was a sixth of the time of their products.
+Memory of more than 32 MiB glibc takes from the system and gives back to it each time, and the system maps it in pages
+of 4 KiB. For a chunk's logits and the gradient of the head's weight this took a sixth of the time of their products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MADV_HUGEPAGE = 14  # Linux, asm-generic/mman-common.h
 
 
 def on_huge_pages(x: Tensor) -> Tensor:
-    """Ask Linux to map x, which nothing was written to, in pages of 2 MiB. Elsewhere, and if x is small, nothing is done.
+    """Ask Linux to map x, which is not written to yet, in pages of 2 MiB. Elsewhere, and if it is small, do nothing.
 
     It is a wish: where huge pages are switched off, x is mapped as before.
     """

@@ -1,8 +1,8 @@
 """The passes of cross-entropy over logits, a few rows at a time: numbers of each row, and then its derivatives.
 
-On a CPU these rows stay in its cache from one pass to the next, in one scratch of fp32. Such plain passes are faster there
-than a softmax and faster than Inductor's kernels (docs/decisions.md). On a GPU two kernels of Inductor's read the logits
-of a whole chunk, and nothing in fp32 is as large as these.
+On a CPU these rows stay in its cache from one pass to the next, in one scratch of fp32. Such plain passes are faster
+there than torch's softmax, and than Inductor's kernels (docs/decisions.md). On a GPU two kernels of Inductor's read the
+logits of a whole chunk, and nothing in fp32 is as large as these.
 """
 
 from __future__ import annotations
