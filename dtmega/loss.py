@@ -208,7 +208,7 @@ def token_losses(
 
 
 def _slope(peak: Tensor, total: Tensor, factor: Tensor, z_loss: float) -> Tensor:
-    """The derivative of a row's loss by exp(logit - peak), but for what smoothing and the label take off. All [n, 1]."""
+    """The derivative of a row's loss by exp(logit - peak), without what smoothing and the label take off."""
     slope = factor / total
     return slope * (1 + 2 * z_loss * (peak + total.log())) if z_loss else slope
 
