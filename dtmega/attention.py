@@ -34,6 +34,7 @@ from dtmega.rule import N_TENSORS, AttentionRule, Chunk
 
 # Whether this CPU multiplies bfloat16 in tiles, which its fused kernels do not make use of.
 FAST_PRODUCTS = torch.cpu._is_amx_tile_supported()
+FEW_QUERIES = 64
 
 
 class Dropout(NamedTuple):
@@ -79,7 +80,7 @@ def attention(
             one_q, one_k, one_v = _of_chunk(chunk, q, k, v)
             found.append(_plain(one_q, one_k, one_v, rule, chunk, dropout, scale))
         return torch.cat(found, dim=2)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and FAST_PRODUCTS:
+    if _by_products(q, rule):
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         out, _ = attention_cpu(q, k, v, factor, *rule[: N_TENSORS + 2])
         return out
@@ -92,6 +93,12 @@ def attention(
         shared = q.shape[1] != k.shape[1]
         outs.append(F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scale, enable_gqa=shared))
     return torch.cat(outs, dim=2)
+
+
+def _by_products(q: Tensor, rule: AttentionRule) -> bool:
+    """Tell whether batched products are the fastest kernel; of few queries calls would be most of the time."""
+    fits = q.device.type == "cpu" and q.dtype == torch.bfloat16 and FAST_PRODUCTS
+    return fits and rule.past is None and q.shape[2] >= FEW_QUERIES
 
 
 def _of_chunk(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,9 @@ Sample by sample, and a few hundred queries at a time: scores are one batched pr
 them into probabilities passes over as many rows as a core's cache holds, in fp32. Backward makes the probabilities
 again from the logarithms of their sums, as FlashAttention does (Dao et al., arXiv:2205.14135).
 
+Queries of a chunk stand in reverse order, the last one first. Then what a rule adds by distance is, for all of them, a
+view of one row of numbers for each head, which stays in the cache.
+
 Products round their results to bfloat16, scores too, as in the plain formula and in transformers' models. No sample
 sees which others are in its batch. For autograd and torch.compile all of it is one operator, and backward another:
 nothing here is traced, so nothing here is compiled.
@@ -22,7 +25,9 @@ from dtmega.rule import N_TENSORS, AttentionRule, Chunk
 
 # Scores that are made probabilities at a time: half a megabyte in fp32, and as much beside it, of an L2 cache of two.
 CACHED_SCORES = 2**17
-PRODUCT_SCORES = 2**20
+PRODUCT_SCORES = 2**20  # of some rows and heads, that a product makes at a time
+SHORT_CHUNK = 128  # queries at a time, about, of sequences below LONG
+LONG = 1024
 # Probabilities below this share of a query's largest are 0, as the sum of thousands of them would be beside it. The
 # smallest numbers of fp32 are denormal, with which a CPU computes ten times as slowly, and ALiBi makes many of them.
 NEGLIGIBLE = 2.0**-60
@@ -54,7 +59,7 @@ def attention_cpu(
         query_places ... window: the fields of an `AttentionRule`, in its order.
 
     Returns:
-        [B, H, S, K], laid out as [B, S, H, K], and [B, H, S, 1] fp32.
+        [B, H, S, K], laid out as [B, S, H, K], and [B, H, S, 1] fp32, the last query of each chunk first.
     """
     rule = AttentionRule(
         query_places,
@@ -69,14 +74,16 @@ def attention_cpu(
         window,
     )
     out, log_sums = _results(q, v)
-    scratch = _Scratch(q, k, rule, 2)
+    chunks = _chunks(rule)
+    scratch = _Scratch(q, k, chunks, 2)
+    by_distance = rule.by_distance()
     for rows in scratch.rows():
         own_rule = rule.of_rows(rows)
-        for chunk in rule.chunks():
+        for chunk in chunks:
             queries, keys = _slices(chunk)
-            bias = own_rule.bias(chunk)
+            bias = own_rule.bias_backwards(chunk, by_distance)
             for heads, groups in scratch.heads():
-                one_q = q[rows, heads, queries].contiguous()
+                one_q = _backwards(q[rows, heads, queries])
                 one_k = k[rows, groups, keys].contiguous()
                 one_v = v[rows, groups, keys].contiguous()
                 scores, probabilities = scratch.shaped(one_q, one_k)
@@ -92,7 +99,7 @@ def attention_cpu(
                     probabilities[piece] = x.div_(total)
                     own_sums[piece] = total.log_().add_(peak)
                 of_chunk = torch.bmm(_stacked(probabilities, one_k), one_v.flatten(0, 1))
-                out[rows, heads, queries] = of_chunk.view(*one_q.shape[:3], -1)
+                out[rows, heads, queries] = of_chunk.view(*one_q.shape[:3], -1).flip(2)
     return out, log_sums
 
 
@@ -129,17 +136,19 @@ def attention_cpu_backward(
         window,
     )
     of_q, of_k, of_v = _gradients(q, k, v)
-    scratch = _Scratch(q, k, rule, 3)
+    chunks = _chunks(rule)
+    scratch = _Scratch(q, k, chunks, 3)
+    by_distance = rule.by_distance()
     for rows in scratch.rows():
         own_rule = rule.of_rows(rows)
-        for chunk in rule.chunks():
+        for chunk in chunks:
             queries, keys = _slices(chunk)
-            bias = own_rule.bias(chunk)
+            bias = own_rule.bias_backwards(chunk, by_distance)
             for heads, groups in scratch.heads():
-                one_q = q[rows, heads, queries].contiguous()
+                one_q = _backwards(q[rows, heads, queries])
                 one_k = k[rows, groups, keys].contiguous()
                 one_v = v[rows, groups, keys].contiguous()
-                one_gradient = gradient[rows, heads, queries].contiguous()
+                one_gradient = _backwards(gradient[rows, heads, queries])
                 stacked_q = _stacked(one_q, one_k)
                 stacked_gradient = _stacked(one_gradient, one_k)
                 stacked_k = one_k.flatten(0, 1)
@@ -161,7 +170,7 @@ def attention_cpu_backward(
                     )
                 stacked = _stacked(of_scores, one_k)
                 part = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale)
-                of_q[rows, heads, queries] = part.view_as(one_q)
+                of_q[rows, heads, queries] = part.view_as(one_q).flip(2)
                 part = torch.baddbmm(stacked_k, stacked.mT, stacked_q, beta=0, alpha=scale)
                 of_k[rows, groups, keys] += part.view_as(one_k)
     return of_q, of_k, of_v
@@ -178,6 +187,19 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
+def _chunks(rule: AttentionRule) -> list[Chunk]:
+    """Shorter ones leave out more of the keys that causality hides; of a long sequence that is little either way."""
+    parts = 1
+    if rule.query_places.shape[1] < LONG:
+        parts = max(1, round(rule.chunk_size / SHORT_CHUNK))
+    return list(rule.chunks(-(-rule.chunk_size // parts)))
+
+
+def _backwards(x: Tensor) -> Tensor:
+    """[rows, heads, C, K] with the last query first, contiguous whatever the strides of x, which `flip` would keep."""
+    return x.index_select(2, torch.arange(x.shape[2] - 1, -1, -1))
+
+
 def _slices(chunk: Chunk) -> tuple[slice, slice]:
     return slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
 
@@ -189,16 +211,16 @@ class _Scratch:
         n: how many such tensors, in the dtype of q.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, rule: AttentionRule, n: int) -> None:
+    def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int) -> None:
         self.n_rows, self.n_heads = q.shape[:2]
         self.n_groups = k.shape[1]
         self.shared_by = self.n_heads // self.n_groups  # heads of q that share one of k
-        of_head = max((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in rule.chunks())
+        of_head = max((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in chunks)
         self.rows_at_a_time = min(self.n_rows, max(1, PRODUCT_SCORES // (of_head * self.n_heads)))
         self.groups_at_a_time = min(self.n_groups, max(1, PRODUCT_SCORES // (of_head * self.shared_by)))
         size = self.rows_at_a_time * self.groups_at_a_time * self.shared_by * of_head
         self.tensors = [q.new_empty(size) for _ in range(n)]
-        n_keys = max(chunk.last - chunk.first for chunk in rule.chunks())
+        n_keys = max(chunk.last - chunk.first for chunk in chunks)
         self.wide = q.new_empty(max(CACHED_SCORES, n_keys), dtype=torch.float32)
 
     def rows(self) -> Iterator[slice]:

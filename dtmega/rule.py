@@ -99,12 +99,17 @@ class AttentionRule(NamedTuple):
     def forbids(self) -> bool:
         return self.causal or self.window > 0 or self.query_documents is not None
 
-    def chunks(self) -> Iterator[Chunk]:
-        """All queries, some at a time."""
+    @property
+    def chunk_size(self) -> int:
+        """Queries of a chunk, and rows of a strip."""
+        return _chunk_size(self.query_places.shape[1], self.query_places.device)
+
+    def chunks(self, size: int | None = None) -> Iterator[Chunk]:
+        """All queries, some at a time: `chunk_size`, or as many as are asked for."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
         n_before = n_keys - n_queries  # keys of tokens before the first query, where places are consecutive
-        size = _chunk_size(n_queries, self.query_places.device)
+        size = size or self.chunk_size
         for start in range(0, n_queries, size):
             stop = min(start + size, n_queries)
             first, last = 0, n_keys
@@ -122,10 +127,46 @@ class AttentionRule(NamedTuple):
         n_queries = chunk.stop - chunk.start
         # The strip's first query is the first of the last chunk. What that one sees at column c, ours sees as far away.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
-        bias = self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last]
+        return self._in_documents(self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last], chunk)
+
+    def by_distance(self) -> Tensor | None:
+        """[H or 1, distances]: each number of the strip once, for `bias_backwards`; None where there is no strip."""
+        if self.strip is None:
+            return None
+        n_rows, n_columns = self.strip.shape[2:]
+        behind = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
+        from_zero_on = self.strip[0, :, 0, self._strip_start : n_columns]
+        return torch.cat([behind, from_zero_on], dim=1)
+
+    def bias_backwards(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
+        """`bias` with the last query first: then rows begin one number apart, and are a view of one row of numbers.
+
+        Args:
+            by_distance: from the method of this name. The chunk is no longer than `chunk_size`.
+        """
+        if self.strip is None or by_distance is None:
+            bias = self._bias_pair_by_pair(chunk)
+            return None if bias is None else bias.flip(2)
+        n_heads, n_distances = by_distance.shape
+        n_before = self.key_places.shape[1] - self.query_places.shape[1]
+        zero = self._strip_start + self.strip.shape[2] - 1
+        at = zero + chunk.first - (n_before + chunk.stop - 1)
+        shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
+        bias = by_distance.as_strided(shape, (0, n_distances, 1, 1), at)
+        return self._in_documents(bias, chunk, backwards=True)
+
+    @property
+    def _strip_start(self) -> int:
+        """The place of the strip's first query: of those of the last chunk, behind the keys of tokens before."""
+        n_before = self.key_places.shape[1] - self.query_places.shape[1]
+        return n_before + _last_start(self.query_places.shape[1], self.query_places.device)
+
+    def _in_documents(self, bias: Tensor, chunk: Chunk, backwards: bool = False) -> Tensor:
         if self.query_documents is None or self.key_documents is None:
             return bias
         queries = self.query_documents[:, None, chunk.start : chunk.stop, None]
+        if backwards:
+            queries = queries.flip(2)
         keys = self.key_documents[:, None, None, chunk.first : chunk.last]
         return torch.where(queries == keys, bias, -math.inf)
 

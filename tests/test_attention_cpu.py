@@ -21,6 +21,7 @@ def in_small_parts_of_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """Several chunks, products and pieces of a few hundred scores; memory that nobody has written is NaN."""
     monkeypatch.setattr(A, "FAST_PRODUCTS", True)
     monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 64)
+    monkeypatch.setattr(C, "SHORT_CHUNK", 40)
     monkeypatch.setattr(C, "PRODUCT_SCORES", 2 * 64 * S)
     monkeypatch.setattr(C, "CACHED_SCORES", 1000)
     torch.use_deterministic_algorithms(True)
