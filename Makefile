@@ -67,6 +67,10 @@ test-oldest:
 bench: .venv/installed-bench
 	.venv/bin/python -m benchmarks $(ARGS)
 
+# Named, because make would cut them at their commas where they stand.
+BENCH_EXTRAS = bench,report
+TEST_EXTRAS = browser,eval,mlflow,notebook,png,test,trackio,wandb
+
 # A stamp, newer than what it was made from, makes the second call instant; a killed install leaves none.
 .venv/installed: pyproject.toml constraints.txt
 	$(call install,.[report])
@@ -78,11 +82,11 @@ bench: .venv/installed-bench
 	touch .venv/installed $@
 
 .venv/installed-bench: pyproject.toml constraints.txt
-	$(call install,.[bench,report])
+	$(call install,.[$(BENCH_EXTRAS)])
 	touch .venv/installed $@
 
 .venv/installed-extras: pyproject.toml constraints.txt
-	$(call install,.[browser,eval,mlflow,notebook,png,test,trackio,wandb])
+	$(call install,.[$(TEST_EXTRAS)])
 	touch .venv/installed .venv/installed-test $@
 
 define install

@@ -32,10 +32,10 @@ PACKAGE = Path(__file__).resolve().parent
 CONFIGS_DIR = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
 GONE = ("elements", "digest")  # keys of [model] that earlier versions wrote into every config.toml
-HELP = """usage: torchrun [--nproc-per-node N] train.py --config NAME.toml
-       [--section.key value ...]
-Installed, from any folder: torchrun [--nproc-per-node N] -m dtmega train ...,
-or for one process: dtmega train --config NAME.toml [--section.key value ...]
+HELP = """usage: python train.py --config NAME.toml [--section.key value ...]
+Several processes: torchrun --nproc-per-node N train.py --config NAME.toml ...
+Installed, from any folder: dtmega train --config NAME.toml ..., or
+    torchrun --nproc-per-node N -m dtmega train --config NAME.toml ...
 NAME is a path, or a name under configs/. Every key, its default, what it is:"""
 
 

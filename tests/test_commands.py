@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -206,6 +207,18 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         {"directory": "d", "tp": 1, "no_sequence_parallel": True, "generic": True},
     ),
 ]
+
+
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "train"])
+def test_the_help_of_each_command_has_examples_that_its_options_take(name: str, capsys):
+    lines = commands.examples(name)
+    assert lines
+    for line in lines:
+        words = shlex.split(line.partition(" < ")[0].partition("dtmega ")[2])
+        assert commands.parse(words).command == name
+    with pytest.raises(SystemExit):
+        commands.parse([name, "--help"])
+    assert "examples:\n  " + "\n  ".join(lines) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("line", "expected"), LINES)

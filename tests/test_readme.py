@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import tomli
 import torch
 
 from dtmega import commands as dtmega_commands
@@ -56,6 +58,17 @@ def test_the_configuration_shown_is_the_file():
 def test_the_commands_shown_are_targets_of_the_makefile():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"^make (\w+)", README, flags=re.MULTILINE)) == {"train", "test"} <= targets
+
+
+def test_the_targets_of_the_makefile_install_extras_that_are_there():
+    stamps = [f".venv/installed{name}" for name in ("", "-test", "-bench", "-extras")]
+    dry = ["make", "--dry-run", "--always-make", *stamps]
+    printed = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    lists = re.findall(r"^.venv/bin/pip install .* -e '\.\[(.*)\]'$", printed, flags=re.MULTILINE)
+    installed = [set(extras.split(",")) for extras in lists]
+    known = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert len(installed) == len(stamps)
+    assert set().union(*installed) == known.keys() - {"data", "docs", "hf"}  # which others bring
 
 
 def commands(program: str) -> list[str]:

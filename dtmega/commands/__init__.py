@@ -1,5 +1,6 @@
 """The subcommands of `dtmega`, a module each, all of one shape: `commands/NAME.py`, with `_` for a `-` of the name.
 
+    __doc__                 a line, and below it examples, which `--help` shows
     add_arguments(parser)   what the command takes
     command(args) -> int    do it, and return the exit code; whatever ends it early is raised
 
@@ -35,6 +36,14 @@ COMMANDS = {
 }
 
 
+FIRST = """A first hour:
+  dtmega train --config bloom.toml
+  dtmega report runs/bloom
+  dtmega generate runs/bloom --prompt "def "
+
+`dtmega COMMAND --help` has the options of a command, and examples."""
+
+
 def module_of(name: str) -> ModuleType:
     """The module of a command."""
     return importlib.import_module(f"dtmega.commands.{name.replace('-', '_')}")
@@ -42,10 +51,19 @@ def module_of(name: str) -> ModuleType:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """`command` and its arguments; ends the process with code 2 where one of them cannot be."""
-    parser = Parser(prog="dtmega", description="Train a model, and do what comes before and after it.")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(COMMANDS)}}}")
+    form = argparse.RawDescriptionHelpFormatter
+    about = "Train a model, and do what comes before and after it."
+    parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=line, description=line)
+        subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
         if argv[:1] == [name] != ["train"]:
             module_of(name).add_arguments(subparser)
+            subparser.epilog = "\n  ".join(["examples:", *examples(name)])
     return parser.parse_args(argv)
+
+
+def examples(name: str) -> list[str]:
+    """The command lines in the docstring of a command's module."""
+    lines = (module_of(name).__doc__ or "").splitlines()[1:]
+    return [line for line in lines if line]

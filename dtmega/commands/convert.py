@@ -1,4 +1,9 @@
-"""`dtmega convert`: weights from one house into another."""
+"""`dtmega convert`: weights from one house into another.
+
+dtmega convert --from dtmega runs/bloom --to hf export/bloom --dtype bfloat16
+dtmega convert --from hf bloom-560m --to dtmega weights/bloom-560m
+dtmega convert --from megatron checkpoints --to hf export/gpt
+"""
 
 from __future__ import annotations
 

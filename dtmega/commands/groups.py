@@ -1,4 +1,7 @@
-"""`dtmega groups`: the ranks of every group of a mesh, as Megatron lists them."""
+"""`dtmega groups`: the ranks of every group of a mesh, as Megatron lists them.
+
+dtmega groups --world 8 --mesh.tp 2 --mesh.pp 2
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`dtmega inspect`: what a checkpoint is, if it is intact, and how two differ."""
+"""`dtmega inspect`: what a checkpoint is, if it is intact, and how two differ.
+
+dtmega inspect runs/bloom
+dtmega inspect runs/bloom runs/other --quick
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`dtmega merge`: several token files -> one."""
+"""`dtmega merge`: several token files -> one.
+
+dtmega merge --input 'data/part-*' --output data/mine
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`dtmega report`: one page with the curves, layouts, differences and samples of one run or of several."""
+"""`dtmega report`: one page with the curves, layouts, differences and samples of one run or of several.
+
+dtmega report runs/bloom
+dtmega report runs/bloom runs/faster --output both.html --png
+"""
 
 from __future__ import annotations
 

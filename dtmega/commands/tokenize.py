@@ -1,4 +1,9 @@
-"""`dtmega tokenize`: text files -> Megatron's `.bin/.idx`."""
+"""`dtmega tokenize`: text files -> Megatron's `.bin/.idx`.
+
+dtmega tokenize --input texts --tokenizer stdlib-8k --output data/mine
+dtmega tokenize --input play.txt --split-documents blank-lines --tokenizer gpt2 --output data/play
+dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer DIR/tokenizer.json --append-eod --output data/corpus
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`dtmega verify-plan`: prove the sharding plan of a model of transformers."""
+"""`dtmega verify-plan`: prove the sharding plan of a model of transformers.
+
+dtmega verify-plan DIR --tp 2
+"""
 
 from __future__ import annotations
 
