@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +232,28 @@ def test_a_stopped_run_goes_on_to_the_bit(device: str, corpus: str, tmp_path: Pa
     whole, halves = (losses_in(tmp_path / name) for name in ("whole", "halves"))
     assert halves == whole
     assert len(whole) == 6
+
+
+# ---- what is compiled for it
+
+
+@pytest.mark.full
+def test_two_blocks_share_a_graph_whose_kernels_fit_into_an_h100():
+    found = subprocess.run(
+        [sys.executable, "benchmarks/kernels.py", "bloom-560m"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "compiles nothing: " in found.stderr:
+        pytest.skip(found.stderr.strip())
+    assert found.returncode == 0, found.stderr
+    said = re.fullmatch(
+        r"bloom-560m: 1 graph for two blocks, (\d+) kernels .* at most (\d+) KiB .*", found.stdout.strip()
+    )
+    assert said is not None, found.stdout
+    n_kernels, shared_kib = map(int, said.groups())
+    # Attention forward and backward, its delta, and no more than two passes around each product and norm.
+    assert 3 <= n_kernels <= 30
+    assert 0 < shared_kib <= 227
