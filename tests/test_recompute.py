@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config, families
+from dtmega import attention, config, families
 from dtmega.hf.model import HF
 from dtmega.models.bloom import Bloom
 from dtmega.recompute import recompute
@@ -47,6 +47,19 @@ def test_recompute_changes_no_bit_and_selective_keeps_products_and_attention(key
     assert nothing == dict.fromkeys(COUNTED, 0)
     assert everything == COUNTED | {"_scaled_dot_product_flash_attention_for_cpu": kernels}
     assert cheap == COUNTED | {"addmm": 0, "_scaled_dot_product_flash_attention_for_cpu": 0}
+
+
+def test_selective_keeps_attention_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "FAST_PRODUCTS", True)
+    counts = {}
+    for mode in ("full", "selective"):
+        model = model_of(attention_dropout=0.0).bfloat16()
+        recompute(model, config.Recompute(mode=mode))
+        loss = model(**batch())["lm"]
+        with Operations() as operations:
+            loss.backward()
+        counts[mode] = (operations.counts["attention_cpu"], operations.counts["attention_cpu_backward"])
+    assert counts == {"full": (L, L), "selective": (0, L)}
 
 
 @pytest.mark.parametrize("n", [1, 2, L, L + 1])
