@@ -26,7 +26,7 @@ from dtmega.softmax import CompiledPasses, Passes, slices, wide
 
 IGNORED = -100
 # Tokens whose logits live at once: enough of them that adding to dW [V, D] costs little beside the products.
-CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
 CHUNK_LOGITS = 2**24  # or as many tokens as keep to this number of logits, if the vocabulary is small
 PRODUCT_COLUMNS = 4096  # of the vocabulary, of which a product waits in bf16 to be added up in fp32
 
@@ -116,7 +116,7 @@ def linear_cross_entropy(
             if dh is not None:
                 torch.mm(logits, weight, out=dh[rows])
             if needs_dweight:
-                dweight = _add_product(dweight, logits, h[rows], alone=n_tokens <= chunk)
+                dweight = _add_product(dweight, logits, h[rows], few=n_tokens <= 2 * chunk)
             if dbias is not None:
                 dbias += logits.sum(dim=0, dtype=dbias.dtype)
     # Each in a node of its own: zero-bubble schedules go backward to h and to parameters at different times.
@@ -269,15 +269,15 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.stack(ranks)
 
 
-def _add_product(total: Tensor | None, logits: Tensor, h: Tensor, alone: bool) -> Tensor:
-    """total + logits^T h [V, D], in fp32 unless the product is `alone`: that is rounded once in any case."""
+def _add_product(total: Tensor | None, logits: Tensor, h: Tensor, few: bool) -> Tensor:
+    """total + logits^T h [V, D], in fp32 unless there are `few`: two products are rounded no more often without it."""
     dtype = wide(h.dtype)
-    if h.is_cuda and h.dtype != dtype and not alone:
+    if h.is_cuda and h.dtype != dtype and not few:
         product = torch.mm(logits.t(), h, out_dtype=dtype)
         return product if total is None else total.add_(product)
     first = total is None
     if total is None:
-        total = on_huge_pages(h.new_empty(logits.shape[1], h.shape[1], dtype=h.dtype if alone else dtype))
+        total = on_huge_pages(h.new_empty(logits.shape[1], h.shape[1], dtype=h.dtype if few else dtype))
     if total.dtype == h.dtype:
         return torch.addmm(total, logits.t(), h, beta=0 if first else 1, out=total)
     for columns in slices(logits.shape[1], PRODUCT_COLUMNS):
