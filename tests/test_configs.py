@@ -6,6 +6,7 @@ import pytest
 import tomli
 
 from dtmega import config, cost, families
+from dtmega.data.blend import split_documents
 
 # name, parameters, L, D, H, peak lr, final lr, global batch, ramp's increment. Parameters from the model cards on
 # huggingface.co/bigscience; the rest from "BLOOM" (arXiv 2211.05100), table 3, and the ramp from BigScience's scripts.
@@ -238,3 +239,4 @@ def test_the_configuration_for_models_of_transformers_fine_tunes():
         "train": {"steps": 200},
         "precision": {"params": "bfloat16"},
     }
+    assert split_documents(6, (9, 1, 0)) == [(0, 5), (5, 6), (6, 6)]
