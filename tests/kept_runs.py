@@ -24,9 +24,10 @@ from dtmega.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "tests" / "data"
+SMALL = ROOT / "tests" / "small.toml"
 CUT = 4
 STEPS = 8
-# All that configs/bloom.toml says and more, so that it may change.
+# All that small.toml says and more, so that it may change.
 KEYS = {
     "run.device": "cpu",
     "model.vocab_size": 257,
@@ -70,7 +71,7 @@ def flags(folder: Path, **changed: Any) -> list[str]:
     """The command line of such a run in `folder`, where its text is too."""
     keys = {"run.dir": str(folder / "run"), "data.path": str(folder / "text"), **KEYS, **changed}
     words = [word for k, v in keys.items() for word in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
-    return ["--config", str(ROOT / "configs" / "bloom.toml"), *words]
+    return ["--config", str(SMALL), *words]
 
 
 def make(name: str) -> None:

@@ -348,7 +348,7 @@ def train_debug_model(n: int, keys: dict[str, Any], folder: Path, plant: Callabl
     """The debug model with these keys on n processes, in `folder`."""
     every = debug_keys(keys) | {"run.dir": str(folder / "run")}
     flags = [word for k, v in every.items() for word in (f"--{k}", v if isinstance(v, str) else json.dumps(v))]
-    ranks.run(n, one_rank, ["--config", str(ROOT / "configs" / "bloom.toml"), *flags], str(folder), plant)
+    ranks.run(n, one_rank, ["--config", str(ROOT / "tests" / "small.toml"), *flags], str(folder), plant)
     return Run(folder)
 
 

@@ -14,7 +14,7 @@ from dtmega import config, train
 from dtmega.checkpoint import changes
 from dtmega.config import Batch, Config, Optim, Train
 from tests import keys
-from tests.kept_runs import CUT, KEPT, STEPS, flags, write_text
+from tests.kept_runs import CUT, KEPT, SMALL, STEPS, flags, write_text
 
 TABLE = keys.read()
 # How the table calls a kind, and how the code does.
@@ -23,7 +23,7 @@ KINDS = {"free": "free", "printed": "printed", "course": "printed", "refused": "
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.section}.{row.key}")
 def test_another_value_of_a_key_is_what_the_table_says_and_nothing_else(row: keys.Key):
-    now = config.load(["--config", "bloom.toml", *row.family])
+    now = config.load(["--config", str(SMALL), *row.family])
     then: dict[str, dict[str, Any]] = now.model_dump()
     value = then[row.section][row.key]
     then[row.section][row.key] = "another"

@@ -48,7 +48,7 @@ def arguments(run_dir: Path, corpus: str, **overrides: object) -> list[str]:
         "precision__params": "float32",
     } | overrides
     flags = [word for k, v in keys.items() for word in ("--" + k.replace("__", "."), str(v))]
-    return ["--config", str(ROOT / "configs" / "bloom.toml"), *flags]
+    return ["--config", str(ROOT / "tests" / "small.toml"), *flags]
 
 
 def run(run_dir: Path, corpus: str, **overrides: object) -> int:
