@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test types tests docs site notebook test-extras test-full test-oldest bench
 
 train: .venv/installed
-	.venv/bin/torchrun train.py --config bloom.toml $(ARGS)
+	.venv/bin/python train.py --config bloom.toml $(ARGS)
 	.venv/bin/dtmega report "$$(.venv/bin/python -c '$(RUN_DIR)' --config bloom.toml $(ARGS))"
 
 RUN_DIR = import sys; from dtmega import config; print(config.load(sys.argv[1:]).run.dir)
