@@ -86,7 +86,7 @@ TEST_EXTRAS = browser,eval,mlflow,notebook,png,test,trackio,wandb
 	touch .venv/installed $@
 
 .venv/installed-extras: pyproject.toml constraints.txt
-	$(call install,.[$(TEST_EXTRAS)])
+	$(call install,.[$(TEST_EXTRAS)],--no-compile)
 	touch .venv/installed .venv/installed-test $@
 
 define install
