@@ -9,7 +9,8 @@
   floats, not [H, S, S] per layer. Otherwise, and inside documents, a chunk's bias is made where it is needed, and again
   in backward.
 - CPU with tiles (AMX), in bfloat16: the same chunks as batched products, `attention_cpu.py`.
-- with attention dropout: the plain formula over the same chunks; no kernel takes a mask keyed by global indices.
+- elsewhere with attention dropout: the plain formula over the same chunks; no kernel of others takes a mask keyed by
+  global indices.
 
 What is added stays in fp32 whatever the compute dtype: BLOOM's original, `slope * place` rounded to bf16, is a
 staircase. Distances are of places in the sequence, also where position ids start again in each document: Megatron's
@@ -74,16 +75,17 @@ def attention(
         assert dropout is None
         return _flex(q, k, v, rule, scale)
     is_learned = rule.table is not None and rule.table.requires_grad
+    if _by_products(q, rule) and not is_learned:
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        p, *ids = (0.0, None, None, None) if dropout is None else dropout
+        out, _ = attention_cpu(q, k, v, factor, *rule[:N_TENSORS], *ids, rule.causal, rule.window, p)
+        return out
     if dropout is not None or is_learned:
         found: list[Tensor] = []
         for chunk in rule.chunks():
             one_q, one_k, one_v = _of_chunk(chunk, q, k, v)
             found.append(_plain(one_q, one_k, one_v, rule, chunk, dropout, scale))
         return torch.cat(found, dim=2)
-    if _by_products(q, rule):
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        out, _ = attention_cpu(q, k, v, factor, *rule[: N_TENSORS + 2])
-        return out
     if q.device.type == "cpu":
         return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
     outs = []
@@ -143,8 +145,7 @@ def _unstacked(x: Tensor, n_heads: int) -> Tensor:
 
 def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_places: Tensor) -> Tensor:
     """Probabilities [B, H, C, keys] of queries at places [B, C] for keys at [B, keys], masked and rescaled."""
-    rows = keyed.mix(keyed.fold(dropout.sample_ids) ^ dropout.key)[:, None, None] ^ dropout.head_ids[:, None]
-    rows = keyed.mix(keyed.mix(rows) ^ query_places[:, None])
+    rows = keyed.of_pairs(dropout.key, dropout.sample_ids, dropout.head_ids, query_places)
     keep = keyed.keep(dropout.p, rows, key_places[:, None, None])
     return torch.where(keep, probabilities / (1 - dropout.p), 0.0)
 

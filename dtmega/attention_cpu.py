@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtmega import keyed
 from dtmega.rule import N_TENSORS, AttentionRule, Chunk
 
 # Scores that are made probabilities at a time: half a megabyte in fp32, and as much beside it, of an L2 cache of two.
@@ -48,8 +49,12 @@ def attention_cpu(
     slopes: Tensor | None,
     table: Tensor | None,
     strip: Tensor | None,
+    dropout_key: Tensor | None,
+    head_ids: Tensor | None,
+    sample_ids: Tensor | None,
     causal: bool,
     window: int,
+    p: float,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T scale + added) v, and the logarithm of each query's sum of exponentials.
 
@@ -57,6 +62,7 @@ def attention_cpu(
         q: [B, H, S, K] bfloat16.
         k, v: [B, H or a divisor of it, T, K] bfloat16.
         query_places ... window: the fields of an `AttentionRule`, in its order.
+        dropout_key, head_ids, sample_ids, p: of a `Dropout` of probabilities, None where nothing is dropped.
 
     Returns:
         [B, H, S, K], laid out as [B, S, H, K], and [B, H, S, 1] fp32, the last query of each chunk first.
@@ -77,11 +83,13 @@ def attention_cpu(
     chunks = _chunks(rule)
     scratch = _Scratch(q, k, chunks, 2)
     by_distance = rule.by_distance()
+    dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
     for rows in scratch.rows():
         own_rule = rule.of_rows(rows)
         for chunk in chunks:
             queries, keys = _slices(chunk)
             bias = own_rule.bias_backwards(chunk, by_distance)
+            key_places = own_rule.key_places[:, None, None, keys]
             for heads, groups in scratch.heads():
                 one_q = _backwards(q[rows, heads, queries])
                 one_k = k[rows, groups, keys].contiguous()
@@ -89,6 +97,7 @@ def attention_cpu(
                 scores, probabilities = scratch.shaped(one_q, one_k)
                 torch.bmm(_stacked(one_q, one_k), one_k.flatten(0, 1).mT, out=_stacked(scores, one_k))
                 own_bias = _of_heads(bias, heads, scores)
+                drops = None if dropped_rows is None else dropped_rows[rows, heads, queries].flip(2)
                 own_sums = log_sums[rows, heads, queries]
                 for piece in _pieces(scores):
                     x = scratch.scaled(scores[piece], own_bias, piece, scale)
@@ -96,7 +105,10 @@ def attention_cpu(
                     peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
                     _exponentials(x.sub_(peak))
                     total = x.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest is 1, if there is any
-                    probabilities[piece] = x.div_(total)
+                    x.div_(total)
+                    if drops is not None:
+                        _drop(x, drops[piece], key_places[piece[0]], p)
+                    probabilities[piece] = x
                     own_sums[piece] = total.log_().add_(peak)
                 of_chunk = torch.bmm(_stacked(probabilities, one_k), one_v.flatten(0, 1))
                 out[rows, heads, queries] = of_chunk.view(*one_q.shape[:3], -1).flip(2)
@@ -119,8 +131,12 @@ def attention_cpu_backward(
     slopes: Tensor | None,
     table: Tensor | None,
     strip: Tensor | None,
+    dropout_key: Tensor | None,
+    head_ids: Tensor | None,
+    sample_ids: Tensor | None,
     causal: bool,
     window: int,
+    p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of the output [B, H, S, K] and what `attention_cpu` returned."""
     rule = AttentionRule(
@@ -137,13 +153,15 @@ def attention_cpu_backward(
     )
     of_q, of_k, of_v = _gradients(q, k, v)
     chunks = _chunks(rule)
-    scratch = _Scratch(q, k, chunks, 3)
+    scratch = _Scratch(q, k, chunks, 3 if dropout_key is None else 4)
     by_distance = rule.by_distance()
+    dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
     for rows in scratch.rows():
         own_rule = rule.of_rows(rows)
         for chunk in chunks:
             queries, keys = _slices(chunk)
             bias = own_rule.bias_backwards(chunk, by_distance)
+            key_places = own_rule.key_places[:, None, None, keys]
             for heads, groups in scratch.heads():
                 one_q = _backwards(q[rows, heads, queries])
                 one_k = k[rows, groups, keys].contiguous()
@@ -153,18 +171,25 @@ def attention_cpu_backward(
                 stacked_gradient = _stacked(one_gradient, one_k)
                 stacked_k = one_k.flatten(0, 1)
                 stacked_v = one_v.flatten(0, 1)
-                scores, probabilities, of_probabilities = scratch.shaped(one_q, one_k)
+                scores, probabilities, of_probabilities, *dropped = scratch.shaped(one_q, one_k)
+                left = dropped[0] if dropped else probabilities  # of the probabilities, by dropout
                 torch.bmm(stacked_q, stacked_k.mT, out=_stacked(scores, one_k))
                 own_bias = _of_heads(bias, heads, scores)
+                drops = None if dropped_rows is None else dropped_rows[rows, heads, queries].flip(2)
                 own_sums = log_sums[rows, heads, queries]
                 for piece in _pieces(scores):
                     x = scratch.scaled(scores[piece], own_bias, piece, scale)
                     probabilities[piece] = _exponentials(x.sub_(own_sums[piece]))
-                part = torch.bmm(_stacked(probabilities, one_k).mT, stacked_gradient)
+                    if drops is not None:
+                        left[piece] = _drop(x, drops[piece], key_places[piece[0]], p)
+                part = torch.bmm(_stacked(left, one_k).mT, stacked_gradient)
                 of_v[rows, groups, keys] += part.view_as(one_v)
                 torch.bmm(stacked_gradient, stacked_v.mT, out=_stacked(of_probabilities, one_k))
                 of_scores = scores  # which are not needed any more
                 for piece in _pieces(scores):
+                    if drops is not None:
+                        # One that was 0 before has no part in the gradient anyway.
+                        of_probabilities[piece].mul_(left[piece].sign()).div_(1 - p)
                     torch.ops.aten._softmax_backward_data.out(
                         of_probabilities[piece], probabilities[piece], -1, q.dtype, grad_input=of_scores[piece]
                     )
@@ -276,6 +301,20 @@ def _exponentials(x: Tensor) -> Tensor:
     return torch.threshold_(x.clamp_(min=LOG_OF_LESS).exp_(), NEGLIGIBLE, 0.0)
 
 
+def _row_keys(
+    rule: AttentionRule, key: Tensor | None, head_ids: Tensor | None, sample_ids: Tensor | None
+) -> Tensor | None:
+    """[B, H, S]; None: nothing is dropped."""
+    if key is None or head_ids is None or sample_ids is None:
+        return None
+    return keyed.of_pairs(key, sample_ids, head_ids, rule.query_places)
+
+
+def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
+    """Mask and rescale probabilities [rows, heads, C, keys] in place, by `_row_keys` and places of keys."""
+    return x.mul_(keyed.keep(p, row_keys, key_places)).div_(1 - p)
+
+
 @attention_cpu.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     return _results(q, v)
@@ -288,9 +327,9 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tupl
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, scale, *fields = inputs
-    ctx.save_for_backward(q, k, v, output[1], *fields[:N_TENSORS])
+    ctx.save_for_backward(q, k, v, output[1], *fields[: N_TENSORS + 3])
     ctx.scale = scale
-    ctx.settings = fields[N_TENSORS:]
+    ctx.settings = fields[N_TENSORS + 3 :]
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

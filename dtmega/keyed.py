@@ -23,10 +23,13 @@ def key(seed: int, name: str) -> int:
 
 def mix(x: Tensor) -> Tensor:
     """Bijective hash of int32 lanes: "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018)."""
-    # int32 has no logical shift: the mask removes the copies of the sign bit.
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return x ^ ((x >> 16) & 0xFFFF)
+    # int32 has no logical shift: the mask removes the copies of the sign bit. In place, where memory is new.
+    high = (x >> 16).bitwise_and_(0xFFFF)
+    x = high.bitwise_xor_(x).mul_(0x7FEB352D)
+    high = (x >> 15).bitwise_and_(0x1FFFF)
+    x = high.bitwise_xor_(x).mul_(0x846CA68B - 2**32)
+    high = (x >> 16).bitwise_and_(0xFFFF)
+    return high.bitwise_xor_(x)
 
 
 def fold(index: Tensor) -> Tensor:
@@ -38,6 +41,16 @@ def keep(p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
     hashed = mix(rows.unsqueeze(-1) ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
+
+
+def of_pairs(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_places: Tensor) -> Tensor:
+    """Row keys [B, H, C] for `keep` of attention probabilities, of queries at places [B, C] int32.
+
+    Args:
+        key: int32 scalar; sample_ids: [B] int64; head_ids: [H] int32.
+    """
+    rows = mix(fold(sample_ids) ^ key)[:, None, None] ^ head_ids[:, None]
+    return mix(mix(rows) ^ query_places[:, None])
 
 
 ROUNDS = 8  # of the Feistel network; four make a permutation pseudo-random (Luby, Rackoff 1988), small n want more

@@ -1,6 +1,7 @@
 """Claims about attention_cpu.py; the truth is the textbook formula in fp64 on the same bfloat16 numbers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dtmega import attention as A
 from dtmega import attention_cpu as C
 from dtmega import rule as R
 from dtmega.rule import alibi_slopes, attention_rule
-from tests.test_attention import PLACES, RULES, H, S, T, in_order, qkv, said_twice, textbook
+from tests.test_attention import HEADS, PLACES, RULES, SAMPLES, H, S, T, dropout, in_order, qkv, said_twice, textbook
 
 SLOPES = alibi_slopes(H)
 
@@ -56,6 +57,28 @@ def test_results_and_gradients_are_the_textbooks_but_for_the_rounding_of_bfloat1
     assert (ours[0][sees_none] == 0).all()
 
 
+def settings(rule: R.AttentionRule) -> tuple[Any, ...]:
+    """What the operators take beside tensors and scale, without dropout."""
+    return (*rule[: R.N_TENSORS], None, None, None, rule.causal, rule.window, 0.0)
+
+
+@pytest.mark.parametrize("words", ["BLOOM in documents", "BERT", "Mistral"])
+def test_dropped_are_the_probabilities_that_the_plain_formula_drops(words):
+    queries = in_order(S)
+    keywords, _, _ = said_twice(RULES[words], queries, queries)
+    rule = attention_rule(queries, **keywords)
+    drop = dropout(0.3, HEADS, SAMPLES)
+    inputs = [x.requires_grad_() for x in qkv(S, torch.bfloat16, shared_by=2)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    weights = torch.randn(2, H, S, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for q, k, v in (inputs, wide):
+        out = A.attention(q, k, v, rule, drop)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), weights.to(out.dtype))))
+    errors = [relative(x, y) for x, y in zip(*results, strict=True)]
+    assert max(errors) < 8e-3, errors
+
+
 def test_a_sample_and_a_head_have_the_same_numbers_whatever_else_is_in_the_batch():
     q, k, v = (torch.cat([x, x.flip(0)]) for x in qkv(100, torch.bfloat16))
     places = torch.arange(100).expand(4, -1)
@@ -91,7 +114,7 @@ def test_no_number_is_denormal(monkeypatch):
 
     q, k, v = qkv(256, torch.bfloat16)
     rule = attention_rule(in_order(256), causal=True, slopes=SLOPES)
-    fields = rule[: R.N_TENSORS + 2]
+    fields = settings(rule)
     with Watched():
         out, log_sums = C.attention_cpu._init_fn(q, k, v, 0.25, *fields)
         C.attention_cpu_backward._init_fn(out, q, k, v, log_sums, 0.25, *fields)
@@ -121,7 +144,7 @@ def test_a_compiled_block_with_the_split_of_its_projection_has_the_gradients_of_
 
 def test_the_operators_keep_torchs_contract():
     q, k, v = (x[:, :, :9] for x in qkv(12, torch.bfloat16, shared_by=2))
-    fields = attention_rule(in_order(9), causal=True, slopes=SLOPES)[: R.N_TENSORS + 2]
+    fields = settings(attention_rule(in_order(9), causal=True, slopes=SLOPES))
     torch.use_deterministic_algorithms(False)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(C.attention_cpu, (q, k, v, 0.25, *fields), test_utils=tests)

@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
     "past": (1, set()),  # keys and values of tokens before; imports nothing of dtmega
     "rule": (1, {"past"}),  # which pairs attend
-    "attention_cpu": (1, {"rule"}),  # one of its kernels
+    "attention_cpu": (1, {"keyed", "rule"}),  # one of its kernels
     "attention": (1, {"attention_cpu", "keyed", "rule"}),  # dropout on the probabilities
     "cost": (1, set()),
     "drift": (1, {"shards"}),
