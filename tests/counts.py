@@ -102,6 +102,6 @@ def graphs_by_step(n_steps: int) -> tuple[list[int], dict[str, int]]:
 def messages(run: Run) -> Counter[tuple[str, str]]:
     """(operation, shapes) -> how often gloo is asked for it in a step; a mode of dispatch would end compiling."""
     train_step(run, batch(run.cfg))
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         train_step(run, batch(run.cfg))
     return Counter((e.name, str(e.input_shapes)) for e in seen.events() or [] if e.name.startswith("gloo:"))

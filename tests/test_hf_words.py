@@ -20,6 +20,7 @@ from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.apply import apply_plan
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row
 from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding
+from dtmega.shards import whole
 from tests import ranks
 
 TP, B, S, D, F, V = 4, 2, 8, 8, 24, 11
@@ -141,9 +142,9 @@ def fresh(use: Use) -> tuple[nn.Module, Tensor]:
 def deviations(use: Use, mesh: DeviceMesh) -> dict[str, float]:
     """Relative to one process: this rank's part of the output, of the gradient of the input, and each parameter's."""
     rank = mesh.get_local_rank()
-    whole, x = fresh(use)
+    alone, x = fresh(use)
     leaf = x.requires_grad_() if x.is_floating_point() else x
-    out = whole(leaf)
+    out = alone(leaf)
     towards = torch.randn(out.shape)
     # What all ranks have counts once, what one of them has counts there.
     parts = [0] if use.got is all_of else range(TP)
@@ -163,9 +164,9 @@ def deviations(use: Use, mesh: DeviceMesh) -> dict[str, float]:
     found = {"output": error(ours, use.got(out, rank))}
     if given.is_floating_point():
         found["gradient of the input"] = error(given.grad, use.given(leaf.grad, rank))
-    for (name, p), q in zip(module.named_parameters(), whole.parameters(), strict=True):
+    for (name, p), q in zip(module.named_parameters(), alone.parameters(), strict=True):
         assert isinstance(p, DTensor), name
-        found[f"gradient of {name}"] = error(p.grad.full_tensor(), q.grad)
+        found[f"gradient of {name}"] = error(whole(p.grad), q.grad)
         # Gradients of a parameter that is whole on every rank are, on every rank, those of one process.
         if p.to_local().shape == p.shape:
             found[f"gradient of {name} here"] = error(p.grad.to_local(), q.grad)
@@ -189,7 +190,7 @@ def losses(mesh: DeviceMesh) -> dict[str, float]:
                     word.labelled = True
                 loss = nn.functional.cross_entropy(head(x).view(-1, V), labels, **options)
                 loss.backward()
-                grads = [p.grad.full_tensor() if cut else p.grad for p in head.parameters()]
+                grads = [whole(p.grad) if cut else p.grad for p in head.parameters()]
                 results.append([loss.detach(), x.grad, *grads])
             found[f"{bias} {options}"] = max(error(ours, truth) for truth, ours in zip(*results, strict=True))
     return found

@@ -22,6 +22,10 @@ from dtmega.plans.styles import Plan, Whole
 from tests.layouts import DEBUG, FP32, write_text
 from tests.resumed import Record, Training, train_all
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="FSDP2 of torch 2.11 reduces what each rank used, of which they must use the same",
+)
 UNUSED, SOMETIMES = "layers.1.unused.weight", "layers.2.scale.weight"
 FROZEN = ("embed_norm.bias", "layers.0.mlp.up.weight", "layers.3.attn.out.bias")
 LR, DECAY = 1e-2, 0.1
