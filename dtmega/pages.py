@@ -1,7 +1,8 @@
-"""Large buffers of a CPU on huge pages.
+"""Memory of a CPU: buffers that are freed stay with the process, and large ones are on huge pages.
 
-Memory of more than 32 MiB glibc takes from the system and gives back to it each time, and the system maps it in pages
-of 4 KiB. For a chunk's logits and the gradient of the head's weight this took a sixth of the time of their products.
+Memory of more than 32 MiB, and often less, glibc takes from the system and gives back to it each time, and the system
+fills it with zeros in pages of 4 KiB. For a chunk's logits and the gradient of the head's weight this took a sixth of
+the time of their products, and of a step a tenth (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -13,7 +14,21 @@ from torch import Tensor
 
 LARGE_BYTES = 2**24
 HUGE_PAGE = 2**21  # bytes
+# Of glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_MAX = -4
+GROWTH_BYTES = 2**26  # by which the heap grows
 MADV_HUGEPAGE = 14  # Linux, asm-generic/mman-common.h
+
+
+def keep_freed() -> None:
+    """Let glibc keep for this process what is freed: a step needs the memory of the one before. Elsewhere nothing."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is not None and hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(M_MMAP_MAX, 0)  # large ones from the heap too
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is not given back
+        libc.mallopt(M_TOP_PAD, GROWTH_BYTES)
 
 
 def on_huge_pages(x: Tensor) -> Tensor:

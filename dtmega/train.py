@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dtmega import config, cost, durable, families, job, mesh, optim, output, starts, trackers
+from dtmega import config, cost, durable, families, job, mesh, optim, output, pages, starts, trackers
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
@@ -52,6 +52,8 @@ def main(argv: list[str]) -> int:
             run, at = begin(argv, Startup(), closing, ending)
         except Refused as refused:
             return ending.because(refused.exit_code, refused.reason)
+        if run.world.device.type == "cpu":
+            pages.keep_freed()
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
         except Exception as error:

@@ -411,7 +411,7 @@ def test_a_crash_between_the_renames_leaves_no_pair_that_opens(tmp_path, monkeyp
     with pytest.raises(SystemExit):
         write(tmp_path / "a", [[3], [4]], "uint16", about="new")
     assert len(calls) == survived + 1
-    with pytest.raises(ValueError, match=r"a\.idx: expected a file"):
+    with pytest.raises(ValueError, match=r"a\.idx: No such file"):
         IndexedDataset(tmp_path / "a")
 
 

@@ -82,7 +82,7 @@ def test_parts_that_do_not_belong_together_are_refused_and_what_was_there_stays(
         ([silent, silent], f"names {silent} twice"),
         ([silent, there], "is one of the parts"),
         ([f"{tmp_path}/none-*"], "none-*: no "),
-        ([f"{tmp_path}/none"], "none.idx: expected a file"),
+        ([f"{tmp_path}/none"], "none.idx: No such file"),
     ):
         capsys.readouterr()
         assert main(["merge", "--input", *parts, "--output", there]) == job.REFUSED

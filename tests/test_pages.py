@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import resource
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from dtmega.pages import LARGE_BYTES, on_huge_pages
+from dtmega.pages import LARGE_BYTES, keep_freed, on_huge_pages
+from tests import ranks
 
 SMAPS = Path("/proc/self/smaps")
 OF_THE_KERNEL = Path("/sys/kernel/mm/transparent_hugepage")
@@ -38,3 +41,27 @@ def test_a_large_tensor_is_mapped_as_was_asked_and_a_small_one_is_left_alone():
 def test_a_tensor_without_memory_comes_back_as_it_is():
     x = torch.empty(LARGE_BYTES, device="meta")
     assert on_huge_pages(x) is x
+
+
+def faults() -> int:
+    """Pages that the system has to find while some large tensors are filled, which are freed at the end."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    filled = [torch.empty(n * LARGE_BYTES, dtype=torch.uint8).fill_(3) for n in (1, 3, 4)]
+    del filled
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def before_and_after() -> tuple[float, float]:
+    """Of ten rounds, after ten that bring up the memory."""
+    found = []
+    for begins in (lambda: None, keep_freed):
+        begins()
+        found.append(statistics.median([faults() for _ in range(20)][10:]))
+    return found[0], found[1]
+
+
+@needs_linux
+def test_a_step_finds_the_memory_that_the_one_before_has_freed():
+    ((before, after),) = ranks.run(1, before_and_after)
+    assert before >= 4 * LARGE_BYTES // 2**21  # of huge pages, if not more and smaller ones
+    assert after == 0

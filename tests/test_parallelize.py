@@ -281,13 +281,11 @@ def test_initial_values_and_masks_are_those_of_the_seed(alone):
 @pytest.mark.parametrize(
     ("mode", "norms", "products"),
     [
-        ("none", 2 * 2 + 2, 2 * 4),  # two in a layer, one at each end; QKV, output, up, down of each layer
-        (
-            "full",
-            2 * (2 * 2) + 2,
-            2 * (4 + 3),
-        ),  # but for the last one of each block, whose result backward does not need
-        ("selective", 2 * (2 * 2) + 2, 2 * 4),
+        # Two norms in a layer, one at each end. QKV, output, up, down of each layer; the gradient of the head's weight.
+        ("none", 2 * 2 + 2, 2 * 4 + 1),
+        # But for the last product of each block, whose result backward does not need.
+        ("full", 2 * (2 * 2) + 2, 2 * (4 + 3) + 1),
+        ("selective", 2 * (2 * 2) + 2, 2 * 4 + 1),
     ],
 )
 def test_what_recompute_computes_again_is_whole_blocks_or_all_but_products(alone, mode, norms, products):
