@@ -240,7 +240,7 @@ def test_a_stopped_run_goes_on_to_the_bit(device: str, corpus: str, tmp_path: Pa
 @pytest.mark.full
 def test_two_blocks_share_a_graph_whose_kernels_fit_into_an_h100():
     found = subprocess.run(
-        [sys.executable, "benchmarks/kernels.py", "bloom-560m"],
+        [sys.executable, "benchmarks/gpu_kernels.py", "bloom-560m"],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,

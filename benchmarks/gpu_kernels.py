@@ -1,7 +1,7 @@
-"""The kernels that a GPU would be given, made without one: `python benchmarks/kernels.py [bloom-560m ...]`.
+"""The kernels that a GPU would be given, made without one: `python benchmarks/gpu_kernels.py [bloom-560m ...]`.
 
     pip install triton -c constraints.txt
-    python benchmarks/kernels.py               # published sizes, half a minute each; needs g++ and a torch for CPUs
+    python benchmarks/gpu_kernels.py               # published sizes, half a minute each; needs g++ and a torch for CPUs
 
 Two blocks of each model go through its own forward on fake CUDA tensors in bf16, with a sequence of the configuration's
 length, and are compiled as a run compiles them, forward and backward, by Dynamo, Inductor and Triton, to cubins for
