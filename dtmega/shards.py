@@ -53,8 +53,10 @@ def whole(tensor: Tensor) -> Tensor:
 
     `full_tensor()` of one that is cut in parts is an error in torch 2.11.
     """
-    if not isinstance(tensor, DTensor) or not in_parts(tensor):
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not in_parts(tensor):
+        return tensor.full_tensor()
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

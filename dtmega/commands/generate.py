@@ -140,7 +140,7 @@ def _lines(file: str) -> list[str]:
 
 
 def _numbers(first: int, prompts: Sequence[str]) -> str:
-    """Which of several prompts cannot be, as far as it is known: prompts 9 to 16."""
+    """Name the prompts that cannot be, as far as they are known, where there are several: prompts 9 to 16."""
     return f"prompts {first + 1} to {first + len(prompts)}: " if len(prompts) > 1 else ""
 
 

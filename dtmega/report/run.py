@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What `exit.json` tells of the end of the newest start.
+    """The end of the newest start, as `exit.json` tells it.
 
     Attributes:
         code: of leaving.
