@@ -11,8 +11,9 @@
 | 77 | HUNG | nothing happened for timeout_s; the report names who is behind | look there; the same command goes on |
 
 "The same command" has the default `--checkpoint.resume auto`.
-Whatever its workers say, torchrun exits with 1 unless all of them gave 0; it prints their codes. So the first rank also
-writes the code and the reason into `exit.json` of the run directory, for whoever started the job.
+Whatever its workers say, torchrun exits with 1 unless all of them gave 0; it prints their codes, and the reasons that
+they gave it, at the end of a traceback of its own. So the first rank also writes the code and the reason into
+`exit.json` of the run directory, for whoever started the job.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import os
 import signal
 import socket
 import sys
+import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -44,6 +47,7 @@ HUNG = 77
 EXIT = "exit.json"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # after which a run saves and leaves
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+AGENT_COLUMNS = 100  # torchrun draws lines as long as the longest of its summary
 
 
 class Claim:
@@ -125,9 +129,11 @@ class Ending:
             self.write()
 
     def because(self, code: int, reason: str) -> int:
-        """Set the code and the reason of leaving. Returns the code."""
+        """Set the code and the reason of leaving, and tell torchrun. Returns the code."""
         self.code = code
         self.reason = reason
+        if code != DONE:
+            tell_agent(reason)
         return code
 
     def write(self) -> None:
@@ -146,6 +152,25 @@ class Ending:
                 file.write("\n")
         except OSError as error:
             output.say(f"{self._path} cannot be written: {error.strerror}")
+
+
+def tell_agent(reason: str) -> None:
+    """Give the reason of leaving to torchrun's agent, whose own traceback buries what a worker has printed before it.
+
+    The agent reads this file of a worker that fails, and ends its summary with it: `torch/distributed/elastic/
+    multiprocessing/errors`. A disk that does not take it changes nothing.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    wrapped = textwrap.fill(reason, AGENT_COLUMNS, break_long_words=False, break_on_hyphens=False)
+    more = {"py_callstack": wrapped, "timestamp": str(int(time.time()))}
+    part = Path(f"{path}.{threading.get_ident()}")  # an agent that reads half a file dies of it
+    try:
+        part.write_text(json.dumps({"message": {"message": reason, "extraInfo": more}}))
+        part.replace(path)
+    except OSError:
+        return
 
 
 def described(error: BaseException) -> str:

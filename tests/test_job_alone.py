@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dtmega import job, lock
 from tests.ranks import forks
@@ -31,6 +32,23 @@ def test_the_exit_codes_are_those_of_their_table_and_of_the_readme():
     assert {name: int(code) for code, name in rows} == CODES
     (sentence,) = re.findall(r"`train\.py` exits with (.*?)\. torchrun", PAGE, re.DOTALL)
     assert [int(code) for code in re.findall(r"\b\d+\b", sentence)] == sorted(CODES.values())
+
+
+def test_torchruns_summary_ends_with_the_reason_of_whoever_left_first(tmp_path: Path, monkeypatch):
+    failures = {}
+    for rank, (code, reason) in enumerate([(job.HUNG, "rank 1 behind: step 7 in data"), (job.DONE, "finished")]):
+        path = tmp_path / f"error-{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        assert job.Ending().because(code, reason) == code
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(path))
+    summary = ChildFailedError("train.py", failures).format_msg()
+    assert [path.name for path in tmp_path.iterdir()] == ["error-0.json"]
+    assert summary.partition("Root Cause")[2].count("traceback : rank 1 behind: step 7 in data\n") == 1, summary
+
+
+def test_a_reason_that_the_agent_cannot_be_told_changes_no_code(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    assert job.Ending().because(job.REFUSED, "no such key") == job.REFUSED
 
 
 def test_a_lock_says_whose_it_is_and_nothing_of_the_one_before(tmp_path: Path):
