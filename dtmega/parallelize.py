@@ -242,7 +242,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             block.compile()
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
-    if world.size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
+    if world.data_size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
