@@ -240,9 +240,20 @@ def _fsdp_traffic(cfg: Config, n: int, layers: int, ends: int, pp: int, tp: int,
     Gradients are reduced once a step, and weights gathered once. Layers that are freed after forward are gathered for
     each microbatch, and all but the last one twice: with n = 1 ZeRO's 2 + 1 times the parameters (arXiv:1910.02054,
     section 7). Over replicas the reduced shards are summed (HSDP, arXiv:2304.11277, section 3.2.2); with one shard this
-    is all there is, as in DDP.
+    is all there is, as in DDP. Where nothing is cast either, each matrix is summed by itself, and vectors together.
     """
     d, f = cfg.model.hidden_size, cfg.model.ffn
+    if shard == 1 and cfg.precision.params == cfg.precision.reduce == "float32" and not cfg.fsdp.cpu_offload:
+        rows = -(-cfg.model.padded_vocab_size // tp)
+        vectors = (3 * d + f) // tp + 6 * d
+        matrices = [("QKV", 3 * d // tp * d), ("output", d // tp * d), ("up", f // tp * d), ("down", f // tp * d)]
+        of_layer = [*matrices, ("vectors", vectors)]
+        of_root = [("embedding", rows * d), ("norms at the ends", 2 * ends * d)]
+        return [
+            Traffic(f"gradients, {what}", "dp_replicate", "all-reduce", units, 4 * elements)
+            for units, found in ((layers, of_layer), (min(ends, 1), of_root))
+            for what, elements in found
+        ]
     # (rows, elements in each): QKV, up; output and down with their biases and the two norms; embedding; norms.
     layer = _cut(3 * d // tp, d + 1, shard) + _cut(f // tp, d + 1, shard) + _cut(d, (d + f) // tp + 6, shard)
     root = _cut(-(-cfg.model.padded_vocab_size // tp), d, shard) + _cut(d, 2 * ends, shard)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtmega import config, drift, families, optim, softmax
 from dtmega.data.objectives import Objective
 from dtmega.data.sums import Tally
-from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients
+from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients, wraps
+from dtmega.fsdp.replicas import Replicas
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
@@ -53,6 +54,7 @@ class ShardedModel:
         self.objective = objective
         self.pipeline: Pipeline | None = None
         self.tied: list[Tied] = []
+        self.replicas: list[Replicas] = []
 
     def draw(self, seed: int) -> None:
         """Give every parameter its initial values, a function of seed, name and place in the whole tensor."""
@@ -80,11 +82,16 @@ class ShardedModel:
         else:
             (model,) = self.stages.values()
             for i, microbatch in enumerate(microbatches, start=1):
-                sync_gradients(model, i == len(microbatches), reshard=self.reshard)
+                last = i == len(microbatches)
+                sync_gradients(model, last, reshard=self.reshard)
+                for replicas in self.replicas if last else ():
+                    replicas.expect()
                 in_loss = tally.add_all(model(**microbatch))
                 factors = [torch.full_like(total, factor) for total, factor in in_loss]
                 torch.autograd.backward([total for total, _ in in_loss], factors)
         self._count_missing_gradients_as_zero()
+        for replicas in self.replicas:
+            replicas.finish()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
         for tied in self.tied:
@@ -178,6 +185,9 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
+    if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes):
+        copies = world.groups["dp_replicate"]
+        model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
     if cut is not None:
         model.tied = _tied(world, cut, whole, stages)
         boundaries = _boundaries(cfg, world, cut, whole)
@@ -242,7 +252,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             block.compile()
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
-    if world.data_size > 1 or cfg.precision.params != "float32" or cfg.fsdp.cpu_offload:
+    if wraps(cfg, world.sizes):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)

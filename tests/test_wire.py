@@ -150,10 +150,20 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
             held = stages.ranks[world.coordinate("pp")]
             pipeline = {"stages": stages.pieces, "held": held, "splits_backward": splits}
         expected: Counter[tuple[str, str, int]] = Counter()
-        for _, axis, kind, ops, payload_bytes in cost.wire(cfg, pieces, world.sizes, CHUNK_TOKENS, **pipeline):
-            expected[wire.names[groups[axis].group_name], kind, payload_bytes] += ops
+        for traffic in cost.wire(cfg, pieces, world.sizes, CHUNK_TOKENS, **pipeline):
+            for _, axis, kind, ops, payload_bytes in handed_to_gloo(traffic, world.sizes):
+                expected[wire.names[groups[axis].group_name], kind, payload_bytes] += ops
         found.append((wire.seen, expected))
     return found
+
+
+def handed_to_gloo(traffic: cost.Traffic, sizes: dict[str, int]) -> list[cost.Traffic]:
+    """The operations on a CPU, where FSDP's two collectives are a message to, and one from, each other rank."""
+    n = sizes["dp_shard"]
+    if traffic.axis != "dp_shard":
+        return [traffic]
+    ops, payload_bytes = (n - 1) * traffic.ops, traffic.payload_bytes // n
+    return [traffic._replace(kind=kind, ops=ops, payload_bytes=payload_bytes) for kind in ("send", "receive")]
 
 
 def two_batches(cfg: config.Config, world: World, count: Callable[[], object]) -> Iterator[StepBatch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dtmega import config
+from dtmega.fsdp.sends import Gathers, ReducesAndScatters
 from dtmega.shards import dim_to_cut
+
+
+def wraps(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
+    """Tell whether FSDP2 has something to do: weights are cut, cast or offloaded, or their gradients' sums are cast.
+
+    Where it has not, gradients stay where backward puts them (`replicas.py`). `sizes` are the resolved ones.
+    """
+    casts = cfg.precision.params != "float32" or (cfg.precision.reduce != "float32" and sizes["dp_replicate"] > 1)
+    return sizes["dp_shard"] > 1 or casts or cfg.fsdp.cpu_offload
 
 
 def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
@@ -56,6 +66,9 @@ def apply_fsdp(
         assert isinstance(module, FSDPModule)
         if n_ranks > 1:
             module.set_gradient_divide_factor(1.0)
+            if mesh.device_type == "cpu":
+                module.set_custom_all_gather(Gathers())  # pyright: ignore[reportArgumentType]
+                module.set_custom_reduce_scatter(ReducesAndScatters())  # pyright: ignore[reportArgumentType]
         else:
             # There is nothing to divide by, and torch would divide by 1.0 into another copy (2.13).
             module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,69 @@
+"""FSDP2's two collectives on a CPU, as messages from each rank to each other one.
+
+gloo reduces and scatters by an all-reduce of everything, of which it then keeps a part, and gathers through a buffer.
+As messages both move what they must, (n - 1) / n of the payload, in a third of the CPU time (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed it; the old name warns there, the new one is unknown to 2.11.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gathers(_Allocates):
+    """An all-gather, for `FSDPModule.set_custom_all_gather`."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """[m] of each rank -> [n m], in the order of ranks; `input_tensor` may be this rank's part of the output."""
+        if async_op:  # one handle is asked for, and messages have many
+            return _all_gather_into(output_tensor, input_tensor, group=group, async_op=True)
+        parts = output_tensor.view(group.size(), -1)
+        mine = parts[group.rank()]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        _exchange([mine] * group.size(), [*parts], group)
+        return None
+
+
+class ReducesAndScatters(_Allocates):
+    """A reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`. Parts are added in the order of ranks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """[n m] of each rank -> the sum of all ranks' m numbers for this one."""
+        assert op == dist.ReduceOp.SUM and not async_op
+        parts = [*input_tensor.view(group.size(), -1)]
+        found = [torch.empty_like(output_tensor) for _ in parts]
+        found[group.rank()] = parts[group.rank()]
+        _exchange(parts, found, group)
+        torch.add(found[0], found[1], out=output_tensor)
+        for part in found[2:]:
+            output_tensor += part
+
+
+def _exchange(parts: Sequence[Tensor], found: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Send part i to rank i, and receive what rank i has for this one into `found[i]`; nothing from or to itself."""
+    n, rank = group.size(), group.rank()
+    messages = []
+    # First each to its next one, then to the one after that: nobody is sent to by all at once.
+    for distance in range(1, n):
+        to, source = (rank + distance) % n, (rank - distance) % n
+        messages.append(dist.P2POp(dist.isend, parts[to], group=group, group_peer=to))
+        messages.append(dist.P2POp(dist.irecv, found[source], group=group, group_peer=source))
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
