@@ -19,7 +19,7 @@ N = 3
 
 
 class Blocks(nn.Module):
-    """Two blocks, a weight before them that is used behind them again, one that is frozen, and one that rank 1 skips."""
+    """Two blocks, a weight before them that is used behind them, too, one that is frozen, and one that rank 1 skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,8 @@ def test_messages_bring_what_the_collectives_would_and_add_up_in_the_order_of_ra
 
 def test_fsdp2_is_left_out_where_nothing_is_cut_cast_or_offloaded():
     def asked(replicas: int = 1, shards: int = 1, **sections: Any) -> bool:
-        return wraps(config.validate({"train": {"steps": 1}, **sections}, "test"), {"dp_replicate": replicas, "dp_shard": shards})
+        cfg = config.validate({"train": {"steps": 1}, **sections}, "test")
+        return wraps(cfg, {"dp_replicate": replicas, "dp_shard": shards})
 
     assert not asked()
     assert not asked(replicas=2)

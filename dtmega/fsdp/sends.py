@@ -46,7 +46,8 @@ class ReducesAndScatters(_Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """[n m] of each rank -> the sum of all ranks' m numbers for this one."""
-        assert op == dist.ReduceOp.SUM and not async_op
+        assert op == dist.ReduceOp.SUM
+        assert not async_op
         parts = [*input_tensor.view(group.size(), -1)]
         found = [torch.empty_like(output_tensor) for _ in parts]
         found[group.rank()] = parts[group.rank()]
