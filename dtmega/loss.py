@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dtmega.head_gradient import WeightGradient
 from dtmega.pages import on_huge_pages
-from dtmega.softmax import CompiledPasses, Passes, slices, wide
+from dtmega.softmax import CompiledPasses, Passes, wide
 
 IGNORED = -100
 # Tokens whose logits live at once: enough of them that adding to dW [V, D] costs little beside the products.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
 CHUNK_LOGITS = 2**24  # or as many tokens as keep to this number of logits, if the vocabulary is small
-PRODUCT_COLUMNS = 4096  # of the vocabulary, of which a product waits in bf16 to be added up in fp32
 
 
 class Columns(NamedTuple):
@@ -93,6 +93,7 @@ def linear_cross_entropy(
         dh = torch.empty_like(h) if needs_dh else None
         # Without tokens zeros all the same: FSDP reduces the gradients that there are, so all ranks must have some.
         dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
+        products = WeightGradient(n_tokens, chunk)
         dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
         buffer = on_huge_pages(h.new_empty(min(chunk, n_tokens), weight.shape[0]))
         for start in range(0, n_tokens, chunk):
@@ -116,9 +117,12 @@ def linear_cross_entropy(
             if dh is not None:
                 torch.mm(logits, weight, out=dh[rows])
             if needs_dweight:
-                dweight = _add_product(dweight, logits, h[rows], few=n_tokens <= 2 * chunk)
+                products.add(logits, h[rows])
             if dbias is not None:
                 dbias += logits.sum(dim=0, dtype=dbias.dtype)
+        logits = dlogits = tanh = buffer = None  # what comes now has room in their memory
+        if needs_dweight and dweight is None:
+            dweight = products.whole(weight.dtype)
     # Each in a node of its own: zero-bubble schedules go backward to h and to parameters at different times.
     for x, dx in ((h, dh), (weight, dweight), (bias, dbias)):
         if x is not None and dx is not None:
@@ -267,23 +271,3 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     ranks = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(ranks, x, group)
     return torch.stack(ranks)
-
-
-def _add_product(total: Tensor | None, logits: Tensor, h: Tensor, few: bool) -> Tensor:
-    """total + logits^T h [V, D], in fp32 unless there are `few`: two products are rounded no more often without it."""
-    dtype = wide(h.dtype)
-    if h.is_cuda and h.dtype != dtype and not few:
-        product = torch.mm(logits.t(), h, out_dtype=dtype)
-        return product if total is None else total.add_(product)
-    first = total is None
-    if total is None:
-        total = on_huge_pages(h.new_empty(logits.shape[1], h.shape[1], dtype=h.dtype if few else dtype))
-    if total.dtype == h.dtype:
-        return torch.addmm(total, logits.t(), h, beta=0 if first else 1, out=total)
-    for columns in slices(logits.shape[1], PRODUCT_COLUMNS):
-        product = torch.mm(logits[:, columns].t(), h)
-        if first:
-            total[columns] = product
-        else:
-            total[columns] += product
-    return total

@@ -31,7 +31,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "loss_scale": (1, set()),  # float16's
     "pages": (1, set()),  # huge pages; imports nothing of dtmega
     "softmax": (1, set()),  # passes over logits; imports nothing of dtmega
-    "loss": (1, {"pages", "softmax"}),  # one kernel for one device and for a vocabulary cut over ranks
+    "head_gradient": (1, {"pages", "softmax"}),  # of its weight, chunk by chunk
+    "loss": (1, {"head_gradient", "pages", "softmax"}),  # one kernel for one device and for a vocabulary cut over ranks
     "rendezvous": (1, set()),  # imports nothing of dtmega
     "mesh": (1, {"rendezvous"}),  # the process group begins with the store of the rendezvous
     "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens

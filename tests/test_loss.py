@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtmega import head_gradient, softmax
 from dtmega import loss as room
-from dtmega import softmax
 from dtmega.loss import linear_cross_entropy
 from dtmega.plans.loss import vocab_parallel_cross_entropy
 from tests import ranks
@@ -166,13 +166,15 @@ def test_a_label_outside_the_vocabulary_is_an_error(label: int):
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products, and the numbers in the largest result of an operation."""
+    """Counts matrix products, those that read their first factor across, and the numbers in the largest result."""
 
-    products = largest = 0
+    products = across = largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            self.products += 1
+            self.across += not args[-2].is_contiguous()
         self.largest = max(self.largest, out.numel() if isinstance(out, Tensor) else 0)
         return out
 
@@ -215,23 +217,38 @@ def test_loss_without_gradients_is_the_same():
     assert torch.equal(quiet, linear_cross_entropy(h, w, labels).detach())
 
 
-def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeypatch):
+@pytest.mark.parametrize("turned_from", [512, 513])
+@pytest.mark.parametrize("chunk", [512, 256, 4])
+def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeypatch, chunk: int, turned_from: int):
+    monkeypatch.setattr(head_gradient, "TURNED_FROM", turned_from)  # of 512 tokens here
+    monkeypatch.setattr(head_gradient, "PRODUCT_COLUMNS", 300)
+    small_chunks(monkeypatch, chunk)
     h, w, labels = (x.bfloat16() if x.is_floating_point() else x for x in case(512, 1000))
     logits = (h @ w.T).float().detach().requires_grad_()
     expected = truth(logits, labels, label_smoothing=0.1, z_loss=0.01).sum()
     (dlogits,) = torch.autograd.grad(expected, logits)
-    for chunk in (512, 4):
+    h, w = (x.detach().requires_grad_() for x in (h, w))
+    loss = linear_cross_entropy(h, w, labels, label_smoothing=0.1, z_loss=0.01)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    for ours, whole in ((h.grad, dlogits @ w.float()), (w.grad, dlogits.T @ h.float())):
+        assert ours is not None
+        assert ours.dtype == torch.bfloat16
+        assert ours.is_contiguous()
+        # Each of dlogits, a chunk's product and the result is rounded to 2^-9; 128 sums of them would be 2e-2.
+        assert (ours.float() - whole).norm() / whole.norm() < 3e-3
+
+
+def test_of_many_tokens_in_bf16_no_product_reads_its_first_factor_across(monkeypatch):
+    monkeypatch.setattr(head_gradient, "TURNED_FROM", 64)
+    for chunk in (64, 32, 16):
         small_chunks(monkeypatch, chunk)
-        h, w = (x.detach().requires_grad_() for x in (h, w))
-        loss = linear_cross_entropy(h, w, labels, label_smoothing=0.1, z_loss=0.01)
-        assert loss.dtype == torch.float32
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        loss.backward()
-        for ours, whole in ((h.grad, dlogits @ w.float()), (w.grad, dlogits.T @ h.float())):
-            assert ours is not None
-            assert ours.dtype == torch.bfloat16
-            # Each of dlogits, a chunk's product and the result is rounded to 2^-9; 128 sums of them would be 2e-2.
-            assert (ours.float() - whole).norm() / whole.norm() < 3e-3
+        for dtype, across in ((torch.bfloat16, 0), (torch.float32, 64 // chunk)):
+            h, w, labels = (x.to(dtype) if x.is_floating_point() else x for x in case(64, 131))
+            with Products() as counted:
+                linear_cross_entropy(h, w.requires_grad_(), labels)
+            assert counted.across == across
 
 
 def test_in_bf16_the_gradient_of_the_bias_is_rounded_once():
