@@ -78,7 +78,7 @@ def attention(
     if _by_products(q, rule) and not is_learned:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         p, *ids = (0.0, None, None, None) if dropout is None else dropout
-        out, _ = attention_cpu(q, k, v, factor, *rule[:N_TENSORS], *ids, rule.causal, rule.window, p)
+        out, *_ = attention_cpu(q, k, v, factor, *rule[:N_TENSORS], *ids, rule.causal, rule.window, p)
         return out
     if dropout is not None or is_learned:
         found: list[Tensor] = []

@@ -1,8 +1,9 @@
 """Attention in bfloat16 on a CPU whose batched matrix products are many times as fast as its fused kernels (AMX).
 
 Sample by sample, and a few hundred queries at a time: scores are one batched product over the heads, and what turns
-them into probabilities passes over as many rows as a core's cache holds, in fp32. Backward makes the probabilities
-again from the logarithms of their sums, as FlashAttention does (Dao et al., arXiv:2205.14135).
+them into probabilities passes over as many rows as a core's cache holds, in fp32. Of short sequences the probabilities
+are kept for backward. Of others they are made again from the logarithms of their sums, as FlashAttention does (Dao et
+al., arXiv:2205.14135).
 
 Queries of a chunk stand in reverse order, the last one first. Then what a rule adds by distance is, for all of them, a
 view of one row of numbers for each head, which stays in the cache.
@@ -24,9 +25,11 @@ from torch import Tensor
 from dtmega import keyed
 from dtmega.rule import N_TENSORS, AttentionRule, Chunk
 
-# Scores that are made probabilities at a time: half a megabyte in fp32, and as much beside it, of an L2 cache of two.
-CACHED_SCORES = 2**17
-PRODUCT_SCORES = 2**20  # of some rows and heads, that a product makes at a time
+# Scores that are made probabilities at a time: a megabyte in fp32, and half of that beside it, of an L2 cache of two.
+CACHED_SCORES = 2**18
+# Scores of some rows and heads that a product makes at a time. The library's call alone takes as long as 2^17 of them.
+PRODUCT_SCORES = 2**22
+KEPT_SHARE = 1.0  # of the memory of q, k, v and the result: probabilities that take no more are kept for backward
 SHORT_CHUNK = 128  # queries at a time, about, of sequences below LONG
 LONG = 1024
 # Probabilities below this share of a query's largest are 0, as the sum of thousands of them would be beside it. The
@@ -55,8 +58,8 @@ def attention_cpu(
     causal: bool,
     window: int,
     p: float,
-) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scale + added) v, and the logarithm of each query's sum of exponentials.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(q k^T scale + added) v, and what backward has the probabilities from.
 
     Args:
         q: [B, H, S, K] bfloat16.
@@ -65,7 +68,8 @@ def attention_cpu(
         dropout_key, head_ids, sample_ids, p: of a `Dropout` of probabilities, None where nothing is dropped.
 
     Returns:
-        [B, H, S, K], laid out as [B, S, H, K], and [B, H, S, 1] fp32, the last query of each chunk first.
+        [B, H, S, K], laid out as [B, S, H, K]; the logarithm of each query's sum of exponentials, [B, H, S, 1] fp32,
+        the last query of each chunk first; the probabilities, chunk after chunk, or none (`_n_kept`).
     """
     rule = AttentionRule(
         query_places,
@@ -79,9 +83,9 @@ def attention_cpu(
         causal,
         window,
     )
-    out, log_sums = _results(q, v)
+    out, log_sums, kept = _results(q, k, v, rule, p)
     chunks = _chunks(rule)
-    scratch = _Scratch(q, k, chunks, 2)
+    scratch = _Scratch(q, k, chunks, 0 if kept.numel() else 1, kept)
     by_distance = rule.by_distance()
     dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
     for rows in scratch.rows():
@@ -94,25 +98,27 @@ def attention_cpu(
                 one_q = _backwards(q[rows, heads, queries])
                 one_k = k[rows, groups, keys].contiguous()
                 one_v = v[rows, groups, keys].contiguous()
-                scores, probabilities = scratch.shaped(one_q, one_k)
-                torch.bmm(_stacked(one_q, one_k), one_k.flatten(0, 1).mT, out=_stacked(scores, one_k))
+                (scores,) = scratch.shaped(one_q, one_k)
+                stacked = _stacked(scores, one_k)
+                torch.bmm(_stacked(one_q, one_k), one_k.flatten(0, 1).mT, out=stacked)
                 own_bias = _of_heads(bias, heads, scores)
                 drops = None if dropped_rows is None else dropped_rows[rows, heads, queries].flip(2)
                 own_sums = log_sums[rows, heads, queries]
                 for piece in _pieces(scores):
-                    x = scratch.scaled(scores[piece], own_bias, piece, scale)
+                    own = scores[piece]
+                    x = scratch.scaled(own, own_bias, piece, scale)
                     # A query that sees no key has -inf everywhere, and nothing to subtract it from.
                     peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
                     _exponentials(x.sub_(peak))
                     total = x.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest is 1, if there is any
-                    x.div_(total)
+                    x.mul_(total.reciprocal())
                     if drops is not None:
                         _drop(x, drops[piece], key_places[piece[0]], p)
-                    probabilities[piece] = x
+                    own.copy_(x)  # from here on these are probabilities
                     own_sums[piece] = total.log_().add_(peak)
-                of_chunk = torch.bmm(_stacked(probabilities, one_k), one_v.flatten(0, 1))
-                out[rows, heads, queries] = of_chunk.view(*one_q.shape[:3], -1).flip(2)
-    return out, log_sums
+                of_chunk = torch.bmm(stacked, one_v.flatten(0, 1)).view(*one_q.shape[:3], -1)
+                out[rows, heads, queries] = _backwards(of_chunk)
+    return out, log_sums, kept
 
 
 @torch.library.custom_op("dtmega::attention_cpu_backward", mutates_args=())
@@ -122,6 +128,7 @@ def attention_cpu_backward(
     k: Tensor,
     v: Tensor,
     log_sums: Tensor,
+    kept: Tensor,
     scale: float,
     query_places: Tensor,
     key_places: Tensor,
@@ -153,7 +160,8 @@ def attention_cpu_backward(
     )
     of_q, of_k, of_v = _gradients(q, k, v)
     chunks = _chunks(rule)
-    scratch = _Scratch(q, k, chunks, 3 if dropout_key is None else 4)
+    n_tensors = 1 if kept.numel() else 2 if dropout_key is None else 3
+    scratch = _Scratch(q, k, chunks, n_tensors, kept)
     by_distance = rule.by_distance()
     dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
     for rows in scratch.rows():
@@ -171,41 +179,47 @@ def attention_cpu_backward(
                 stacked_gradient = _stacked(one_gradient, one_k)
                 stacked_k = one_k.flatten(0, 1)
                 stacked_v = one_v.flatten(0, 1)
-                scores, probabilities, of_probabilities, *dropped = scratch.shaped(one_q, one_k)
+                probabilities, of_scores, *dropped = scratch.shaped(one_q, one_k)
                 left = dropped[0] if dropped else probabilities  # of the probabilities, by dropout
-                torch.bmm(stacked_q, stacked_k.mT, out=_stacked(scores, one_k))
-                own_bias = _of_heads(bias, heads, scores)
-                drops = None if dropped_rows is None else dropped_rows[rows, heads, queries].flip(2)
-                own_sums = log_sums[rows, heads, queries]
-                for piece in _pieces(scores):
-                    x = scratch.scaled(scores[piece], own_bias, piece, scale)
-                    probabilities[piece] = _exponentials(x.sub_(own_sums[piece]))
-                    if drops is not None:
-                        left[piece] = _drop(x, drops[piece], key_places[piece[0]], p)
-                part = torch.bmm(_stacked(left, one_k).mT, stacked_gradient)
-                of_v[rows, groups, keys] += part.view_as(one_v)
-                torch.bmm(stacked_gradient, stacked_v.mT, out=_stacked(of_probabilities, one_k))
-                of_scores = scores  # which are not needed any more
-                for piece in _pieces(scores):
-                    if drops is not None:
+                if not kept.numel():
+                    torch.bmm(stacked_q, stacked_k.mT, out=_stacked(probabilities, one_k))
+                    own_bias = _of_heads(bias, heads, probabilities)
+                    drops = None if dropped_rows is None else dropped_rows[rows, heads, queries].flip(2)
+                    own_sums = log_sums[rows, heads, queries]
+                    for piece in _pieces(probabilities):
+                        own = probabilities[piece]
+                        x = scratch.scaled(own, own_bias, piece, scale)
+                        own.copy_(_exponentials(x.sub_(own_sums[piece])))
+                        if drops is not None:
+                            left[piece] = _drop(x, drops[piece], key_places[piece[0]], p)
+                _add_product(of_v[rows, groups, keys], _stacked(left, one_k).mT, stacked_gradient, 1.0)
+                torch.bmm(stacked_gradient, stacked_v.mT, out=_stacked(of_scores, one_k))
+                for piece in _pieces(probabilities):
+                    own = of_scores[piece]  # of probabilities, still
+                    if dropped:
                         # One that was 0 before has no part in the gradient anyway.
-                        of_probabilities[piece].mul_(left[piece].sign()).div_(1 - p)
-                    torch.ops.aten._softmax_backward_data.out(
-                        of_probabilities[piece], probabilities[piece], -1, q.dtype, grad_input=of_scores[piece]
-                    )
+                        own.mul_(left[piece].sign()).div_(1 - p)
+                    torch.ops.aten._softmax_backward_data.out(own, probabilities[piece], -1, q.dtype, grad_input=own)
                 stacked = _stacked(of_scores, one_k)
-                part = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale)
-                of_q[rows, heads, queries] = part.view_as(one_q).flip(2)
-                part = torch.baddbmm(stacked_k, stacked.mT, stacked_q, beta=0, alpha=scale)
-                of_k[rows, groups, keys] += part.view_as(one_k)
+                of_chunk = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale).view_as(one_q)
+                of_q[rows, heads, queries] = _backwards(of_chunk)
+                _add_product(of_k[rows, groups, keys], stacked.mT, stacked_q, scale)
     return of_q, of_k, of_v
 
 
-def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, p: float) -> tuple[Tensor, Tensor, Tensor]:
     n_rows, n_heads, n_queries, _ = q.shape
     # As the projection behind it reads it: [B, S, H, K].
     out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(n_rows, n_heads, n_queries, 1, dtype=torch.float32)
+    kept = q.new_empty(0 if p else _n_kept(q, k, v, rule))  # what dropout left is not enough for backward
+    return out, q.new_empty(n_rows, n_heads, n_queries, 1, dtype=torch.float32), kept
+
+
+def _n_kept(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> int:
+    """How many probabilities wait for backward: all, where a head's take no more memory than its q, k, v and result."""
+    n_pairs = sum((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in _chunks(rule))
+    n_beside = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
+    return q.shape[0] * q.shape[1] * n_pairs if n_pairs <= KEPT_SHARE * n_beside else 0
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,9 +248,12 @@ class _Scratch:
 
     Args:
         n: how many such tensors, in the dtype of q.
+        kept: before those, one that is not used again: each chunk's begins where the one before ends. Empty: none.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int) -> None:
+    def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int, kept: Tensor) -> None:
+        self.kept = kept
+        self.n_taken = 0
         self.n_rows, self.n_heads = q.shape[:2]
         self.n_groups = k.shape[1]
         self.shared_by = self.n_heads // self.n_groups  # heads of q that share one of k
@@ -262,7 +279,12 @@ class _Scratch:
     def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """Each tensor as scores [rows, heads, C, keys], of queries [rows, heads, C, K] and keys [.., .., keys, K]."""
         shape = (*q.shape[:3], k.shape[2])
-        return [tensor[: math.prod(shape)].view(shape) for tensor in self.tensors]
+        size = math.prod(shape)
+        tensors = self.tensors
+        if self.kept.numel():
+            tensors = [self.kept[self.n_taken :], *tensors]
+            self.n_taken += size
+        return [tensor[:size].view(shape) for tensor in tensors]
 
     def scaled(self, scores: Tensor, bias: Tensor | None, piece: tuple[slice, ...], scale: float) -> Tensor:
         """A piece of scores in fp32, with what the rule adds."""
@@ -270,6 +292,15 @@ class _Scratch:
         if bias is None:
             return x.mul_(scale)
         return torch.add(bias[piece], x, alpha=scale, out=x)
+
+
+def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
+    """Add x y scale to a slice [rows, groups, keys, K]; the product starts from its numbers, and rounds the sum."""
+    # Of what is not contiguous the library would make copies itself, there and back.
+    part = to.flatten(0, 1)
+    torch.baddbmm(part, x, y, alpha=scale, out=part)
+    if part.data_ptr() != to.data_ptr():
+        to.copy_(part.view_as(to))
 
 
 def _stacked(x: Tensor, k: Tensor) -> Tensor:
@@ -316,8 +347,9 @@ def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
 
 
 @attention_cpu.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    return _results(q, v)
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rule = AttentionRule(*fields[:N_TENSORS], *fields[N_TENSORS + 3 : -1])
+    return _results(q, k, v, rule, fields[-1])
 
 
 @attention_cpu_backward.register_fake
@@ -325,17 +357,18 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tupl
     return _gradients(q, k, v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, scale, *fields = inputs
-    ctx.save_for_backward(q, k, v, output[1], *fields[: N_TENSORS + 3])
+    ctx.save_for_backward(q, k, v, *output[1:], *fields[: N_TENSORS + 3])
     ctx.scale = scale
     ctx.settings = fields[N_TENSORS + 3 :]
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, log_sums, *tensors = ctx.saved_tensors
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, log_sums, kept, *tensors = ctx.saved_tensors
     fields = (*tensors, *ctx.settings)
-    return *attention_cpu_backward(gradient, q, k, v, log_sums, ctx.scale, *fields), None, *(None for _ in fields)
+    gradients = attention_cpu_backward(gradient, q, k, v, log_sums, kept, ctx.scale, *fields)
+    return *gradients, None, *(None for _ in fields)
 
 
 # By this name recompute knows it.

@@ -15,6 +15,9 @@ from dtmega.rule import alibi_slopes, attention_rule
 from tests.test_attention import HEADS, PLACES, RULES, SAMPLES, H, S, T, dropout, in_order, qkv, said_twice, textbook
 
 SLOPES = alibi_slopes(H)
+# Shares of the memory of q, k, v and the result.
+PROBABILITIES_MADE_AGAIN = 0.0
+PROBABILITIES_KEPT = 9.0
 
 
 @pytest.fixture(autouse=True)
@@ -37,24 +40,26 @@ def relative(x: Tensor, truth: Tensor) -> float:
 
 @pytest.mark.parametrize("places", [*PLACES, "cross"])
 @pytest.mark.parametrize("words", RULES)
-def test_results_and_gradients_are_the_textbooks_but_for_the_rounding_of_bfloat16(words, places):
+def test_results_and_gradients_are_the_textbooks_but_for_the_rounding_of_bfloat16(words, places, monkeypatch):
     queries = PLACES["in order" if places == "cross" else places].repeat(2, 1)
     keys = in_order(T) if places == "cross" else queries
     keywords, added, allowed = said_twice(RULES[words], queries, keys)
     inputs = [x.requires_grad_() for x in qkv(S, torch.bfloat16, n_keys=keys.shape[1], shared_by=3)]
-    q, k, v = inputs
-    out = A.attention(q, k, v, attention_rule(queries, **keywords))
     wide = [x.detach().double().requires_grad_() for x in inputs]
     expected = textbook(wide[0], wide[1], wide[2], added, allowed)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ours = torch.autograd.grad(out, inputs, weights)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     truth = torch.autograd.grad(expected, wide, weights.double())
-    assert out.dtype == torch.bfloat16
-    assert relative(out, expected) < 5e-3  # the results alone, rounded: 2e-3
-    assert [relative(x, y) < 6e-3 for x, y in zip(ours, truth, strict=True)] == [True] * 3
     sees_none = ~allowed.any(-1).expand(2, H, S)
-    assert (out[sees_none] == 0).all()
-    assert (ours[0][sees_none] == 0).all()
+    for share in (PROBABILITIES_MADE_AGAIN, PROBABILITIES_KEPT):
+        monkeypatch.setattr(C, "KEPT_SHARE", share)
+        q, k, v = inputs
+        out = A.attention(q, k, v, attention_rule(queries, **keywords))
+        ours = torch.autograd.grad(out, inputs, weights)
+        assert out.dtype == torch.bfloat16
+        assert relative(out, expected) < 5e-3  # the results alone, rounded: 2e-3
+        assert [relative(x, y) < 6e-3 for x, y in zip(ours, truth, strict=True)] == [True] * 3
+        assert (out[sees_none] == 0).all()
+        assert (ours[0][sees_none] == 0).all()
 
 
 def settings(rule: R.AttentionRule) -> tuple[Any, ...]:
@@ -63,7 +68,8 @@ def settings(rule: R.AttentionRule) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("words", ["BLOOM in documents", "BERT", "Mistral"])
-def test_dropped_are_the_probabilities_that_the_plain_formula_drops(words):
+def test_dropped_are_the_probabilities_that_the_plain_formula_drops(words, monkeypatch):
+    monkeypatch.setattr(C, "KEPT_SHARE", PROBABILITIES_KEPT)  # but for dropout
     queries = in_order(S)
     keywords, _, _ = said_twice(RULES[words], queries, queries)
     rule = attention_rule(queries, **keywords)
@@ -77,6 +83,20 @@ def test_dropped_are_the_probabilities_that_the_plain_formula_drops(words):
         results.append((out, *torch.autograd.grad(out, (q, k, v), weights.to(out.dtype))))
     errors = [relative(x, y) for x, y in zip(*results, strict=True)]
     assert max(errors) < 8e-3, errors
+
+
+def test_probabilities_are_kept_where_they_take_no_more_memory_than_q_k_v_and_the_result(monkeypatch):
+    monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 256)
+    monkeypatch.setattr(C, "SHORT_CHUNK", 128)
+    monkeypatch.setattr(C, "CACHED_SCORES", 2**18)
+    kept = {}
+    for n in (256, 512):
+        q, k, v = (torch.zeros(2, 8, n, 64, dtype=torch.bfloat16) for _ in range(3))
+        rule = attention_rule(torch.arange(n).expand(2, -1), causal=True)
+        _, _, probabilities = C.attention_cpu(q, k, v, 0.125, *settings(rule))
+        kept[n] = probabilities.numel()
+    # Two chunks of queries, of which the first sees half of the keys.
+    assert kept == {256: 2 * 8 * 128 * (128 + 256), 512: 0}
 
 
 def test_a_sample_and_a_head_have_the_same_numbers_whatever_else_is_in_the_batch():
@@ -116,8 +136,8 @@ def test_no_number_is_denormal(monkeypatch):
     rule = attention_rule(in_order(256), causal=True, slopes=SLOPES)
     fields = settings(rule)
     with Watched():
-        out, log_sums = C.attention_cpu._init_fn(q, k, v, 0.25, *fields)
-        C.attention_cpu_backward._init_fn(out, q, k, v, log_sums, 0.25, *fields)
+        out, *found = C.attention_cpu._init_fn(q, k, v, 0.25, *fields)
+        C.attention_cpu_backward._init_fn(out, q, k, v, *found, 0.25, *fields)
     assert len(seen) > 100
     assert not any(seen)
 
@@ -148,5 +168,5 @@ def test_the_operators_keep_torchs_contract():
     torch.use_deterministic_algorithms(False)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(C.attention_cpu, (q, k, v, 0.25, *fields), test_utils=tests)
-    out, log_sums = C.attention_cpu(q, k, v, 0.25, *fields)
-    torch.library.opcheck(C.attention_cpu_backward, (out, q, k, v, log_sums, 0.25, *fields), test_utils=tests)
+    out, *found = C.attention_cpu(q, k, v, 0.25, *fields)
+    torch.library.opcheck(C.attention_cpu_backward, (out, q, k, v, *found, 0.25, *fields), test_utils=tests)
