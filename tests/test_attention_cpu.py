@@ -18,6 +18,9 @@ SLOPES = alibi_slopes(H)
 # Shares of the memory of q, k, v and the result.
 PROBABILITIES_MADE_AGAIN = 0.0
 PROBABILITIES_KEPT = 9.0
+# Scores of a product: of some heads that share one of k, or of both samples.
+ONE_GROUP = 2 * 64 * S
+BOTH_SAMPLES = 12 * 64 * S
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def in_small_parts_of_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setattr(A, "FAST_PRODUCTS", True)
     monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 64)
     monkeypatch.setattr(C, "SHORT_CHUNK", 40)
-    monkeypatch.setattr(C, "PRODUCT_SCORES", 2 * 64 * S)
+    monkeypatch.setattr(C, "PRODUCT_SCORES", ONE_GROUP)
     monkeypatch.setattr(C, "CACHED_SCORES", 1000)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
@@ -50,8 +53,9 @@ def test_results_and_gradients_are_the_textbooks_but_for_the_rounding_of_bfloat1
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     truth = torch.autograd.grad(expected, wide, weights.double())
     sees_none = ~allowed.any(-1).expand(2, H, S)
-    for share in (PROBABILITIES_MADE_AGAIN, PROBABILITIES_KEPT):
+    for share, size in ((PROBABILITIES_MADE_AGAIN, ONE_GROUP), (PROBABILITIES_KEPT, BOTH_SAMPLES)):
         monkeypatch.setattr(C, "KEPT_SHARE", share)
+        monkeypatch.setattr(C, "PRODUCT_SCORES", size)
         q, k, v = inputs
         out = A.attention(q, k, v, attention_rule(queries, **keywords))
         ours = torch.autograd.grad(out, inputs, weights)
