@@ -296,11 +296,8 @@ class _Scratch:
 
 def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
     """Add x y scale to a slice [rows, groups, keys, K]; the product starts from its numbers, and rounds the sum."""
-    # Of what is not contiguous the library would make copies itself, there and back.
-    part = to.flatten(0, 1)
+    part = to.view(-1, *to.shape[2:])
     torch.baddbmm(part, x, y, alpha=scale, out=part)
-    if part.data_ptr() != to.data_ptr():
-        to.copy_(part.view_as(to))
 
 
 def _stacked(x: Tensor, k: Tensor) -> Tensor:
