@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtmega import config, drift, families, optim, softmax
 from dtmega.data.objectives import Objective
 from dtmega.data.sums import Tally
-from dtmega.fsdp import apply_fsdp, release, reshards, sync_gradients, wraps
+from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
 from dtmega.fsdp.replicas import Replicas
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
@@ -89,6 +89,7 @@ class ShardedModel:
                 in_loss = tally.add_all(model(**microbatch))
                 factors = [torch.full_like(total, factor) for total, factor in in_loss]
                 torch.autograd.backward([total for total, _ in in_loss], factors)
+            release(model)
         self._count_missing_gradients_as_zero()
         for replicas in self.replicas:
             replicas.finish()
@@ -254,6 +255,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             stage.compile_losses()
     if wraps(cfg, world.sizes):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
+    elif keeps_masters(cfg, world.sizes):
+        keep_masters(stage, cfg)
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial

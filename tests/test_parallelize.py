@@ -269,6 +269,56 @@ def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it_on_the_sh
     assert dropped.item() != pytest.approx(found.item(), rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_on_one_process_mixed_precision_has_the_numbers_of_fsdp2_to_the_bit(alone, dtype, mode):
+    keys = {"precision__params": dtype, "recompute__mode": mode, "model__hidden_dropout": 0.1}
+    plain, wrapped = alone(**keys), alone(**keys, fsdp__cpu_offload=True)
+    for model in (plain, wrapped):
+        dict(model.named_parameters())["layers.1.mlp.up.weight"].requires_grad_(False)
+    for step in range(2):
+        losses = [model.forward_backward(microbatches(), {"tokens": 7.0}) for model in (plain, wrapped)]
+        assert torch.equal(*losses)
+        theirs = dict(wrapped.named_parameters())
+        for name, parameter in plain.named_parameters():
+            assert (parameter.dtype, type(parameter)) == (torch.float32, torch.nn.Parameter)
+            gradient = theirs[name].grad
+            if gradient is None:
+                assert parameter.grad is None, name
+                continue
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, local(gradient)), (step, name)
+            with torch.no_grad():
+                for each, its in ((parameter, parameter.grad), (local(theirs[name].detach()), local(gradient))):
+                    each -= 0.1 * its
+        for model in (plain, wrapped):
+            for _, parameter in model.named_parameters():
+                parameter.grad = None
+
+
+def test_copies_that_compute_have_no_memory_between_steps_and_none_after_their_last_gradient(alone, monkeypatch):
+    model = alone(precision__params="bfloat16")
+    (stage,) = model.stages.values()
+    seen: list[dict[str, int]] = []
+    honest = fsdp.release
+
+    def release(stage: torch.nn.Module) -> None:
+        assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
+        seen.append({name: p.untyped_storage().size() for name, p in stage.named_parameters()})
+        copies.extend(stage.parameters())
+        honest(stage)
+
+    copies: list[Tensor] = []
+    monkeypatch.setattr("dtmega.parallelize.release", release)
+    model.losses(microbatches())
+    assert {copy.untyped_storage().size() for copy in copies} == {0}
+    model.forward_backward(microbatches(), {"tokens": 7.0})
+    in_use, freed = seen
+    assert in_use == {name: 2 * p.numel() for name, p in stage.named_parameters()}
+    assert set(freed.values()) == {0}
+    assert {p.dtype for p in stage.parameters()} == {torch.float32}
+
+
 def test_initial_values_and_masks_are_those_of_the_seed(alone):
     model = alone(run__seed=7, model__hidden_dropout=0.5)
     weight = dict(model.named_parameters())["embed.weight"]
@@ -354,7 +404,8 @@ class Flat(TorchDispatchMode):
 
 
 def test_without_other_ranks_the_gradients_of_a_block_are_cast_into_one_buffer_and_not_divided(alone):
-    model = alone(precision__params="bfloat16")
+    # What asks for offloading is wrapped by FSDP2, on one process too.
+    model = alone(precision__params="bfloat16", fsdp__cpu_offload=True)
     (stage,) = model.stages.values()
     counts = {"tokens": 7.0}
     model.forward_backward(microbatches(), counts)

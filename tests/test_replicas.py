@@ -130,14 +130,16 @@ def test_messages_bring_what_the_collectives_would_and_add_up_in_the_order_of_ra
 
 
 def test_fsdp2_is_left_out_where_nothing_is_cut_cast_or_offloaded():
-    def asked(replicas: int = 1, shards: int = 1, **sections: Any) -> bool:
+    def asked(replicas: int = 1, shards: int = 1, tp: int = 1, **sections: Any) -> bool:
         cfg = config.validate({"train": {"steps": 1}, **sections}, "test")
-        return wraps(cfg, {"dp_replicate": replicas, "dp_shard": shards})
+        return wraps(cfg, {"dp_replicate": replicas, "dp_shard": shards, "tp": tp})
 
     assert not asked()
     assert not asked(replicas=2)
     assert asked(shards=2)
-    assert asked(precision={"params": "bfloat16"})
+    assert asked(tp=2, precision={"params": "bfloat16"})
+    assert not asked(precision={"params": "bfloat16"})  # one process casts them by itself
+    assert asked(precision={"params": "bfloat16", "reduce": "bfloat16"})
     assert asked(replicas=2, precision={"reduce": "bfloat16"})
     assert not asked(precision={"reduce": "bfloat16"})
     assert asked(fsdp={"cpu_offload": True})

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from dtmega import config
+from dtmega.fsdp.masters import Masters
 from dtmega.fsdp.sends import Gathers, ReducesAndScatters
 from dtmega.shards import dim_to_cut
 
@@ -18,10 +19,19 @@ from dtmega.shards import dim_to_cut
 def wraps(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
     """Tell whether FSDP2 has something to do: weights are cut, cast or offloaded, or their gradients' sums are cast.
 
-    Where it has not, gradients stay where backward puts them (`replicas.py`). `sizes` are the resolved ones.
+    Where it has not, gradients stay where backward puts them (`replicas.py`), or a single process casts what it has
+    (`masters.py`). `sizes` are the resolved ones.
     """
+    if keeps_masters(cfg, sizes):
+        return False
     casts = cfg.precision.params != "float32" or (cfg.precision.reduce != "float32" and sizes["dp_replicate"] > 1)
     return sizes["dp_shard"] > 1 or casts or cfg.fsdp.cpu_offload
+
+
+def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
+    """Tell whether casts are all that there is to do: mixed precision on one process, with sums in fp32."""
+    alone = all(size == 1 for size in sizes.values()) and not cfg.fsdp.cpu_offload
+    return alone and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
 
 
 def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
@@ -95,8 +105,20 @@ class _NothingToReduce:
         raise AssertionError("one rank has nothing to reduce")
 
 
+def keep_masters(model: nn.Module, cfg: config.Config) -> None:
+    """Let a model that is whole on one process compute in `precision.params`; its parameters stay fp32."""
+    model.masters = Masters(model, getattr(torch, cfg.precision.params))  # pyright: ignore[reportArgumentType]
+
+
+def _masters(model: nn.Module) -> Masters | None:
+    return getattr(model, "masters", None)
+
+
 def release(model: nn.Module) -> None:
-    """Put the shards back after a forward without backward; optimizer and checkpoint know only these."""
+    """Put the fp32 parameters back where forward did not end in backward; optimizer and checkpoint know only these."""
+    masters = _masters(model)
+    if masters is not None:
+        masters.release()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -107,6 +129,9 @@ def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) ->
 
     Until then the root's weights stay gathered too, and the blocks' unless `reshard` trades traffic for memory.
     """
+    masters = _masters(model)
+    if masters is not None:
+        masters.last = last_microbatch
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last_microbatch)
         model.set_reshard_after_backward(last_microbatch, recurse=not reshard)

@@ -1,0 +1,101 @@
+"""Mixed precision on one process: parameters stay fp32, and copies in another dtype compute.
+
+FSDP2 does this too, but as if there were others to gather from and to reduce with: on one process it copies weights
+twice, and gradients into a flat buffer by way of a second one (torch 2.13). Here each is cast once. The numbers are
+FSDP2's to the bit: a microbatch's gradient is rounded to the dtype of the copies, and added up in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Masters:
+    """The fp32 parameters of a model, which optimizer and checkpoints know, and the copies of them that compute.
+
+    From a forward of the model to `release` the copies stand in the places of the parameters. Between steps they have
+    no memory. A gradient of a copy is added to the parameter's, and freed, as soon as backward has it.
+
+    Args:
+        model: its parameters may still get their memory.
+        dtype: of the copies.
+
+    Attributes:
+        last: backward is that of a step's last microbatch, and frees each copy with its gradient.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.last = True
+        self._dtype = dtype
+        self._slots: list[_Slot] = []
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._computing = False
+        model.register_forward_pre_hook(self._compute)
+
+    def _compute(self, model: nn.Module, _: Any) -> None:
+        if self._computing:
+            return
+        if not self._slots:
+            self._slots = [
+                _Slot(module, name, parameter)
+                for module in model.modules()
+                for name, parameter in module.named_parameters(recurse=False)
+            ]
+            # A tied parameter has several slots and one copy.
+            self._copies = {slot.master: self._copy(slot.master) for slot in self._slots}
+        with torch.no_grad():
+            for master, copy in self._copies.items():
+                _allocate(copy)
+                copy.copy_(master)
+        for slot in self._slots:
+            slot.module._parameters[slot.name] = self._copies[slot.master]
+        self._computing = True
+
+    def _copy(self, master: nn.Parameter) -> nn.Parameter:
+        copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype), requires_grad=master.requires_grad)
+        if not master.requires_grad:
+            return copy
+
+        def add_up(_: Tensor) -> None:
+            gradient = copy.grad
+            copy.grad = None
+            assert gradient is not None
+            if master.grad is None:
+                # The optimizer's kernel wants the parameter's strides.
+                master.grad = torch.empty_like(master).copy_(gradient)
+            else:
+                master.grad += gradient
+            if self.last:
+                _free(copy)
+
+        copy.register_post_accumulate_grad_hook(add_up)
+        return copy
+
+    def release(self) -> None:
+        """Put the parameters back, after a step or after forwards without backward."""
+        if not self._computing:
+            return
+        for slot in self._slots:
+            slot.module._parameters[slot.name] = slot.master
+        for copy in self._copies.values():
+            _free(copy)
+        self._computing = False
+
+
+class _Slot(NamedTuple):
+    """The place of a parameter in a module."""
+
+    module: nn.Module
+    name: str
+    master: nn.Parameter
+
+
+def _allocate(copy: Tensor) -> None:
+    copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+
+
+def _free(copy: Tensor) -> None:
+    copy.untyped_storage().resize_(0)
