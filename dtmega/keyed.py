@@ -51,9 +51,9 @@ def fold(index: Tensor) -> Tensor:
     return (index ^ mix((index >> 32).to(torch.int32))).to(torch.int32)
 
 
-def keep(p: float, rows: Tensor, columns: Tensor) -> Tensor:
+def keep(p: float, rows: Numbers, columns: Numbers) -> Numbers:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
-    hashed = mix(rows.unsqueeze(-1) ^ mix(columns))
+    hashed = mix(rows[..., None] ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
 
 
