@@ -4,6 +4,7 @@
     python tests/planted.py --quick           those whose tests take seconds
     python tests/planted.py optim "test loss" those with one of these words in their line of --list
     python tests/planted.py --list            one fault a line
+    python tests/planted.py --log FILE        also write the answers to FILE; what it says was noticed is not run again
 
 The faults stand in `tests/planted/*.toml`, a file for each part of the house:
 
@@ -24,8 +25,10 @@ Exit code: 0 if all were noticed, 1 if one was not, 2 if the table does not fit 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -36,7 +39,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -50,12 +53,19 @@ IMPORTS = (
     "numpy",
     "pydantic",
     "safetensors.torch",
+    "tensorboardX",
     "tokenizers",
     "torch",
+    "torch._dynamo",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.debug",
+    "torch._inductor.pattern_matcher",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "torchdata.stateful_dataloader",
+    "transformers.modeling_utils",
 )
 PR_SET_PDEATHSIG = 1
 
@@ -134,23 +144,44 @@ def run_tests(fault: Fault, copy: Path) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     os.chdir(copy)
-    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    # Plugins of what is imported already, as anyio's, would be warned of.
+    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     sys.path.insert(0, str(copy))
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(copy / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream.fileno())
-    failures = Failures()
+    failures = Failures(fault.tests)
     try:
+        with contextlib.suppress(BaseException):  # what the fault breaks here breaks the tests too
+            start_ranks()
         code = pytest.main([*fault.tests, "-p", "no:cacheprovider"], plugins=[failures])
         (copy / "answer").write_text(json.dumps({"code": code, "failed": sorted(failures.failed)}))
     finally:
         os._exit(0)
 
 
-class Failures:
-    """A pytest plugin: which tests failed, or could not be imported."""
+def start_ranks() -> None:
+    """Fork the server of the tests' processes, if this repository has one: spawned, it would import all of torch."""
+    if importlib.util.find_spec("tests.ranks"):
+        ranks = importlib.import_module("tests.ranks")
+        ranks.start_method = "fork"
+        ranks.forks()
 
-    def __init__(self) -> None:
+
+class Failures:
+    """A pytest plugin: which tests failed, or could not be imported.
+
+    Attributes:
+        wanted: the tests of a fault; of one without `[...]`, no case is run after one that failed.
+    """
+
+    def __init__(self, wanted: Sequence[str]) -> None:
+        self.wanted = wanted
         self.failed: set[str] = set()
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """True, which is that it has been run, where nothing more is to be learned from it."""
+        function = item.nodeid.partition("[")[0]
+        return True if function in self.failed and item.nodeid not in self.wanted else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -209,6 +240,11 @@ def run(root: Path, faults: list[Fault], jobs: int, timeout_s: float) -> Iterato
                 idle.append(one.copy)
 
 
+def noticed(log: str) -> set[str]:
+    """The faults, as --list has them, that a log says were noticed."""
+    return {line.split("  ", 1)[1] for line in log.splitlines() if line.startswith("noticed in ")}
+
+
 def kill_session(leader: int) -> None:
     """Kill a process and what it started: a test that failed may have left some."""
     try:
@@ -223,6 +259,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="only those whose tests take seconds")
     parser.add_argument("--list", action="store_true", help="one fault a line; nothing is run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (default: one a core)")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="continue what it has: add to it, skip what was noticed"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for the tests of one fault")
     args = parser.parse_args(argv)
 
@@ -235,10 +274,16 @@ def main(argv: list[str]) -> int:
     if args.list:
         print("\n".join(f"{fault}{f' (unseen: {fault.unseen})' if fault.unseen else ''}" for fault in chosen))
         return 0
+    before = noticed(args.log.read_text()) if args.log and args.log.exists() else set()
     unnoticed = 0
-    for fault, why, took_s in run(ROOT, [f for f in chosen if f.tests], args.jobs, args.timeout):
-        unnoticed += why != ""
-        print(f"{'NOT NOTICED' if why else 'noticed'} in {took_s:.1f} s  {fault}  {why}".rstrip(), flush=True)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(args.log.open("a")) if args.log else None
+        waiting = [fault for fault in chosen if fault.tests and str(fault) not in before]
+        for fault, why, took_s in run(ROOT, waiting, args.jobs, args.timeout):
+            unnoticed += why != ""
+            line = f"{'NOT NOTICED' if why else 'noticed'} in {took_s:.1f} s  {fault}  {why}".rstrip()
+            for file in (sys.stdout, log):
+                print(line, file=file, flush=True) if file else None
     unseen = sum(bool(fault.unseen) for fault in chosen)
     print(f"{len(chosen) - unseen - unnoticed} of {len(chosen)} noticed, {unseen} cannot be seen, {unnoticed} were not")
     return int(unnoticed > 0)

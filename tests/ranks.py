@@ -36,6 +36,9 @@ import torch.distributed as dist
 
 from dtmega.job import PR_SET_PDEATHSIG
 
+# How the server starts: clean, whatever this process has loaded. `planted.py` forks it, from a process that has loaded
+# other projects only.
+start_method = "spawn"
 FROM_INSIDE_COMPILE = (
     "`torch.jit.script_method` is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
@@ -104,7 +107,7 @@ class Forks:
 
     def __init__(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = multiprocessing.get_context(start_method).Process(target=_serve, args=(theirs,), daemon=True)
         with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # else numpy starts threads when it is imported
             self._process.start()
         theirs.close()

@@ -36,7 +36,7 @@ def test_the_runner_lists_a_fault_that_no_test_notices_and_leaves_the_code_as_it
     shutil.copy(planted.__file__, tmp_path / "tests")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     # What the tests of this repository import, those of that one do without.
-    code = "import planted; planted.IMPORTS = (); raise SystemExit(planted.main(['--jobs=1']))"
+    code = "import planted; planted.IMPORTS = (); raise SystemExit(planted.main(['--jobs=1', '--log=log']))"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "tests")}
     run = [sys.executable, "-c", code]
     ended = subprocess.run(run, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -49,6 +49,8 @@ def test_the_runner_lists_a_fault_that_no_test_notices_and_leaves_the_code_as_it
     }
     assert ended.returncode == 1
     assert (tmp_path / "code_under_test.py").read_text() == CODE
+    # What another run with the same log passes over.
+    assert planted.noticed((tmp_path / "log").read_text()) == {"code_under_test.py: a difference"}
 
 
 def test_an_entry_whose_line_or_test_is_gone_is_a_mistake():
