@@ -1,3 +1,4 @@
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -6,6 +7,11 @@ import pytest
 
 # By CPU seconds. A file stays in one process, and none should come last.
 LONGEST = ("parity", "hf_plans", "hf_train", "torchrun", "pipelining", "resume", "train", "endings", "job", "evaluate")
+
+# Inductor would compile eight small programs to learn what the CPU says of itself, and a header, which takes longer
+# than it saves for a handful of kernels, and would start processes for each core.
+for _name, _value in (("VEC_ISA_OK", "1"), ("CPP_CACHE_PRECOMPILE_HEADERS", "0"), ("COMPILE_THREADS", "1")):
+    os.environ.setdefault(f"TORCHINDUCTOR_{_name}", _value)
 
 # A shell may start a job in the background with these ignored, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

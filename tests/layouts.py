@@ -102,8 +102,8 @@ PREFIX = {"data.objective": "prefix-lm", "data.reweight_positions": True, "data.
 # where the data is cut, of 2 each.
 PAIRS, FOURS = {"batch.micro_batch_size": 2}, {"batch.micro_batch_size": 4}
 TP2 = {"mesh.tp": 2} | FOURS
-# One layout of each axis runs with what a run of a user has beside the numbers; one of them is enough for workers, each
-# of which imports torch.
+# One layout of each axis runs with what a run of a user has beside the numbers; one of them all is enough for workers,
+# each of which imports torch.
 TENSORBOARD = {"log.tensorboard": True}
 AS_USED = TENSORBOARD | {"data.num_workers": 1}
 
@@ -180,7 +180,7 @@ OF_T5: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: LAYOUTS[name] for name in ("pp 2, Interleaved1F1B", "pp 4", "V 131, dp_shard 4")},
     **{name: LAYOUTS[name] for name in ("V 128 padded to 144, tp 4", "microbatches of 8", "recompute selective")},
     **{name: LAYOUTS[name] for name in ("compile", "compile, tp 2", "bf16, tp 2", "bf16, dp_shard 2")},
-    "HSDP 2 x 2": (4, LAYOUTS["HSDP 2 x 2"][1] | AS_USED),
+    "HSDP 2 x 2": (4, LAYOUTS["HSDP 2 x 2"][1] | TENSORBOARD),
     "pp 3, split": (3, {"mesh.pp": 3} | SPLIT | PAIRS),
     "pp 4, split": (4, {"mesh.pp": 4} | SPLIT),
     "V 131, pp 2 x tp 2": (4, V131 | {"mesh.pp": 2, "mesh.tp": 2} | PAIRS | TENSORBOARD),

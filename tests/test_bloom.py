@@ -180,7 +180,7 @@ def test_block_compiled_gives_the_same_loss_and_gradients():
     for compiled in (False, True):
         model = small(6, hidden_dropout=0.1)
         if compiled:
-            # Inductor's numbers are those of the run that compiles in test_parity.py.
+            # Inductor's numbers are those of the run that compiles in test_parity.py, with `-m full`.
             model.layers["1"].compile(fullgraph=True, backend="aot_eager")
         loss = model(tokens, labels, torch.tensor([1, 2]))["lm"]
         loss.backward()

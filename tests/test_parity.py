@@ -1,24 +1,27 @@
 """The layout never changes the numbers: a debug model of each family, many layouts, and one process as the truth."""
 
+import contextlib
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dtmega import config, families, parallelize, step, train
 from dtmega.data.rows import IGNORED
 from dtmega.data.text import open_text
 from dtmega.pipelining.tied import Tied
 from dtmega.plans import styles
+from tests import layouts
 from tests.layouts import (
     FAMILIES,
     FP32,
-    LAYOUTS,
     PAIRS,
     TP2,
     Run,
@@ -70,10 +73,16 @@ def run(tmp_path_factory, data):
     return run
 
 
+# Inductor writes 18 files of C++ for a block and its backward, which take a minute of a compiler that has none of them
+# yet. All that is before it (Dynamo, autograd, decompositions, the partition) is run by every `make test`, and so are
+# the two kernels of a loss in test_loss.py.
+TRACED = "compile, without Inductor"
+LAYOUTS = layouts.LAYOUTS | {TRACED: layouts.LAYOUTS["compile"]}
+
 # Larger versions of layouts that stay, one whose time goes into compiling, and schedules that test_pipelining.py also
 # compares with one process, for fewer steps. V = 131 on tp 2 is in test_resume.py.
 FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
-FULL |= {"compile, tp 2", "bf16, tp 2", "V 131, tp 2", "fp16, dp_shard 2", "prefix, tp 2"}
+FULL |= {"compile", "compile, tp 2", "bf16, tp 2", "V 131, tp 2", "fp16, dp_shard 2", "prefix, tp 2"}
 FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x tp 2
 FULL |= {"gpt, tp 4", "gpt, recompute full, tp 2"}  # whose plan is BLOOM's but for its positions
 # tp 4 has all of Llama's plan: it copies heads of keys.
@@ -102,6 +111,13 @@ class Pair(NamedTuple):
     said: str
 
 
+@contextlib.contextmanager
+def planting(folder: str, without_inductor: bool) -> Iterator[None]:
+    traced = partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition")
+    with keeping_initial(folder), patch.object(nn.Module, "compile", traced if without_inductor else nn.Module.compile):
+        yield
+
+
 @pytest.fixture(scope="session")
 def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     """Every layout of this session, in one group of processes: most of what a short run takes comes once a process."""
@@ -120,7 +136,7 @@ def trained(request, tmp_path_factory, data) -> dict[str, Pair]:
     folders = {what: folder / str(i) for i, what in enumerate(wanted)}
     trainings = []
     for what, (n, keys) in wanted.items():
-        plant = partial(keeping_initial, str(folders[what]))
+        plant = partial(planting, str(folders[what]), what == TRACED)
         every = debug_keys(data[family(keys)] | keys)
         trainings.append(Training(n, every, folders[what] / "run", plant))
     samples = dict(zip(wanted, train_all(trainings), strict=True))
