@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ from torch.distributed.tensor import Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, plans
+from dtmega.plans import mappings, products
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Plan, Row
 from dtmega.recompute import recompute
+from dtmega.shards import local
 from tests import ranks
 from tests.ranks import message
 
@@ -159,6 +163,7 @@ def measured(mesh: DeviceMesh, sp: bool, how: str) -> dict[str, Any]:
     plans.sum_partial_gradients(model, partial, mesh)
     expected = whole(leaf)
     (expected * towards).sum().backward()
+    bits = [given.grad, *(local(p.grad) for p in model.parameters())]
     errors = {"output": error(out, mine(expected)), "dx": error(given.grad, mine(leaf.grad))}
     for (name, p), q in zip(model.named_parameters(), whole.named_parameters(), strict=True):
         errors[name] = error(p.grad.full_tensor(), q[1].grad)
@@ -166,19 +171,109 @@ def measured(mesh: DeviceMesh, sp: bool, how: str) -> dict[str, Any]:
             errors[f"{name} here"] = error(p.grad.to_local(), q[1].grad)
     return {
         "errors": errors,
+        "bits": bits,
         "partial": partial,
         "moves": [{kind: n for kind, n in m.counts.items() if kind} for m in (forward, backward)],
         "kept_bytes": sum(kept.values()),
     }
 
 
+class Feed(nn.Module):
+    """A region of one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, FFN), nn.Linear(FFN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Order(TorchDispatchMode):
+    """What happens, in a few words: "dX" and "dW" are products whose result has a row for each token, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.words += word_of(func, out)
+        return out
+
+
+def word_of(func: Any, out: Any) -> list[str]:
+    if "mm" in str(func):
+        return ["dX" if len(out) == B * S else "dW"]
+    return [kind] if (kind := kind_of(func)) else ["wait"] if "wait" in str(func) else []
+
+
+def orders(mesh: DeviceMesh, sp: bool) -> dict[str, list[str]]:
+    """The words of a backward: of regions with one product, with two and with three, and of one that is compiled."""
+
+    def backward(model: nn.Module, plan: Plan) -> list[str]:
+        plans.apply_plan(model, mesh, plan)
+        x = torch.randn(B, S // TP if sp else S, D, requires_grad=True)
+        out = model(x).sum()
+        order, honest = Order(), mappings.Started.wait
+
+        def wait(self: mappings.Started) -> Tensor:
+            order.words.append("wait")
+            return honest(self)
+
+        with patch.object(mappings.Started, "wait", wait), order:
+            out.backward()
+        return order.words
+
+    words: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            words.extend(word_of(node.target, node.meta.get("val")))
+        return make_boxed_func(graph)
+
+    feed: Plan = {"": Enter(sp), "up": Column(sp), "down": Row(sp)}
+    found = {"one": backward(Feed(), feed)}
+    found["two"] = backward(MLP(), {"": Enter(sp), "gate": Column(sp), "up": Column(sp), "down": Row(sp)})
+    kv = {"k": KVColumn(KV_HEADS, sp), "v": KVColumn(KV_HEADS, sp)}
+    found["three"] = backward(Attention(), {"": Enter(sp), "q": Column(sp), **kv, "out": Row(sp)})
+    compiled = Feed()
+    plans.apply_plan(compiled, mesh, feed)
+    compiled.compile(
+        fullgraph=True,
+        backend=aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph),
+            bw_compiler=compiler,
+            partition_fn=min_cut_rematerialization_partition,
+        ),
+    )
+    compiled(torch.randn(B, S // TP if sp else S, D, requires_grad=True)).sum().backward()
+    return found | {"compiled": words}
+
+
+def left_over(mesh: DeviceMesh, sp: bool) -> int:
+    """The regions that outlive a forward whose result is dropped, until a collector of cycles comes."""
+    model = Attention()
+    kv = {"k": KVColumn(KV_HEADS, sp), "v": KVColumn(KV_HEADS, sp)}
+    plans.apply_plan(model, mesh, {"": Enter(sp), "q": Column(sp), **kv, "out": Row(sp)})
+    gc.collect()
+    gc.disable()
+    try:
+        model(torch.randn(B, S // TP if sp else S, D, requires_grad=True))
+        return sum(isinstance(thing, products.Region) for thing in gc.get_objects())
+    finally:
+        gc.enable()
+
+
 HOWS = ("gathered again", "kept", "compiled", "recomputed", "recomputed, selective")
-CASES = [*((True, how) for how in HOWS), (False, "kept")]  # nothing is gathered without sequence parallelism
+CASES = [*((True, how) for how in HOWS), (False, "kept"), (False, "gathered again")]
 
 
 def everything() -> dict[Any, Any]:
     mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
     found: dict[Any, Any] = {case: measured(mesh, *case) for case in CASES}
+    found["left over"] = [left_over(mesh, sp) for sp in (True, False)]
+    found["orders"] = {sp: orders(mesh, sp) for sp in (True, False)}
     without = {name: word for name, word in table(True).items() if name != "*.mlp"}
     found["never"] = message(plans.apply_plan, layers(), mesh, without)
     found["twice"] = message(plans.apply_plan, layers(), mesh, {**table(True), "*.mlp.up": Column().entering()})
@@ -219,6 +314,41 @@ def test_regions_that_gather_again_keep_a_tp_th_of_their_inputs():
     for found in on_four():
         kept, again = (found[True, how]["kept_bytes"] for how in ("kept", "gathered again"))
         assert kept - again == inputs * (gathered_bytes - gathered_bytes // TP)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_regions_that_compute_while_gradients_travel_have_the_bits_of_those_that_wait(sp: bool):
+    for found in on_four():
+        for overlapped, blocking in zip(found[sp, "gathered again"]["bits"], found[sp, "kept"]["bits"], strict=True):
+            assert torch.equal(overlapped, blocking)
+
+
+def test_a_weights_gradient_is_computed_while_that_of_the_input_is_summed():
+    for found in on_four():
+        whole, cut = found["orders"][False], found["orders"][True]
+        row = ["dW", "dX"]  # by torch
+        last = ["dX", "allreduce", "dW", "wait"]
+        assert whole["one"] == [*row, *last]
+        assert whole["two"] == [*row, "dX", "dW", *last]
+        assert whole["three"] == [*row, "dX", "dW", "dX", "dW", *last]
+        # The input is gathered again while the gradient of the region's output is, and while products of that are made.
+        begin = ["allgather", "allgather", *row]
+        last = ["dX", "reducescatter", "dW", "wait"]
+        assert cut["one"] == [*begin, "dX", "reducescatter", "wait", "dW", "wait"]
+        assert cut["two"] == [*begin, "dX", "wait", "dW", *last]
+        assert cut["three"] == [*begin, "dX", "wait", "dW", "dX", "dW", *last]
+
+
+def test_in_a_compiled_region_of_one_product_the_sum_is_begun_before_the_weights_gradient_and_awaited_behind_it():
+    for found in on_four():
+        for sp, sum_ in ((True, "reducescatter"), (False, "allreduce")):
+            words = found["orders"][sp]["compiled"]
+            assert words[words.index(sum_) :] == [sum_, "dW", "wait"]
+
+
+def test_a_region_goes_with_its_graph():
+    for found in on_four():
+        assert found["left over"] == [0, 0]
 
 
 def test_gradients_of_copied_heads_are_partial_with_and_without_sequence_parallelism():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,7 +61,9 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
                 if isinstance(style, Style | Enter):
                     entered += [name] * style.enters
                     inside += [name] * style.inside
-    _check_regions(entered, inside)
+    n_products = Counter(_check_regions(entered, inside))
+    for name in entered:
+        model.get_submodule(name).alone = n_products[name] == 1  # pyright: ignore[reportArgumentType]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim >= 2 and not isinstance(parameter, DTensor):
             raise ValueError(f"no row of the plan cuts {name} {list(parameter.shape)}: a matrix needs a style")
@@ -157,8 +160,13 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _check_regions(entered: list[str], inside: list[str]) -> None:
-    """Check that a rank's features come from an input that was taken in once: any other gives wrong gradients."""
+def _check_regions(entered: list[str], inside: list[str]) -> list[str]:
+    """Check that a rank's features come from an input that was taken in once: any other gives wrong gradients.
+
+    Returns:
+        Of each name in `inside` where that was.
+    """
+    found = []
     for name in inside:
         around = [e for e in entered if e in ("", name) or name.startswith(f"{e}.")]
         if len(around) != 1:
@@ -166,6 +174,8 @@ def _check_regions(entered: list[str], inside: list[str]) -> None:
                 f"the input of {name} is taken in by {around or 'nothing'} of the plan, expected one: an Enter on a "
                 f"module around it, or Column(...).entering()"
             )
+        found += around
+    return found
 
 
 def _check_buffer(name: str, buffer: Any, style: ShardBuffer, tp: int) -> None:

@@ -44,11 +44,18 @@ class Stack:
         self.sequence_parallel = sequence_parallel
         self.cut = sequence_parallel
 
-    def enter(self, x: Tensor, group: ProcessGroup, again: bool = False) -> Tensor:
-        """The input of a region, [B, S, D]; `again`: no product keeps it, and `products.again` must follow."""
-        if not self.cut:
-            return mappings.copy(x, group)
-        return products.gather(x, group) if again else mappings.gather(x, group)
+    def enter(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        """The input of a region, [B, S, D]."""
+        return mappings.gather(x, group) if self.cut else mappings.copy(x, group)
+
+    def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
+        """The input of a region, [B, S, D], for its products; `products.again` must follow.
+
+        What is gathered no product keeps, unless the module is asked to (`keep_gathered`).
+        """
+        if not module.gathers_again:
+            return self.enter(x, group)
+        return products.enter(x, group, self.cut, module.alone)
 
     def leave(self, x: Tensor, group: ProcessGroup) -> Tensor:
         return mappings.scatter(x, group) if self.cut else mappings.add_up(x, group)
@@ -139,6 +146,7 @@ class Style(ParallelStyle):
         module.forward = types.MethodType(self._function, module)
         if self.enters:
             module.gathers_again = True  # pyright: ignore[reportArgumentType]
+            module.alone = False  # pyright: ignore[reportArgumentType]
         return module
 
 

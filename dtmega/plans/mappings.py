@@ -56,17 +56,25 @@ def whole(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The result of `gather`, without a gradient."""
-    if x.ndim == 2:
-        return _all_gather(x, group)
-    parts = _all_gather(x, group).unflatten(0, (group.size(), -1))
-    return parts.transpose(0, 1).flatten(1, 2)  # [tp, B, S/tp, D] -> [B, S, D]; no copy if B = 1
+    return by_row(_all_gather(x, group), group)
 
 
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _reduce_scatter(_by_rank(x, group), group)
+
+
+def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, S, D] -> [tp B, S/tp, D], what is one rank's together; rows are so already. No copy if B = 1."""
     if x.ndim == 2:
-        return _reduce_scatter(x, group)
-    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [B, S, D] -> [tp, B, S/tp, D]
-    return _reduce_scatter(parts.flatten(0, 1), group)
+        return x
+    return x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)
+
+
+def by_row(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `_by_rank`."""
+    if parts.ndim == 2:
+        return parts
+    return parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -112,6 +120,41 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     _reduce_scatter_into(mine, x, group=group)
     return mine
+
+
+class Started:
+    """A collective that is under way: its result is there once `wait` was called."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None) -> None:
+        self._result, self._work = result, work
+
+    def wait(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return functional.wait_tensor(self._result)
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+
+def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
+    """Begin what `gather` (`cut`) or `copy` does in backward with the gradient x, whose memory is used up by it."""
+    if cut:
+        parts = _by_rank(x, group).contiguous()
+        if torch.compiler.is_compiling():
+            name = group.group_name
+            return Started(torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", group.size(), name), None)
+        mine = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
+        return Started(mine, _reduce_scatter_into(mine, parts, group=group, async_op=True))
+    if torch.compiler.is_compiling():
+        return Started(torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name), None)
+    return Started(x, dist.all_reduce(x, group=group, async_op=True))
+
+
+def start_gathered(x: Tensor, group: dist.ProcessGroup) -> Started:
+    """Begin `gathered`; of the result `wait` gives what `_by_row` must put in order. Not in a compiled block."""
+    x = x.contiguous()
+    parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    return Started(parts, _all_gather_into(parts, x, group=group, async_op=True))
 
 
 class _Copy(torch.autograd.Function):

@@ -67,10 +67,11 @@ class Enter(ParallelStyle):
         self.group = device_mesh.get_group()
         module.forward = types.MethodType(self._function, module)
         module.gathers_again = True  # pyright: ignore[reportArgumentType]
+        module.alone = False  # pyright: ignore[reportArgumentType]
         return module
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        entered = self.stack.enter(args[0] if args else kwargs["hidden_states"], self.group, module.gathers_again)
+        entered = self.stack.enter_products(args[0] if args else kwargs["hidden_states"], self.group, module)
         if args:
             args = (entered, *args[1:])
         else:
@@ -126,7 +127,7 @@ class Column(Style):
     def forward(self, module: Any, x: Tensor) -> Tensor:
         if not self.enters:
             return self.multiply(module, x)
-        entered = self.stack.enter(x, self.group, module.gathers_again)
+        entered = self.stack.enter_products(x, self.group, module)
         return products.again(self.multiply(module, entered), entered)
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
