@@ -95,6 +95,12 @@ def test_normal_values_stay_what_they_were():
     )
 
 
+def test_a_tensor_and_an_array_of_numpy_have_the_same_normal_values():
+    lanes = torch.arange(-(2**31), 2**31, 32749, dtype=torch.int64).to(torch.int32)  # a CPU takes arrays, a GPU tensors
+    of_array = keyed._normal(lanes.numpy(), 5, -7)
+    assert np.array_equal(keyed._normal(lanes, 5, -7).numpy(), of_array)
+
+
 def test_normal_has_the_moments_of_a_standard_normal():
     n = 1 << 20
     x = keyed.normal(1, "moments", torch.arange(n)).double()
