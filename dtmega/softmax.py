@@ -67,7 +67,7 @@ class CompiledPasses(Passes):
         self.rows = slices(n_tokens, n_tokens if logits.is_cuda else SLICE_LOGITS["cpu"] // n_columns)
 
     def numbers(self, x: Tensor, peak: Tensor, total: Tensor) -> None:
-        found = _fused(_peak_and_sum)(x)
+        found = _fused(_peak_and_sum)(_of_any_length(x))
         peak.copy_(found[0])
         total.copy_(found[1])
 
@@ -77,7 +77,8 @@ class CompiledPasses(Passes):
         # In one place: where two arguments are parts of one tensor, torch writes to the first call's (2.13).
         if dx.data_ptr() != x.data_ptr():
             dx.copy_(x)
-        _fused(_slope_)(dx, peak, slope, smooth)
+        smooth = None if smooth is None else _of_any_length(smooth)
+        _fused(_slope_)(_of_any_length(dx), _of_any_length(peak), _of_any_length(slope), smooth)
 
 
 def slices(n_tokens: int, n_rows: int) -> list[slice]:
@@ -89,6 +90,11 @@ def slices(n_tokens: int, n_rows: int) -> list[slice]:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums: fp32, or fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _of_any_length(x: Tensor) -> Tensor:
+    """x as a tensor of its own: kernels for all sizes would be made again for a view that is not all of its base."""
+    return x.detach()
 
 
 @functools.cache

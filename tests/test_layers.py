@@ -1,5 +1,6 @@
 """Claims about models/layers.py."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from dtmega import config, families
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
-from dtmega.models.layers import MLP, FusedAttention, KeyedDropout, MixedLayerNorm
+from dtmega.models.layers import MLP, FusedAttention, KeyedDropout, MixedLayerNorm, gelu
 from dtmega.rule import alibi_slopes, attention_rule
 
 PLACES = torch.arange(96).repeat(4, 1)
@@ -134,3 +135,24 @@ def test_a_gated_model_is_no_directory_of_transformers():
         model = config.model_section({"name": family, "glu": "geglu", **keys}, "here")
         with pytest.raises(ValueError, match="no gated feed-forward: expected glu='none', got 'geglu'"):
             families.of(model).export(None, Path("nowhere"), model, None)  # type: ignore[arg-type]
+
+
+def test_a_compiled_gelu_and_its_gradient_are_the_papers_without_a_hyperbolic_tangent():
+    operations: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: object) -> object:
+        operations.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    x = torch.linspace(-12, 12, 1001, dtype=torch.float64, requires_grad=True)
+    u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    expected = 0.5 * x * (1 + torch.tanh(u))
+    compiled = torch.compile(lambda x: gelu(x, "tanh"), backend=look)
+    found = compiled(x)
+    torch.testing.assert_close(found, expected)
+    one, other = (torch.autograd.grad(y.sum(), x)[0] for y in (found, expected))
+    torch.testing.assert_close(one, other)
+    assert any("sigmoid" in name for name in operations)
+    in_bf16 = x.detach().bfloat16()
+    truth = torch.nn.functional.gelu(in_bf16.double(), approximate="tanh").bfloat16()
+    torch.testing.assert_close(compiled(in_bf16), truth, rtol=2**-8, atol=1e-6)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import head_gradient, softmax
@@ -113,6 +114,18 @@ def test_compiled_losses_and_their_gradients_are_those_of_cross_entropy(monkeypa
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     for ours, whole in zip(torch.autograd.grad(loss, inputs), expected_grads, strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-5, atol=2e-6)
+
+
+def test_chunks_of_any_length_share_the_two_compiled_passes(monkeypatch):
+    small_chunks(monkeypatch, 40)
+    monkeypatch.setattr(softmax, "SLICE_LOGITS", {"cpu": 131 * 15})
+    traced = CompileCounter()
+    compiled = functools.cache(lambda function: torch.compile(function, backend=traced, dynamic=True))
+    monkeypatch.setattr(softmax, "_fused", compiled)
+    for n in (64, 59):
+        h, w, labels = case(n, 131, labels_below=100)
+        linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, compiled=True)
+    assert traced.frame_count == 2
 
 
 def test_padding_rows_have_no_gradient():

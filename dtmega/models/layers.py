@@ -122,6 +122,11 @@ class FusedAttention(nn.Module):
 
 def gelu(x: Tensor, form: Gelu) -> Tensor:
     """GELU (arXiv:1606.08415): `erf` is x times the normal distribution's cdf, `tanh` the paper's approximation."""
+    if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
+        # The same by 1 + tanh(u) = 2 sigmoid(2 u): Inductor's kernel of this one takes half of the time there.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        twice_u = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+        return (wide * torch.sigmoid(twice_u)).to(x.dtype)
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
