@@ -39,7 +39,9 @@ NEGLIGIBLE = 2.0**-60
 LOG_OF_LESS = -42.0  # its exponential is below that
 
 
-@torch.library.custom_op("dtmega::attention_cpu", mutates_args=())
+# Whoever changes what the operators take or return renames them: torch's cache of compiled graphs, which outlives a
+# process, knows an operator by its name alone.
+@torch.library.custom_op("dtmega::attention_by_products", mutates_args=())
 def attention_cpu(
     q: Tensor,
     k: Tensor,
@@ -122,7 +124,7 @@ def attention_cpu(
     return out, log_sums, kept
 
 
-@torch.library.custom_op("dtmega::attention_cpu_backward", mutates_args=())
+@torch.library.custom_op("dtmega::attention_by_products_backward", mutates_args=())
 def attention_cpu_backward(
     gradient: Tensor,
     q: Tensor,
@@ -373,5 +375,5 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
 
 
 # By this name recompute knows it.
-OPERATOR = torch.ops.dtmega.attention_cpu.default
+OPERATOR = torch.ops.dtmega.attention_by_products.default
 attention_cpu.register_autograd(_backward, setup_context=_keep)
