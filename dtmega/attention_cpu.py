@@ -28,7 +28,7 @@ from dtmega.rule import N_TENSORS, AttentionRule, Chunk
 
 # Scores that are made probabilities at a time: a megabyte in fp32, and half of that beside it, of an L2 cache of two.
 CACHED_SCORES = 2**18
-# Scores of some rows and heads that a product makes at a time. The library's call alone takes as long as 2^17 of them.
+# Scores of some rows and heads that a product makes at a time. The library's call alone takes as long as 2^16 of them.
 PRODUCT_SCORES = 2**22
 KEPT_SHARE = 1.0  # of the memory of q, k, v and the result: probabilities that take no more are kept for backward
 SHORT_CHUNK = 128  # queries at a time, about, of sequences below LONG
