@@ -72,13 +72,18 @@ class AttentionRule(NamedTuple):
         """Tell whether the i-th query of row b attends to the j-th key; indices of any shapes that broadcast."""
         query = self.query_places[b, i]
         key = self.key_places[b, j]
-        pairs = query >= key if self.causal else b.new_ones((), dtype=torch.bool)
-        if self.prefix is not None:
-            pairs = pairs | self.prefix[b, j]
+        demands = []
+        if self.causal:
+            before = query >= key
+            demands.append(before if self.prefix is None else before | self.prefix[b, j])
         if self.window:
-            pairs = pairs & ((query - key).abs() < self.window)
+            demands.append((query - key).abs() < self.window)
         if self.query_documents is not None and self.key_documents is not None:
-            pairs = pairs & (self.query_documents[b, i] == self.key_documents[b, j])
+            demands.append(self.query_documents[b, i] == self.key_documents[b, j])
+        # "True and the first one" would take as long on a CPU as all else here together.
+        pairs = demands[0] if demands else b.new_ones((), dtype=torch.bool)
+        for demand in demands[1:]:
+            pairs = pairs & demand
         return pairs
 
     def added(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
