@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtmega import config, drift, families, optim, softmax
+from dtmega.attention import FAST_PRODUCTS
 from dtmega.data.objectives import Objective
 from dtmega.data.sums import Tally
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
 from dtmega.fsdp.replicas import Replicas
+from dtmega.linear_cpu import multiply_on_amx
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
@@ -257,6 +259,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if cfg.recompute.mode != "none":
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
+    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and FAST_PRODUCTS:
+        multiply_on_amx(stage)
     if compiling(cfg, world.device):
         for block in blocks:
             block.compile()

@@ -13,12 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtmega import config
 from dtmega.attention_cpu import OPERATOR
+from dtmega.linear_cpu import BIASED_PRODUCT
 from dtmega.models.model import Model
 
 # What selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    BIASED_PRODUCT,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     OPERATOR,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

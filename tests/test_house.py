@@ -41,6 +41,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "past": (1, set()),  # keys and values of tokens before; imports nothing of dtmega
     "rule": (1, {"past"}),  # which pairs attend
     "attention_cpu": (1, {"keyed", "rule"}),  # one of its kernels
+    "linear_cpu": (1, set()),  # linears by the products that such a CPU is fast at
     "attention": (1, {"attention_cpu", "keyed", "rule"}),  # dropout on the probabilities
     "cost": (1, set()),
     "drift": (1, {"shards"}),

@@ -9,6 +9,7 @@ import torch
 
 from dtmega import attention, config, families
 from dtmega.hf.model import HF
+from dtmega.linear_cpu import multiply_on_amx
 from dtmega.models.bloom import Bloom
 from dtmega.recompute import recompute
 from tests.operations import Operations
@@ -49,18 +50,19 @@ def test_recompute_changes_no_bit_and_selective_keeps_products_and_attention(key
     assert cheap == COUNTED | {"addmm": 0, "_scaled_dot_product_flash_attention_for_cpu": 0}
 
 
-def test_selective_keeps_attention_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch):
+def test_selective_keeps_attention_and_products_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention, "FAST_PRODUCTS", True)
     counts = {}
     for mode in ("full", "selective"):
         model = model_of(attention_dropout=0.0).bfloat16()
         recompute(model, config.Recompute(mode=mode))
+        multiply_on_amx(model)
         loss = model(**batch())["lm"]
         with Operations() as operations:
             loss.backward()
-        name = "attention_by_products"
-        counts[mode] = (operations.counts[name], operations.counts[f"{name}_backward"])
-    assert counts == {"full": (L, L), "selective": (0, L)}
+        names = "attention_by_products", "attention_by_products_backward", "biased_product"
+        counts[mode] = tuple(operations.counts[name] for name in names)
+    assert counts == {"full": (L, L, 4 * L), "selective": (0, L, 0)}
 
 
 @pytest.mark.parametrize("n", [1, 2, L, L + 1])
