@@ -178,8 +178,7 @@ def wire(
     n = cfg.batch.global_batch_size // (data * cfg.batch.micro_batch_size)  # microbatches
     found = [
         Traffic("tokens with a loss", "data", "all-reduce", 1, 8),
-        Traffic("loss", "loss", "all-reduce", 1, 8),
-        Traffic("gradient norm", "shards", "all-reduce", 1, 8),
+        Traffic("loss and gradient norm", "world", "all-gather", 1, ranks["world"] * 16),
         Traffic("[log] num_zeros, params_norm", "shards", "all-reduce", cfg.log.num_zeros + cfg.log.params_norm, 8),
         Traffic("reason to stop", "world", "all-reduce", 1, 20),
     ]

@@ -179,9 +179,14 @@ class Spikes:
 
 def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
     """L2 norm over the (local) tensors of all ranks of `group`; each element must be given by exactly one rank."""
+    return math.sqrt(_sum(squared_norm(tensors), device, group))
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """The square of the L2 norm over tensors of this rank, an fp64 scalar where they are."""
     on_cpu = not tensors or tensors[0].device.type == "cpu"
     norm = _norm(tensors) if on_cpu else nn.utils.get_total_norm(tensors)
-    return math.sqrt(_sum(norm.to(torch.float64).square(), device, group))
+    return norm.to(torch.float64).square()
 
 
 def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:

@@ -85,13 +85,13 @@ def train_step(run: Run, batch: StepBatch) -> Outcome:
     scale = None if run.loss_scale is None else run.loss_scale.scale
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
     run.watch.enter("reduce")
-    dist.all_reduce(totals, group=world.groups["loss"])
-    means = means_of(sums, totals, counts)
-    loss = loss_of(sums, means)
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None:
         optim.unscale(gradients, scale)
-    grad_norm = optim.total_norm(counted, world.device, world.groups["shards"])
+    totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
+    means = means_of(sums, totals, counts)
+    loss = loss_of(sums, means)
+    grad_norm = math.sqrt(squared_norm)
     # What is not finite on one rank is not in the norm, which all ranks share.
     overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
     if run.loss_scale is not None:
@@ -103,6 +103,27 @@ def train_step(run: Run, batch: StepBatch) -> Outcome:
         run.optimizer.step()
     mesh.synchronize(world.device)  # on a GPU the update has only been launched
     return Outcome(loss, grad_norm, skip, means, scale, overflowed)
+
+
+def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:
+    """Add up the totals over the `loss` group and the squares over `shards`, in the order of ranks.
+
+    All ranks tell all others both, in one message that the host waits for once.
+
+    Args:
+        totals: [sums] fp64, of this rank.
+        squared_norm: fp64 scalar, of this rank's gradients.
+
+    Returns:
+        The same of the whole, on the host.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    mine = torch.cat([totals, squared_norm.to(totals.device).view(1)])
+    found = drift.gather_vectors(mine, everyone).cpu()
+    of_loss = dist.get_process_group_ranks(world.groups["loss"])
+    of_shards = dist.get_process_group_ranks(world.groups["shards"])
+    return found[of_loss, :-1].sum(0), found[of_shards, -1].sum().item()
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtmega import mesh, train
+from dtmega import config, mesh, train
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.parallelize import ShardedModel
-from dtmega.step import count
+from dtmega.step import count, over_ranks
+from tests import ranks
 from tests.layouts import DEBUG, write_text
+from tests.operations import Operations
 from tests.resumed import Record, flags
 
 # Seconds that each part takes on the clock of this test.
@@ -32,6 +34,29 @@ def test_tokens_are_counted_one_by_one_beyond_what_fp32_can_count():
         assert count(world, NEXT_TOKEN, StepBatch(0, 1, [{"labels": labels[:5] - 100}])) == {"tokens": 1}
     finally:
         dist.destroy_process_group()
+
+
+def told() -> dict[str, Any]:
+    """The losses and norms of some layouts of two ranks, of which each has other numbers; and the messages of one."""
+    found: dict[str, Any] = {}
+    rank = dist.get_rank()
+    for axis in ("pp", "dp_replicate", "dp_shard", "tp"):
+        cfg = config.validate({"train": {"steps": 1}, "mesh": {axis: 2}}, "test")
+        world = mesh.start(torch.device("cpu"), mesh.resolve(cfg.mesh, 2))
+        with Operations() as operations:
+            totals, squared = over_ranks(world, torch.tensor([1.0, 3.0]).double() * 10**rank, torch.tensor(2.0 + rank))
+        found[axis] = totals.tolist(), squared
+        found["messages"] = sum(n for name, n in operations.counts.items() if "allgather" in name)
+    return found
+
+
+def test_losses_and_norms_are_added_up_over_their_own_ranks_by_one_message():
+    for rank, found in enumerate(ranks.run(2, told)):
+        assert found["messages"] == 1
+        assert found["pp"] == ([11.0, 33.0], 5.0)
+        assert found["dp_shard"] == ([11.0, 33.0], 5.0)
+        assert found["dp_replicate"] == ([11.0, 33.0], 2.0 + rank)  # as large on all copies, once a step
+        assert found["tp"] == ([10.0**rank, 3 * 10.0**rank], 5.0)  # both ranks have the whole loss
 
 
 def test_the_time_of_a_step_is_from_the_wait_for_data_until_the_device_is_done_with_the_update(tmp_path, monkeypatch):

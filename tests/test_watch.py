@@ -243,7 +243,7 @@ def hang_in_training(argv: list[str], folder: str, where: str) -> None:
         enter(self, phase)
 
     Watch.enter = impatient
-    parts = {"forward": (Block, "forward"), "reduce": (optim, "total_norm"), "optimizer": (optim.AdamW, "step")}
+    parts = {"forward": (Block, "forward"), "reduce": (optim, "squared_norm"), "optimizer": (optim.AdamW, "step")}
     owner, name = parts[where]
     honest = getattr(owner, name)
 
