@@ -70,7 +70,7 @@ BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
 
 @torch.library.custom_op("dtmega::wide_gradient", mutates_args=())
 def wide_gradient(rows: Tensor, x: Tensor) -> Tensor:
-    """rows^T x, [n, out] and [n, in] -> [out, in]. An operator, for Inductor would leave the copy out."""
+    """rows^T x, [n, out] and [n, in] -> [out, in]. An operator, so that Inductor keeps the copy."""
     return rows.t().contiguous() @ x
 
 

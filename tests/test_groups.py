@@ -95,9 +95,24 @@ def test_what_a_step_sums_after_backward_is_handed_to_the_groups_that_it_is_abou
     run: Any = Mock(cfg=cfg, world=world, model=model, loss_scale=None)
     batch = next(test_wire.two_batches(cfg, world, Wire({})))
     found = handed(groups, lambda: step.train_step(run, batch))
-    tokens, total, norm, partial = [(group, "all-reduce") for group in ("data", "loss", "shards", "tp")]
     tied = {("pp 0+2", "all-reduce"): 1} if ends else {}
-    assert found == {tokens: 1, total: 1, norm: 1, partial: 1} | tied
+    loss_and_norm = {("world", "all-gather"): 1}
+    assert found == {("data", "all-reduce"): 1, ("tp", "all-reduce"): 1} | loss_and_norm | tied
+
+
+@pytest.mark.parametrize("rank", [FIRST, MIDDLE, LAST])
+def test_what_all_ranks_tell_is_added_up_over_those_with_other_tokens_and_those_with_other_elements(
+    pretend, monkeypatch, rank
+):
+    pretend(rank)
+    world = world_of(cfg_of())
+    told = torch.tensor([[2.0**r, 2.0**r] for r in range(N)], dtype=torch.float64)  # a digit for each rank
+    monkeypatch.setattr(step.drift, "gather_vectors", lambda *_: told)
+    totals, squared_norm = step.over_ranks(world, torch.zeros(1, dtype=torch.float64), torch.zeros(()))
+    same_tp = [r for r in range(N) if r % 2 == rank % 2]
+    same_replica = [r for r in range(N) if r // 4 % 2 == rank // 4 % 2]
+    assert totals.tolist() == [sum(2.0**r for r in same_tp)]
+    assert squared_norm == sum(2.0**r for r in same_replica)
 
 
 def test_every_other_collective_of_the_loop_is_handed_to_its_group(pretend, monkeypatch):
