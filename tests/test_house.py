@@ -169,6 +169,19 @@ def test_only_families_brings_models_and_plans_together():
     assert set(both) == {"dtmega.families", "dtmega.parallelize"}
 
 
+def merging(repo: Path) -> list[str]:
+    """Pages in which a merge has left both sides; of code and tables Python and TOML say so themselves."""
+    pages = [*repo.glob("*.md"), *repo.glob("docs/*.md"), *repo.glob("benchmarks/*.md")]
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    return sorted(page.name for page in pages if marks.search(page.read_text(encoding="utf-8")))
+
+
+def test_no_page_holds_both_sides_of_a_merge(tmp_path):
+    assert merging(REPO) == []
+    both = "\n".join(["a", "<" * 7 + " HEAD", "b", "=" * 7, "c", ">" * 7 + " other", ""])
+    assert merging(plant(tmp_path, {"A.md": both, "docs/B.md": "a << b\n=======\n"})) == ["A.md"]
+
+
 def core() -> list[Path]:
     """The files that docs/reading.md names, in its order."""
     table = [line for line in READING.splitlines() if line.startswith("| ")]
