@@ -592,6 +592,8 @@ def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
 def test_the_sample_is_drawn_from_the_trained_model_by_the_seed(ran):
     _, recorded, plain = ran
     cfg = recorded.cfg
-    shown = "\n".join(recorded.output).partition("a sample:\n")[2].partition("\nwritten:")[0]
+    said = "\n".join(recorded.output)
+    assert "no sample" not in said
+    shown = said.partition("a sample:\n")[2].partition("\nwritten:")[0]
     wanted = cfg.eval.prompt and cfg.eval.sample_tokens
     assert shown == (f"{cfg.eval.prompt}{open_text(cfg, NEXT_TOKEN).tokenizer.decode(plain.sample)}" if wanted else "")
