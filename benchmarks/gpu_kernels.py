@@ -66,7 +66,7 @@ load_gpu(Path(found.origin).parent)
 
 import torch  # noqa: E402
 
-from dtmega import config, families, loss, softmax  # noqa: E402
+from dtmega import config, families, loss, softmax  # noqa: E402 (it imports torch)
 
 SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
 SIZES = ("bloom-560m", "bloom-1b1", "bloom-3b", "bloom-7b1", "gpt2", "llama-3.2-1b", "llama-3-8b")

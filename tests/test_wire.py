@@ -67,6 +67,11 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp 2, no sequence parallel, recompute": (2, 1, {**TP2_ALONE, "recompute": {"mode": "selective"}}),
     "dp_shard 2, bf16": (2, 1, {"mesh": {"dp_shard": 2}, "precision": {"params": "bfloat16"}}),
     "dp_replicate 2 x dp_shard 2, bf16 sums": (4, 1, {**HSDP, "precision": {"reduce": "bfloat16"}}),
+    "pp 2 x dp_replicate 2, ZBV": (
+        4,
+        2,
+        {"mesh": {"pp": 2, "dp_replicate": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}, **V32},
+    ),
     "pp 2 x tp 2, ZBV": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "ZBVZeroBubble"}, **V32}),
     "pp 2 x dp_shard 2": (4, 2, {"mesh": {"pp": 2, "dp_shard": 2}, **V32}),
     "pp 2 x tp 2, bf16": (4, 2, {"mesh": {"pp": 2, "tp": 2}, "precision": {"params": "bfloat16"}, **V32}),

@@ -90,7 +90,7 @@ class Region:
         self._started, self._n_left = mappings.start_gathered(self.part, self.group), self._n_tickets
 
     def fetch(self) -> Tensor:
-        """What `start` has begun, for one of the products; behind the last one nothing of it is kept."""
+        """Wait for what `start` has begun, for one of the products; after the last one nothing of it is kept."""
         assert self._started is not None
         if self._whole is None:
             self._whole = mappings.by_row(self._started.wait(), self.group)
