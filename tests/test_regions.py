@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -257,14 +258,21 @@ def left_over(mesh: DeviceMesh, sp: bool) -> int:
     kv = {"k": KVColumn(KV_HEADS, sp), "v": KVColumn(KV_HEADS, sp)}
     plans.apply_plan(model, mesh, {"": Enter(sp), "q": Column(sp), **kv, "out": Row(sp)})
     gc.collect()
-    before = [thing for thing in gc.get_objects() if isinstance(thing, products.Region)]  # of other claims
+    before = regions()  # of other claims
     gc.disable()
     try:
         model(torch.randn(B, S // TP if sp else S, D, requires_grad=True))
-        left = [thing for thing in gc.get_objects() if isinstance(thing, products.Region)]
-        return sum(all(region is not other for other in before) for region in left)
+        # gloo's thread says that a sum is done before it lets go of the tensor, and so of the tensor's graph.
+        until = time.monotonic() + 10
+        while (n_left := len(regions()) - len(before)) and time.monotonic() < until:
+            time.sleep(0.01)
+        return n_left
     finally:
         gc.enable()
+
+
+def regions() -> list[products.Region]:
+    return [thing for thing in gc.get_objects() if isinstance(thing, products.Region)]
 
 
 HOWS = ("gathered again", "kept", "compiled", "recomputed", "recomputed, selective")
