@@ -120,6 +120,7 @@ def wire(
     pieces: Sequence[Piece],
     sizes: Mapping[str, int],
     loss_chunk_tokens: int,
+    wrapped: bool,
     stages: Sequence[Sequence[str]] = (),
     held: Sequence[int] = (0,),
     splits_backward: bool = False,
@@ -133,6 +134,7 @@ def wire(
         pieces: of the whole model.
         sizes: of the axes, resolved.
         loss_chunk_tokens: tokens whose logits live at once (`loss.py`).
+        wrapped: FSDP2 holds the weights (`fsdp.wraps`).
         stages: the names of the pieces of each stage of the pipeline; none without one.
         held: numbers of the stages on this rank.
         splits_backward: the schedule of the pipeline runs backward in two parts.
@@ -186,7 +188,7 @@ def wire(
         layers = sum(name in layers_there for name in stages[number])
         ends = len(stages[number]) - layers
         found += _tp_traffic(cfg, n, layers, ends, hidden_bytes, tp, shard, splits_backward)
-        found += _fsdp_traffic(cfg, n, layers, ends, pp, tp, shard, splits_backward)
+        found += _fsdp_traffic(cfg, n, layers, ends, pp, tp, shard, wrapped)
         # Each way one message per boundary and microbatch, the hidden state (arXiv:2104.04473, section 3.2), of which
         # sequence parallelism left S/tp; a neighbour on the same rank takes it from memory.
         away = [i for i in (number - 1, number + 1) if 0 <= i < len(stages) and i not in held]
@@ -234,19 +236,18 @@ def _tp_traffic(
 
 
 def _fsdp_traffic(
-    cfg: Config, n: int, layers: int, ends: int, pp: int, tp: int, shard: int, splits_backward: bool
+    cfg: Config, n: int, layers: int, ends: int, pp: int, tp: int, shard: int, wrapped: bool
 ) -> list[Traffic]:
     """FSDP's traffic of one stage: a group for each layer, and the root's with the ends, the tied weight once.
 
     Gradients are reduced once a step, and weights gathered once. Layers that are freed after forward are gathered for
     each microbatch, and all but the last one twice: with n = 1 ZeRO's 2 + 1 times the parameters (arXiv:1910.02054,
     section 7). Over replicas the reduced shards are summed (HSDP, arXiv:2304.11277, section 3.2.2); with one shard this
-    is all there is, as in DDP. Where nothing is cast either, each matrix is summed by itself, and vectors together,
-    unless backward runs in two parts (`parallelize._wrapped`).
+    is all there is, as in DDP. Where FSDP does not hold the weights, each matrix is summed by itself, and vectors
+    together, in fp32.
     """
     d, f = cfg.model.hidden_size, cfg.model.ffn
-    nothing_cast = cfg.precision.params == cfg.precision.reduce == "float32"
-    if shard == 1 and nothing_cast and not cfg.fsdp.cpu_offload and not splits_backward:
+    if not wrapped:
         rows = -(-cfg.model.padded_vocab_size // tp)
         vectors = (3 * d + f) // tp + 6 * d
         matrices = [("QKV", 3 * d // tp * d), ("output", d // tp * d), ("up", f // tp * d), ("down", f // tp * d)]

@@ -186,9 +186,10 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
         cut = plan_stages(cfg, families.of(cfg.model).pieces(whole), world.sizes["pp"])
         stages = _split(cut, whole, cut.ranks[world.coordinate("pp")])
     reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
+    splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
-    if world.sizes["dp_replicate"] > 1 and not _wrapped(cfg, world.sizes):
+    if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
     if cut is not None:
@@ -240,21 +241,13 @@ def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) 
     return found
 
 
-def _wrapped(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-    """Tell whether FSDP2 holds the weights: it has something to do, or a schedule runs backward in two parts.
-
-    torch's weight part of a backward goes more than once through what weights of one graph share, and frees it the
-    first time (`stage_backward_weight`). FSDP's own nodes keep the weights of a graph apart.
-    """
-    return wraps(cfg, sizes) or schedule.splits_backward(cfg, sizes["pp"])
-
-
 def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
     """Plan, recompute, compile, fsdp and memory for one meta stage; returns `ShardedModel.partial` of it."""
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
     blocks = stage.blocks()
-    if schedule.splits_backward(cfg, world.sizes["pp"]):
+    splits = schedule.splits_backward(cfg, world.sizes["pp"])
+    if splits:
         keep_gathered(stage)
     if cfg.recompute.mode != "none":
         for block in recompute(stage, cfg.recompute):
@@ -266,7 +259,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             block.compile()
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
-    if _wrapped(cfg, world.sizes):
+    if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)

@@ -135,7 +135,7 @@ def places(values: dict[str, dict[str, object]]) -> dict[str, set[str]]:
 
 
 def test_offloaded_parameters_are_in_host_memory_and_buffers_where_the_model_computes():
-    dropout = {"model": {"hidden_dropout": 0.1}}
+    dropout: dict[str, dict[str, object]] = {"model": {"hidden_dropout": 0.1}}
     assert places(dropout) == {"parameters": {"cpu"}} | {
         f"buffer {name}": {"meta"} for name in ("slopes", "head_ids", "key")
     }
@@ -214,9 +214,9 @@ SMALL: dict[str, object] = {
 MASKED = -100
 
 
-def microbatches() -> list[dict[str, Tensor]]:
+def microbatches(seed: int = 1) -> list[dict[str, Tensor]]:
     """Three, of different numbers of tokens with a loss."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     found = []
     for i in range(3):
         ids = torch.randint(31, (2, 9), generator=generator)
@@ -240,8 +240,8 @@ def test_loss_and_gradients_of_a_step_are_torchs_of_the_sum_over_the_given_numbe
     assert len(named) == len([*model.named_parameters()]) == 2 * 12 + 5  # the head's weight is the embedding's
     truth = cross_entropy(model)
     gradients = torch.autograd.grad(truth / 7, list(named.values()))
-    for _ in range(2):
-        total = model.forward_backward(microbatches(), {"tokens": 7.0})
+    model.forward_backward(microbatches(), {"tokens": 7.0})
+    total = model.forward_backward(microbatches(), {"tokens": 7.0})
     assert total.dtype == torch.float64
     assert total.item() == pytest.approx(truth.item(), rel=1e-6)
     for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
@@ -276,8 +276,13 @@ def test_on_one_process_mixed_precision_has_the_numbers_of_fsdp2_to_the_bit(alon
     plain, wrapped = alone(**keys), alone(**keys, fsdp__cpu_offload=True)
     for model in (plain, wrapped):
         dict(model.named_parameters())["layers.1.mlp.up.weight"].requires_grad_(False)
+    check_bits(plain, wrapped, microbatches())
+
+
+def check_bits(plain: ShardedModel, wrapped: ShardedModel, batch: list[dict[str, Tensor]]) -> None:
+    """Check two steps on plain parameters against the same on those that FSDP2 holds."""
     for step in range(2):
-        losses = [model.forward_backward(microbatches(), {"tokens": 7.0}) for model in (plain, wrapped)]
+        losses = [model.forward_backward(batch, {"tokens": 7.0}) for model in (plain, wrapped)]
         assert torch.equal(*losses)
         theirs = dict(wrapped.named_parameters())
         for name, parameter in plain.named_parameters():
@@ -294,6 +299,22 @@ def test_on_one_process_mixed_precision_has_the_numbers_of_fsdp2_to_the_bit(alon
         for model in (plain, wrapped):
             for _, parameter in model.named_parameters():
                 parameter.grad = None
+
+
+def mixed_on_two() -> None:
+    """Check copies over two ranks, each with microbatches of its own."""
+    keys: dict[str, object] = {"mesh__dp_replicate": 2, "mesh__dp_shard": 1, "precision__params": "bfloat16"}
+    models = []
+    for offload in (False, True):
+        cfg = sections(**SMALL | keys | {"fsdp__cpu_offload": offload})
+        models.append(parallelize(cfg, mesh.start(CPU, mesh.resolve(cfg.mesh, 2))))
+        models[-1].draw(cfg.run.seed)
+    plain, wrapped = models
+    check_bits(plain, wrapped, microbatches(dist.get_rank()))
+
+
+def test_copies_over_ranks_have_the_numbers_of_fsdp2_in_mixed_precision_to_the_bit():
+    ranks.run(2, mixed_on_two)
 
 
 def test_copies_that_compute_have_no_memory_between_steps_and_none_after_their_last_gradient(alone, monkeypatch):

@@ -6,12 +6,14 @@ import functools
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config
 from dtmega.fsdp import sends, wraps
+from dtmega.fsdp.masters import Masters
 from dtmega.fsdp.replicas import Replicas
 from tests import ranks
 
@@ -35,8 +37,12 @@ class Blocks(nn.Module):
         return self.embed(h if dist.get_rank() == 1 else self.seldom(h)).square().sum()
 
 
-def summed() -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """The gradients of two microbatches by Replicas, the sums of all ranks' own, and what happened in which order."""
+def summed(cast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """The gradients of two microbatches by Replicas, the sums of all ranks' own, and what happened in which order.
+
+    Args:
+        cast: other tensors compute, as in mixed precision.
+    """
     torch.manual_seed(1)
     model = Blocks()
     torch.manual_seed(2 + dist.get_rank())
@@ -50,6 +56,7 @@ def summed() -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
             dist.all_reduce(expected[name])
     model.zero_grad()
     assert dist.group.WORLD is not None
+    masters = Masters(model, torch.float32) if cast else None
     replicas = Replicas(model, [*model.layers], dist.group.WORLD)
     happened = []
     honest = dist.all_reduce
@@ -61,11 +68,16 @@ def summed() -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     for i, layer in enumerate(model.layers):
         layer.register_full_backward_pre_hook(lambda *_, i=i: happened.append(f"backward {i}"))
     with patch.object(dist, "all_reduce", all_reduce):
-        model(microbatches[0]).backward()
-        happened.append("last")
-        replicas.expect()
-        model(microbatches[1]).backward()
+        for x, last in zip(microbatches, (False, True), strict=True):
+            if last:
+                happened.append("last")
+                replicas.expect()
+            if masters is not None:
+                masters.last = last
+            model(x).backward()
         happened.append("done")
+        if masters is not None:
+            masters.release()
         for parameter in model.seldom.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -99,46 +111,54 @@ def exchanged() -> list[tuple[Tensor, Tensor]]:
     return pairs
 
 
-def both() -> tuple[Any, Any]:
-    return summed(), exchanged()
+def all_three() -> tuple[Any, Any, Any]:
+    return summed(cast=False), summed(cast=True), exchanged()
 
 
 @functools.cache
-def found() -> list[tuple[Any, Any]]:
-    return ranks.run(N, both)
+def found() -> list[tuple[Any, Any, Any]]:
+    return ranks.run(N, all_three)
 
 
-def test_each_copy_has_the_sum_of_all_gradients():
-    for (sums, expected, _), _ in found():
+@pytest.mark.parametrize("cast", [False, True])
+def test_each_copy_has_the_sum_of_all_gradients(cast: bool):
+    for each in found():
+        sums, expected, _ = each[cast]
         assert sums.keys() == expected.keys() == {n for n, _ in Blocks().named_parameters() if "frozen" not in n}
         for name, total in sums.items():
             torch.testing.assert_close(total, expected[name], msg=name)
 
 
-def test_sums_begin_in_the_last_backward_block_by_block_and_in_one_order_on_all_ranks():
+@pytest.mark.parametrize("cast", [False, True])
+def test_sums_begin_in_the_last_backward_block_by_block_and_in_one_order_on_all_ranks(cast: bool):
     block = ["sum 16", "sum 4"]
     during = ["backward 1", "backward 0", "last", "backward 1", *block, "backward 0", *block]
     rest = ["sum 16", "sum 16", "sum 8"]
-    for rank, ((_, _, happened), _) in enumerate(found()):
+    for rank, each in enumerate(found()):
+        happened = each[cast][2]
         assert happened == [*during, *(["done", *rest] if rank == 1 else [*rest, "done"])]  # one is missing on rank 1
 
 
 def test_messages_bring_what_the_collectives_would_and_add_up_in_the_order_of_ranks():
-    for _, pairs in found():
+    for _, _, pairs in found():
         for got, expected in pairs:
             assert torch.equal(got, expected)
 
 
 def test_fsdp2_is_left_out_where_nothing_is_cut_cast_or_offloaded():
-    def asked(replicas: int = 1, shards: int = 1, tp: int = 1, **sections: Any) -> bool:
+    def asked(replicas: int = 1, shards: int = 1, tp: int = 1, splits_backward: bool = False, **sections: Any) -> bool:
         cfg = config.validate({"train": {"steps": 1}, **sections}, "test")
-        return wraps(cfg, {"dp_replicate": replicas, "dp_shard": shards, "tp": tp})
+        return wraps(cfg, {"dp_replicate": replicas, "dp_shard": shards, "tp": tp}, splits_backward)
 
     assert not asked()
     assert not asked(replicas=2)
     assert asked(shards=2)
     assert asked(tp=2, precision={"params": "bfloat16"})
-    assert not asked(precision={"params": "bfloat16"})  # one process casts them by itself
+    assert asked(splits_backward=True)
+    # What is whole on each rank is cast by it.
+    assert not asked(precision={"params": "bfloat16"})
+    assert not asked(replicas=2, precision={"params": "bfloat16"})
+    assert asked(replicas=2, shards=2, precision={"params": "bfloat16"})
     assert asked(precision={"params": "bfloat16", "reduce": "bfloat16"})
     assert asked(replicas=2, precision={"reduce": "bfloat16"})
     assert not asked(precision={"reduce": "bfloat16"})

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtmega import config, cost, families, job, loss, mesh, train
 from dtmega.data.loader import StepBatch
+from dtmega.fsdp import wraps
 from dtmega.mesh import World
 from dtmega.optim import Spikes, build_optimizer
 from dtmega.parallelize import parallelize
@@ -66,6 +67,7 @@ MORE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp 2, recompute of one layer": (2, 1, {**TP2, "recompute": {"mode": "full", "method": "block", "layers": 1}}),
     "tp 2, no sequence parallel, recompute": (2, 1, {**TP2_ALONE, "recompute": {"mode": "selective"}}),
     "dp_shard 2, bf16": (2, 1, {"mesh": {"dp_shard": 2}, "precision": {"params": "bfloat16"}}),
+    "dp_replicate 2, bf16": (2, 1, {"mesh": {"dp_replicate": 2}, "precision": {"params": "bfloat16"}}),
     "dp_replicate 2 x dp_shard 2, bf16 sums": (4, 1, {**HSDP, "precision": {"reduce": "bfloat16"}}),
     "pp 2 x dp_replicate 2, ZBV": (
         4,
@@ -148,14 +150,15 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
             nobody["checkpoints"].poll.return_value = []
             run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
             train.train(run, train.Progress())
-        pieces, pipeline = families.pieces(cfg.model), {}
+        pieces, pipeline, splits = families.pieces(cfg.model), {}, False
         if world.sizes["pp"] > 1:
             stages = plan_stages(cfg, pieces, world.sizes["pp"])
             splits = splits_backward(cfg, world.sizes["pp"])
             held = stages.ranks[world.coordinate("pp")]
             pipeline = {"stages": stages.pieces, "held": held, "splits_backward": splits}
+        wrapped = wraps(cfg, world.sizes, splits)
         expected: Counter[tuple[str, str, int]] = Counter()
-        for traffic in cost.wire(cfg, pieces, world.sizes, CHUNK_TOKENS, **pipeline):
+        for traffic in cost.wire(cfg, pieces, world.sizes, CHUNK_TOKENS, wrapped, **pipeline):
             for _, axis, kind, ops, payload_bytes in handed_to_gloo(traffic, world.sizes):
                 expected[wire.names[groups[axis].group_name], kind, payload_bytes] += ops
         found.append((wire.seen, expected))
@@ -266,12 +269,12 @@ def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
     cfg = config.validate(settings(keys, 2, 4), "test")
     sizes = mesh.resolve(cfg.mesh, 4)
     with pytest.raises(ValueError, match="reshard_after_forward=True"):
-        cost.wire(cfg, families.pieces(cfg.model), sizes, CHUNK_TOKENS, [["layers.0"], ["layers.1"]])
+        cost.wire(cfg, families.pieces(cfg.model), sizes, CHUNK_TOKENS, True, [["layers.0"], ["layers.1"]])
     many = config.validate(settings({"mesh": {"pp": 2, "dp_shard": 2}}, 8, 4), "test")
     pieces, stages = families.pieces(many.model), [[f"layers.{i}"] for i in range(8)]
-    assert cost.wire(many, pieces, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4))
+    assert cost.wire(many, pieces, sizes, CHUNK_TOKENS, True, stages, held=(0, 2, 4))
     with pytest.raises(ValueError, match="and 4 stages per rank"):
-        cost.wire(many, pieces, sizes, CHUNK_TOKENS, stages, held=(0, 2, 4, 6))
+        cost.wire(many, pieces, sizes, CHUNK_TOKENS, True, stages, held=(0, 2, 4, 6))
 
 
 def test_layers_that_are_not_megatrons_have_no_formula():
@@ -279,7 +282,7 @@ def test_layers_that_are_not_megatrons_have_no_formula():
     pieces = families.pieces(cfg.model)
     pieces[2] = pieces[2]._replace(elements=pieces[2].elements - 1)
     with pytest.raises(ValueError, match=r"layers.1 has 3279 elements, expected Megatron's 3280 \(\[model\] name\)"):
-        cost.wire(cfg, pieces, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
+        cost.wire(cfg, pieces, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS, wrapped=False)
 
 
 def test_ends_with_learned_positions_have_no_formula():
@@ -287,7 +290,7 @@ def test_ends_with_learned_positions_have_no_formula():
     keys["model"] |= {"name": "gpt", "max_position_embeddings": 12}
     cfg = config.validate(keys, "test")
     with pytest.raises(ValueError, match=r"no formula for the ends of this model: .* \(\[model\] name\)"):
-        cost.wire(cfg, families.pieces(cfg.model), mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS)
+        cost.wire(cfg, families.pieces(cfg.model), mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS, wrapped=False)
 
 
 def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():

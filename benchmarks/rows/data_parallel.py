@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rows import ours
 from benchmarks.rows.measure import Row, check_losses, interleaved, top_operators
-from dtmega import families, optim
+from dtmega import families, optim, pages
 from dtmega.models.initial import init_weights
 from dtmega.step import Run
 from tests import ranks
@@ -48,6 +48,7 @@ def axes(quick: bool) -> list[Row]:
 
 def _on_a_rank(rounds: int) -> tuple[dict[str, float], str, dict[str, list[str]]]:
     warnings.simplefilter("ignore")
+    pages.keep_freed()  # as train.py does on a CPU; DDP's step has its memory so, too
     with ExitStack() as closing:
         forms: dict[str, Callable[[], Any]] = {}
         for axis in AXES:

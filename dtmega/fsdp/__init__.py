@@ -16,12 +16,20 @@ from dtmega.fsdp.sends import Gathers, ReducesAndScatters
 from dtmega.shards import dim_to_cut
 
 
-def wraps(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-    """Tell whether FSDP2 has something to do: weights are cut, cast or offloaded, or their gradients' sums are cast.
+def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
+    """Tell whether FSDP2 holds the weights: they are cut, cast or offloaded, or their gradients' sums are cast.
 
-    Where it has not, gradients stay where backward puts them (`replicas.py`), or a single process casts what it has
-    (`masters.py`). `sizes` are the resolved ones.
+    Where it does not, gradients stay where backward puts them, and are summed there (`replicas.py`); a rank that has
+    the whole model casts what it has (`masters.py`).
+
+    Args:
+        sizes: the resolved ones.
+        splits_backward: a schedule runs backward in two parts. torch's weight part goes more than once through what
+            weights of one graph share, and frees it the first time (`stage_backward_weight`). FSDP's own nodes keep the
+            weights of a graph apart.
     """
+    if splits_backward:
+        return True
     if keeps_masters(cfg, sizes):
         return False
     casts = cfg.precision.params != "float32" or (cfg.precision.reduce != "float32" and sizes["dp_replicate"] > 1)
@@ -29,9 +37,9 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
 
 
 def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-    """Tell whether casts are all that there is to do: mixed precision on one process, with sums in fp32."""
-    alone = all(size == 1 for size in sizes.values()) and not cfg.fsdp.cpu_offload
-    return alone and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
+    """Tell whether casts are all that is to be done to weights: each rank has the whole model, and sums are fp32."""
+    whole = all(size == 1 for axis, size in sizes.items() if axis != "dp_replicate") and not cfg.fsdp.cpu_offload
+    return whole and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
 
 
 def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
@@ -106,7 +114,7 @@ class _NothingToReduce:
 
 
 def keep_masters(model: nn.Module, cfg: config.Config) -> None:
-    """Let a model that is whole on one process compute in `precision.params`; its parameters stay fp32."""
+    """Let a model that is whole on this rank compute in `precision.params`; its parameters stay fp32."""
     model.masters = Masters(model, getattr(torch, cfg.precision.params))  # pyright: ignore[reportArgumentType]
 
 

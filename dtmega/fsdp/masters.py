@@ -1,8 +1,8 @@
-"""Mixed precision on one process: parameters stay fp32, and copies in another dtype compute.
+"""Mixed precision of a model that a rank has whole: parameters stay fp32, and copies in another dtype compute.
 
-FSDP2 does this too, but as if there were others to gather from and to reduce with: on one process it copies weights
-twice, and gradients into a flat buffer by way of a second one (torch 2.13). Here each is cast once. The numbers are
-FSDP2's to the bit: a microbatch's gradient is rounded to the dtype of the copies, and added up in fp32.
+FSDP2 does this too, but as if there were others to gather from: it copies weights twice, and gradients into a flat
+buffer by way of a second one (torch 2.13). Here each is cast once. The numbers are FSDP2's to the bit: a microbatch's
+gradient is rounded to the dtype of the copies, and added up in fp32; over several ranks `replicas.py` sums that.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ class Masters:
                 master.grad += gradient
             if self.last:
                 _free(copy)
+            # Backward itself calls those of the parameters that it knows only.
+            for hook in (master._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
+                hook(master)
 
         copy.register_post_accumulate_grad_hook(add_up)
         return copy
