@@ -37,7 +37,8 @@ def on_huge_pages(x: Tensor) -> Tensor:
     It is a wish: where huge pages are switched off, x is mapped as before.
     """
     if type(x) is Tensor and x.device.type == "cpu" and sys.platform == "linux":
-        start, n_bytes = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+        # Not by its storage: once Python has seen that, autograd adds nothing to x in place (torch 2.13).
+        start, n_bytes = x.data_ptr(), x.nbytes
         first = -(-start // HUGE_PAGE) * HUGE_PAGE
         if n_bytes >= LARGE_BYTES:
             libc = ctypes.CDLL(None)

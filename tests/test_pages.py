@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtmega.loss import with_gradient
 from dtmega.pages import LARGE_BYTES, keep_freed, on_huge_pages
 from tests import ranks
 
@@ -41,6 +42,19 @@ def test_a_large_tensor_is_mapped_as_was_asked_and_a_small_one_is_left_alone():
 def test_a_tensor_without_memory_comes_back_as_it_is():
     x = torch.empty(LARGE_BYTES, device="meta")
     assert on_huge_pages(x) is x
+
+
+def test_a_second_gradient_is_added_where_one_in_huge_pages_is():
+    weight = torch.ones(LARGE_BYTES // 4, requires_grad=True)
+    gradient = on_huge_pages(torch.empty(LARGE_BYTES // 4)).fill_(2)
+    place = gradient.data_ptr()
+    first = weight.sum()  # whose gradient comes last
+    total = with_gradient(torch.zeros(()), weight, gradient) + first
+    del gradient
+    total.backward()
+    assert weight.grad is not None
+    assert weight.grad.data_ptr() == place
+    assert (weight.grad == 3).all()
 
 
 def faults() -> int:
