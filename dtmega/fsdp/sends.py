@@ -7,14 +7,12 @@ As messages both move what they must, (n - 1) / n of the payload, in a third of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# torch 2.13 renamed it; the old name warns there, the new one is unknown to 2.11.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Allocates:
@@ -29,13 +27,14 @@ class Gathers(_Allocates):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """[m] of each rank -> [n m], in the order of ranks; `input_tensor` may be this rank's part of the output."""
-        if async_op:  # one handle is asked for, and messages have many
-            return _all_gather_into(output_tensor, input_tensor, group=group, async_op=True)
         parts = output_tensor.view(group.size(), -1)
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        _exchange([mine] * group.size(), [*parts], group)
+        messages = _exchange([mine] * group.size(), [*parts], group)
+        if async_op:
+            return messages
+        messages.wait()
         return None
 
 
@@ -48,16 +47,31 @@ class ReducesAndScatters(_Allocates):
         """[n m] of each rank -> the sum of all ranks' m numbers for this one."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
+        rank = group.rank()
         parts = [*input_tensor.view(group.size(), -1)]
-        found = [torch.empty_like(output_tensor) for _ in parts]
-        found[group.rank()] = parts[group.rank()]
-        _exchange(parts, found, group)
-        torch.add(found[0], found[1], out=output_tensor)
-        for part in found[2:]:
+        found = [torch.empty_like(part) for part in parts]
+        # Of two numbers, a sum in either order has the same bits.
+        first, second = (1, 0) if rank == 0 else (0, 1)
+        found[first], found[rank] = output_tensor, parts[rank]
+        _exchange(parts, found, group).wait()
+        for part in (found[second], *found[2:]):
             output_tensor += part
 
 
-def _exchange(parts: Sequence[Tensor], found: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+class _Messages(dist.Work):
+    """Several messages as one."""
+
+    def __init__(self, messages: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        for message in self._messages:
+            message.wait(timeout)
+        return True
+
+
+def _exchange(parts: Sequence[Tensor], found: Sequence[Tensor], group: dist.ProcessGroup) -> _Messages:
     """Send part i to rank i, and receive what rank i has for this one into `found[i]`; nothing from or to itself."""
     n, rank = group.size(), group.rank()
     messages = []
@@ -66,5 +80,4 @@ def _exchange(parts: Sequence[Tensor], found: Sequence[Tensor], group: dist.Proc
         to, source = (rank + distance) % n, (rank - distance) % n
         messages.append(dist.P2POp(dist.isend, parts[to], group=group, group_peer=to))
         messages.append(dist.P2POp(dist.irecv, found[source], group=group, group_peer=source))
-    for work in dist.batch_isend_irecv(messages):
-        work.wait()
+    return _Messages(dist.batch_isend_irecv(messages))
