@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -13,6 +14,9 @@ LONGEST = ("parity", "hf_plans", "hf_train", "torchrun", "pipelining", "resume",
 for _name, _value in (("VEC_ISA_OK", "1"), ("CPP_CACHE_PRECOMPILE_HEADERS", "0"), ("COMPILE_THREADS", "1")):
     os.environ.setdefault(f"TORCHINDUCTOR_{_name}", _value)
 
+# Until all tests are imported: what they import is no garbage.
+gc.disable()
+
 # A shell may start a job in the background with these ignored, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -25,6 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Two threads on two busy cores wait for each other longer than one of them computes.
     torch.set_num_threads(1)
     names = [f"test_{name}.py" for name in LONGEST]
+    # A run collects garbage when it ends, and would look through all that is imported each time.
+    gc.freeze()
+    gc.enable()
     items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
 
 
