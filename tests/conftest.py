@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-# By CPU seconds. A file stays in one process, and none should come last.
-LONGEST = ("parity", "hf_plans", "hf_train", "torchrun", "pipelining", "resume", "train", "endings", "job", "evaluate")
+# A file stays in one process, and no long one should come last. Those that mostly wait (watch, torchrun, job) are each
+# beside one whose ranks keep both cores busy.
+LONGEST = ("parity", "watch", "hf_plans", "torchrun", "hf_train", "job", "plans", "resume", "pipelining", "kill")
 
 # Inductor would compile eight small programs to learn what the CPU says of itself, and a header, which takes longer
 # than it saves for a handful of kernels, and would start processes for each core.
