@@ -8,7 +8,7 @@
   consecutive. There the bias depends on the distance alone, so one strip of it serves every chunk as a view: [H, C, S]
   floats, not [H, S, S] per layer. Otherwise, and inside documents, a chunk's bias is made where it is needed, and again
   in backward.
-- CPU with tiles (AMX), in bfloat16: the same chunks as batched products, `attention_cpu.py`.
+- CPU that is fast at bfloat16 (AMX, avx512_bf16), in that: the same chunks as batched products, `attention_cpu.py`.
 - elsewhere with attention dropout: the plain formula over the same chunks; no kernel of others takes a mask keyed by
   global indices.
 
@@ -29,12 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from dtmega import keyed
+from dtmega import keyed, processor
 from dtmega.attention_cpu import attention_cpu
 from dtmega.rule import N_TENSORS, AttentionRule, Chunk
 
-# Whether this CPU multiplies bfloat16 in tiles, which its fused kernels do not make use of.
-FAST_PRODUCTS = torch.cpu._is_amx_tile_supported()
 FEW_QUERIES = 64
 
 
@@ -98,8 +96,11 @@ def attention(
 
 
 def _by_products(q: Tensor, rule: AttentionRule) -> bool:
-    """Tell whether batched products are the fastest kernel; of few queries calls would be most of the time."""
-    fits = q.device.type == "cpu" and q.dtype == torch.bfloat16 and FAST_PRODUCTS
+    """Tell whether batched products are the fastest kernel: fused ones use no instructions of bfloat16.
+
+    Of few queries calls would be most of the time.
+    """
+    fits = q.device.type == "cpu" and q.dtype == torch.bfloat16 and processor.HAS_FAST_BFLOAT16
     return fits and rule.past is None and q.shape[2] >= FEW_QUERIES
 
 

@@ -1,4 +1,4 @@
-"""Attention in bfloat16 on a CPU whose batched matrix products are many times as fast as its fused kernels (AMX).
+"""Attention in bfloat16 on a CPU that multiplies it faster than float32, which torch's fused kernels make no use of.
 
 Sample by sample, and a few hundred queries at a time: scores are one batched product over the heads, and what turns
 them into probabilities passes over as many rows as a core's cache holds, in fp32. Of short sequences the probabilities

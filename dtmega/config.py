@@ -417,7 +417,7 @@ class Fsdp(Section):
 class Precision(Section):
     params: Literal["float32", "bfloat16", "float16", "auto"] = key(
         "float32",
-        "dtype of the forward and backward, masters are fp32; auto: bfloat16 where a CPU has AMX or a GPU has it",
+        "dtype of the forward and backward, masters are fp32; auto: bfloat16 where a CPU or GPU is fast at it",
     )
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of gradient sums")
     initial_loss_scale: float = key(2.0**32, "float16: what the loss of the first step is multiplied by", gt=0)

@@ -1,7 +1,7 @@
 """The gradient of the head's weight, which chunks of tokens add up: dW [V, D] = sum of dlogits^T h.
 
-In bfloat16 a CPU multiplies at half its rate where the first factor is transposed (oneDNN with AMX, torch 2.13), as
-dlogits^T is. Of many tokens h^T dlogits is added up instead, [D, V], and turned over once at the end.
+In bfloat16 a CPU with AMX multiplies at half its rate where the first factor is transposed (oneDNN, torch 2.13), as
+dlogits^T is. There, of many tokens h^T dlogits is added up instead, [D, V], and turned over once at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtmega import processor
 from dtmega.pages import on_huge_pages
 from dtmega.softmax import slices, wide
 
@@ -37,7 +38,8 @@ class WeightGradient:
             product = torch.mm(dlogits.t(), h, out_dtype=wide(h.dtype))
             self.total = product if self.total is None else self.total.add_(product)
             return
-        self.turned = self.many_tokens and h.dtype == torch.bfloat16 and h.device.type == "cpu"
+        on_tiles = h.dtype == torch.bfloat16 and h.device.type == "cpu" and processor.HAS_TILES
+        self.turned = on_tiles and self.many_tokens
         if self.turned:
             self._add_up(h.t().contiguous(), dlogits)
         else:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtmega import config
+from dtmega import config, processor
 from dtmega.output import counted
 from dtmega.rendezvous import meet
 
@@ -171,11 +171,10 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether this device has matrix units for bfloat16: a CPU's AMX, a GPU's tensor cores."""
+    """Whether this device multiplies bfloat16 faster than float32, by instructions or units that are made for it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    # Every CPU with tiles multiplies bfloat16 in them.
-    return torch.cpu._is_amx_tile_supported()
+    return processor.HAS_FAST_BFLOAT16
 
 
 def start(

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from dtmega import config, drift, families, optim, softmax
-from dtmega.attention import FAST_PRODUCTS
+from dtmega import config, drift, families, optim, processor, softmax
 from dtmega.data.objectives import Objective
 from dtmega.data.sums import Tally
 from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
@@ -252,7 +251,7 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if cfg.recompute.mode != "none":
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
-    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and FAST_PRODUCTS:
+    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and processor.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
         for block in blocks:

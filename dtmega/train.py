@@ -172,7 +172,7 @@ def begin(
         overflowed = at.overflowed, at.overflowed_samples
         lines += changes.lines(loaded.config, asked, at.step, at.samples, overflowed)
     if left_open:
-        why = "as it began" if loaded else f"{'with' if mesh.has_fast_bfloat16(device) else 'no'} AMX or tensor cores"
+        why = "as it began" if loaded else f"bfloat16 is {'' if mesh.has_fast_bfloat16(device) else 'not '}fast here"
         lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")
     lines += read_again(cfg, text)
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import attention as A
 from dtmega import attention_cpu as C
+from dtmega import processor
 from dtmega import rule as R
 from dtmega.rule import alibi_slopes, attention_rule
 from tests.test_attention import HEADS, PLACES, RULES, SAMPLES, H, S, T, dropout, in_order, qkv, said_twice, textbook
@@ -26,7 +27,7 @@ BOTH_SAMPLES = 12 * 64 * S
 @pytest.fixture(autouse=True)
 def in_small_parts_of_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks, products and pieces of a few hundred scores; memory that nobody has written is NaN."""
-    monkeypatch.setattr(A, "FAST_PRODUCTS", True)
+    monkeypatch.setattr(processor, "HAS_FAST_BFLOAT16", True)
     monkeypatch.setitem(R.CHUNK_QUERIES, "cpu", 64)
     monkeypatch.setattr(C, "SHORT_CHUNK", 40)
     monkeypatch.setattr(C, "PRODUCT_SCORES", ONE_GROUP)

@@ -26,6 +26,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "output": (0, set()),  # lines for people; imports nothing of dtmega
     "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega
     "formats": (1, set()),  # names and forms of other people's files, as data
+    "processor": (0, set()),  # what this CPU is fast at; imports nothing of dtmega
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
     "job": (1, set()),  # what a process owes its launcher
     "loss_scale": (1, set()),  # float16's

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtmega import head_gradient, softmax
+from dtmega import head_gradient, processor, softmax
 from dtmega import loss as room
 from dtmega.loss import linear_cross_entropy
 from dtmega.plans.loss import vocab_parallel_cross_entropy
@@ -233,6 +233,7 @@ def test_loss_without_gradients_is_the_same():
 @pytest.mark.parametrize("turned_from", [512, 513])
 @pytest.mark.parametrize("chunk", [512, 256, 4])
 def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeypatch, chunk: int, turned_from: int):
+    monkeypatch.setattr(processor, "HAS_TILES", True)
     monkeypatch.setattr(head_gradient, "TURNED_FROM", turned_from)  # of 512 tokens here
     monkeypatch.setattr(head_gradient, "PRODUCT_COLUMNS", 300)
     small_chunks(monkeypatch, chunk)
@@ -253,11 +254,14 @@ def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeyp
         assert (ours.float() - whole).norm() / whole.norm() < 3e-3
 
 
-def test_of_many_tokens_in_bf16_no_product_reads_its_first_factor_across(monkeypatch):
+@pytest.mark.parametrize("tiles", [True, False])
+def test_of_many_tokens_in_bf16_no_product_reads_its_first_factor_across_where_that_is_slow(monkeypatch, tiles: bool):
+    monkeypatch.setattr(processor, "HAS_TILES", tiles)
     monkeypatch.setattr(head_gradient, "TURNED_FROM", 64)
     for chunk in (64, 32, 16):
         small_chunks(monkeypatch, chunk)
-        for dtype, across in ((torch.bfloat16, 0), (torch.float32, 64 // chunk)):
+        plain = 64 // chunk
+        for dtype, across in ((torch.bfloat16, 0 if tiles else plain), (torch.float32, plain)):
             h, w, labels = (x.to(dtype) if x.is_floating_point() else x for x in case(64, 131))
             with Products() as counted:
                 linear_cross_entropy(h, w.requires_grad_(), labels)

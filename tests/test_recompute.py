@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import attention, config, families
+from dtmega import config, families, processor
 from dtmega.hf.model import HF
 from dtmega.linear_cpu import multiply_on_amx
 from dtmega.models.bloom import Bloom
@@ -51,7 +51,7 @@ def test_recompute_changes_no_bit_and_selective_keeps_products_and_attention(key
 
 
 def test_selective_keeps_attention_and_products_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "FAST_PRODUCTS", True)
+    monkeypatch.setattr(processor, "HAS_FAST_BFLOAT16", True)
     counts = {}
     for mode in ("full", "selective"):
         model = model_of(attention_dropout=0.0).bfloat16()

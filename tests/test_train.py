@@ -234,7 +234,7 @@ def test_params_left_to_the_machine_are_settled_once_and_kept(tmp_path, corpus, 
     run(tmp_path / "whole", corpus, precision__params="bfloat16")
     monkeypatch.setattr(mesh, "has_fast_bfloat16", lambda device: True)
     run(tmp_path / "cut", corpus, **keys)
-    assert "computed in bfloat16: with AMX or tensor cores ([precision] params = 'auto')" in capsys.readouterr().out
+    assert "computed in bfloat16: bfloat16 is fast here ([precision] params = 'auto')" in capsys.readouterr().out
     assert 'params = "bfloat16"' in (tmp_path / "cut" / "config.toml").read_text()
     monkeypatch.setattr(mesh, "has_fast_bfloat16", lambda device: False)  # it goes on elsewhere
     run(tmp_path / "cut", corpus, **keys)
