@@ -7,11 +7,11 @@ the step takes beyond it is waiting: for the bubble, for messages, for Python. A
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,13 @@ MEASURED = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 
 def schedules(quick: bool) -> list[Row]:
     """A step of 8 microbatches on two ranks, by each schedule."""
-    rounds = 2 if quick else 5
+    rounds = 3 if quick else 9
     found = ranks.run(RANKS, _on_a_rank, rounds, timeout_s=TIMEOUT_S)
     (truth,) = ranks.run(1, _alone, timeout_s=TIMEOUT_S)
     rows = []
     for name in MEASURED:
         equal = f"fp32 {check_losses(found[0][name].loss, truth)} of one process"
-        step_ms = max(rank[name].step_ms for rank in found)
-        busy_ms = max(rank[name].busy_ms for rank in found)
+        step_ms, busy_ms = shortest([rank[name].rounds for rank in found])
         per_rank = int(SCHEDULES[name].per_rank[0])
         bubble = simulate(named_table(name, RANKS, per_rank, MICROBATCHES)).bubble
         ideal_ms = busy_ms / (1 - bubble)
@@ -58,11 +57,27 @@ def schedules(quick: bool) -> list[Row]:
     return rows
 
 
-class Found:
-    """The times that one rank has seen of one schedule."""
+class Round(NamedTuple):
+    """The time of one step on one rank, and how much of it the rank was busy."""
 
-    def __init__(self, step_ms: float, busy_ms: float, loss: float) -> None:
-        self.step_ms, self.busy_ms, self.loss = step_ms, busy_ms, loss
+    step_ms: float
+    busy_ms: float
+
+
+class Found(NamedTuple):
+    """What one rank has seen of one schedule."""
+
+    rounds: list[Round]
+    loss: float
+
+
+def shortest(ranks: Sequence[Sequence[Round]]) -> Round:
+    """The round with the shortest step, by the slower rank: other processes can only lengthen a time of the clock."""
+    rounds = [
+        Round(max(rank.step_ms for rank in each), max(rank.busy_ms for rank in each))
+        for each in zip(*ranks, strict=True)
+    ]
+    return min(rounds)
 
 
 def _on_a_rank(rounds: int) -> dict[str, Found]:
@@ -78,15 +93,15 @@ def _on_a_rank(rounds: int) -> dict[str, Found]:
                 for block in stage.blocks():
                     asleep.instead_of(block)
             stepper()
-            times_ms, busy_ms = [], []
+            seen = []
             for _ in range(rounds):
                 asleep.total_s, asleep.times = 0.0, 0
                 cpu_s, started_s = time.process_time(), time.perf_counter()
                 stepper()
-                times_ms.append(1e3 * (time.perf_counter() - started_s))
+                step_s, busy_s = time.perf_counter() - started_s, asleep.total_s + time.process_time() - cpu_s
                 assert asleep.times == MICROBATCHES * LAYERS // RANKS * 3, asleep.times
-                busy_ms.append(1e3 * (asleep.total_s + time.process_time() - cpu_s))
-            found[name] = Found(statistics.median(times_ms), statistics.median(busy_ms), loss)
+                seen.append(Round(1e3 * step_s, 1e3 * busy_s))
+            found[name] = Found(seen, loss)
     return found
 
 
