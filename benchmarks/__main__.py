@@ -54,10 +54,8 @@ def main() -> int:
         return 0
     if not names:
         raise SystemExit(f"no benchmark has {args.only} in its name; --list shows them")
-    # What is not measured now stays as it was.
-    kept = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in kept:
+    for row in recorded(args.output):
         found.setdefault(row["benchmark"], []).append(row)
     failed = []
     for name in names:
@@ -79,6 +77,21 @@ def main() -> int:
     if failed:
         print(f"did not run: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def recorded(output: Path) -> list[dict[str, Any]]:
+    """The rows of a record that goes on: what is not measured now stays as it was.
+
+    Raises:
+        SystemExit: they are of another machine, or of other versions, than those that would be measured now.
+    """
+    if not output.exists():
+        return []
+    record = json.loads(output.read_text())
+    here = machine()
+    if record["machine"] != here:
+        raise SystemExit(f"{output} is of {record['machine']}, and this is {here}: name another file, with --output")
+    return record["rows"]
 
 
 def write(record: dict[str, Any], output: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_results_that_differ_are_an_error_and_not_a_row():
         check_losses(1.0001, 1.0)
     with pytest.raises(AssertionError, match="tensors differ"):
         check_tensors(torch.ones(3), torch.tensor([1.0, 1.0, 1.001]), 1e-5)
+
+
+def test_a_record_goes_on_where_it_was_begun_and_nowhere_else(monkeypatch, tmp_path: Path):
+    output = tmp_path / "benchmarks.json"
+    assert table.recorded(output) == []
+    monkeypatch.setattr(table, "machine", lambda: MACHINE)
+    output.write_text(json.dumps({"machine": MACHINE, "rows": [{"benchmark": "step.x"}]}))
+    assert table.recorded(output) == [{"benchmark": "step.x"}]
+    for key, value in {"processor": "another", "versions": {"torch": "3"}}.items():
+        monkeypatch.setattr(table, "machine", lambda changed=MACHINE | {key: value}: changed)
+        with pytest.raises(SystemExit, match="--output"):
+            table.recorded(output)
 
 
 def test_notes_are_of_rows_that_there_are():
