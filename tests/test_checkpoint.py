@@ -503,7 +503,7 @@ class Gate:
 
         def save(*args, **keywords):
             self.reached.set()
-            assert self.open.wait(30)
+            assert self.open.wait(120)
             try:
                 return honest(*args, **keywords)
             finally:
@@ -527,10 +527,10 @@ def test_what_is_saved_in_a_thread_is_what_it_was_when_the_save_began(root, monk
 def test_what_a_thread_has_written_is_a_checkpoint_only_after_the_poll_between_two_steps(root, monkeypatch):
     gate, run = Gate(monkeypatch), Run(root, mode="async")
     run.save(1)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(120)
     assert run.checkpoints.poll() == []
     gate.open.set()
-    assert gate.done.wait(30)
+    assert gate.done.wait(120)
     assert run.finished() == []
     while not (ended := run.checkpoints.poll()):
         pass

@@ -733,7 +733,7 @@ def endless(tmp_path):
 
 def test_a_worker_killed_at_work_ends_the_run_with_nothing_written(tmp_path, endless):
     os.kill(endless.workers[1], signal.SIGKILL)
-    _, err = endless.communicate(timeout=20)
+    _, err = endless.communicate(timeout=120)
     assert endless.returncode == 1
     assert "a worker process died" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "script.py"]
@@ -741,7 +741,7 @@ def test_a_worker_killed_at_work_ends_the_run_with_nothing_written(tmp_path, end
 
 def test_ctrl_c_ends_the_run_with_nothing_written(tmp_path, endless):
     os.killpg(endless.pid, signal.SIGINT)  # a terminal sends it to the workers as well
-    _, err = endless.communicate(timeout=20)
+    _, err = endless.communicate(timeout=120)
     assert endless.returncode == 130
     assert err.endswith("tokenize: interrupted; nothing was written to out\n")
     assert "Traceback" not in err
@@ -755,7 +755,7 @@ def test_a_worker_whose_parent_ended_in_the_middle_of_a_message_ends_too():
     theirs.close()
     os.write(ours.fileno(), struct.pack("!i", 1000) + b"not all of them")  # as a Ctrl-C during `send` leaves it
     ours.close()
-    worker.join(timeout=20)
+    worker.join(timeout=120)
     assert worker.exitcode == 0
 
 
@@ -775,7 +775,7 @@ def in_a_fork(pipe, parents_end):
 
 def test_kill_9_leaves_nothing_under_the_final_name_and_no_worker_behind(tmp_path, endless):
     endless.kill()
-    endless.communicate(timeout=20)  # returns once the workers, which hold the pipes too, are gone
+    endless.communicate(timeout=120)  # returns once the workers, which hold the pipes too, are gone
     assert not (tmp_path / "out.bin").exists()
     assert not (tmp_path / "out.idx").exists()
 
