@@ -142,6 +142,7 @@ def forks() -> Forks:
 def _serve(pipe: Connection) -> None:
     _die_with_parent()
     torch.set_num_threads(1)
+    gc.disable()  # what is imported is no garbage
     _import([*LATE])
     multiprocessing.set_start_method("fork", force=True)  # whose locks leave nothing behind when a rank is killed
     with contextlib.suppress(EOFError):
@@ -177,6 +178,7 @@ def _fork(rank: int, group: Group) -> int:
     folder, code = Path(group.folder), 1
     try:
         _die_with_parent()
+        gc.enable()
         # Unlike the server, a rank may have children: data workers.
         multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
         fn, args = pickle.loads((folder / "call").read_bytes())
