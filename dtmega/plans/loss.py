@@ -51,8 +51,6 @@ def vocab_parallel_cross_entropy(
     columns = locate(n_columns, vocab_start, n_valid, group, logits_shard.device)
     with torch.no_grad():
         logits = logits_shard.reshape(target.numel(), n_columns)
-        if columns.start + n_columns > columns.n_valid:
-            logits = logits.clone()  # the columns of padding will be overwritten
         gradient = logits.new_empty(logits.shape) if grad else None
         losses = token_losses(logits, target.reshape(-1), columns, label_smoothing, z_loss, gradient)
         losses = losses.sum() if reduction == "sum" else losses.view(target.shape)
