@@ -8,7 +8,7 @@ import pytest
 
 # A file stays in one process, and no long one should come last. Those that mostly wait (watch, torchrun, job) are each
 # beside one whose ranks keep both cores busy.
-LONGEST = ("parity", "watch", "hf_plans", "torchrun", "hf_train", "job", "plans", "resume", "pipelining", "kill")
+LONGEST = ("parity", "watch", "hf_plans", "torchrun", "hf_train", "job", "plans", "resume", "train", "wire")
 
 # Inductor would compile eight small programs to learn what the CPU says of itself, and a header, which takes longer
 # than it saves for a handful of kernels, and would start processes for each core.
