@@ -34,7 +34,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.rows import ours, peers
-from dtmega import config, cost, families, keyed, metrics
+from dtmega import config, cost, families, keyed, peak
 from dtmega.step import train_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,7 +144,7 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
 def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: float) -> None:
     tokens = size * cfg.data.seq_len
     flops_per_token = cost.flops_per_token(families.pieces(cfg.model), cfg.data.seq_len, cfg.data.mask_prob)
-    mfu = flops_per_token * tokens / step_s / metrics.reference_flops(DEVICE, cfg.precision.params)
+    mfu = flops_per_token * tokens / step_s / peak.reference_flops(DEVICE, cfg.precision.params)
     say(
         case=case,
         micro_batch=size,

@@ -1,4 +1,4 @@
-"""Linears in bfloat16 on a CPU with AMX, where no other process is: two products that oneDNN has a faster form of.
+"""Linears in bfloat16 on a CPU with AMX, where a rank has them whole: two products that oneDNN has a faster form of.
 
 A bias is added while the product is still in registers; torch fills the result with it first, and adds the product to
 that. And of a matrix that is much wider than tall the gradient is made from a transposed copy of the result's gradient:
@@ -19,7 +19,7 @@ WIDE = 2  # times as many input as output features
 
 
 def multiply_on_amx(model: nn.Module) -> None:
-    """Give the linears of a model on one process these products; in other dtypes they compute as before."""
+    """Give the linears of a model that a rank has whole these products; in other dtypes they compute as before."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = types.MethodType(_forward, module)

@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections import deque
@@ -28,7 +27,7 @@ import torch
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from dtmega import cost, durable
+from dtmega import cost, durable, peak
 from dtmega.config import Config, End
 from dtmega.cost import Piece
 from dtmega.output import counted
@@ -69,7 +68,7 @@ class Metrics:
         self._world_size = world_size
         data = config.data
         self._flops_per_token = cost.flops_per_token(pieces, data.seq_len, data.mask_prob, data.decoder_length)
-        self._peak_flops = world_size * reference_flops(device, config.precision.params)
+        self._peak_flops = world_size * peak.reference_flops(device, config.precision.params)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
         self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
 
@@ -132,7 +131,7 @@ class Metrics:
             tokens=samples.stop * self._seq_len,
             tokens_per_s=tokens / step_time_s,
             mfu=tokens / step_time_s * self._flops_per_token / self._peak_flops,
-            peak_memory_bytes=peak_memory_bytes(self._device),
+            peak_memory_bytes=peak.memory_bytes(self._device),
             step_time_s=step_time_s,
             **more,
         )
@@ -362,40 +361,3 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
 def perplexity(loss: float) -> float:
     """exp(loss), the loss cut at 20 as in Megatron-LM's `training.py`."""
     return math.exp(min(loss, 20.0))
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most this process has held since it started: the allocator's tensors on a GPU, else resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB, but bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-
-
-def reference_flops(device: torch.device, dtype: str) -> float:
-    """The FLOP/s that MFU is a fraction of: a datasheet's for a GPU known to `cost`, else `matmul_flops`, measured.
-
-    The second makes MFU a ratio to what this machine can do, so such figures do not compare across machines.
-    """
-    known = cost.peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-    return known or matmul_flops(device, getattr(torch, dtype))
-
-
-def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest square matrix product. The size doubles until one takes 10 ms: 0.1 s in all on a CPU."""
-    best = 0.0
-    for n in (256, 512, 1024, 2048, 4096):
-        a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
-        seconds = min(_seconds(a) for _ in range(3))
-        best = max(best, 2 * n**3 / seconds)
-        if seconds > 0.01:
-            break
-    return best
-
-
-def _seconds(a: torch.Tensor) -> float:
-    start = time.perf_counter()
-    product = a @ a
-    if product.is_cuda:
-        torch.cuda.synchronize(product.device)
-    return time.perf_counter() - start

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from dtmega import families, metrics, train
+from dtmega import families, peak, train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
@@ -254,7 +254,7 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
     if plant is not None:
         plant()
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    metrics.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
+    peak.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
     with keeping_initial(folder):
         assert train.main(argv) == 0
 

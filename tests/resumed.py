@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dtmega import metrics, train
+from dtmega import peak, train
 from dtmega.checkpoint import resume
 from tests import ranks
 from tests.layouts import DEBUG, FP32, PAIRS, ROOT, tensors
@@ -106,7 +106,7 @@ def _one_rank(trainings: list[Training], stores: str) -> list[list[list[int]]]:
         return honest(run, batch)
 
     train.train_step = noting
-    metrics.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
+    peak.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
     for i, training in enumerate(trainings):
         seen.append([])
         if rank < training.n:

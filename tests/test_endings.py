@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from dtmega import job, metrics, train
+from dtmega import job, peak, train
 from dtmega.checkpoint import tensor_files
 from dtmega.data.indexed import IndexedWriter
 from tests.layouts import write_text
@@ -185,7 +185,7 @@ def late_on_rank_1() -> Iterator[None]:
     hours = itertools.count()
     now = time.monotonic if dist.get_rank() == 0 else lambda: 3600.0 * next(hours)
     clocks = SimpleNamespace(perf_counter=time.perf_counter, monotonic=now)
-    with replaced(train, "time", clocks), replaced(metrics, "matmul_flops", lambda device, dtype: 1e12):
+    with replaced(train, "time", clocks), replaced(peak, "matmul_flops", lambda device, dtype: 1e12):
         yield
 
 

@@ -49,7 +49,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "optim": (1, {"shards"}),  # the part of a parameter that is here
     "starts": (1, set()),  # what a run was started with, each time
     "trackers": (1, set()),  # libraries of others, imported by their threads only
-    "metrics": (1, {"cost", "trackers"}),
+    "peak": (1, {"cost"}),  # FLOP/s of a known GPU
+    "metrics": (1, {"cost", "peak", "trackers"}),
     "watch": (1, {"job"}),  # how it ends the process
     "data": (1, {"keyed"}),  # the order of samples
     "models": (2, set()),

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from dtmega import config, metrics, optim
+from dtmega import config, optim, peak
 from dtmega.checkpoint.resume import State, open_checkpoint, state_of
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.objectives import NEXT_TOKEN
@@ -329,7 +329,7 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
             (os, "fsync", noting_syncs),
             (ShardedModel, "losses", noting_sums),
             (ShardedModel, "forward_backward", going_wrong),
-            (metrics, "matmul_flops", lambda device, dtype: PEAK_FLOPS),
+            (peak, "matmul_flops", lambda device, dtype: PEAK_FLOPS),
         ):
             stack.enter_context(replaced(owner, name, function))
         yield

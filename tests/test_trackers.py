@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtmega import config, cost, job, metrics, trackers
+from dtmega import config, cost, job, metrics, peak, trackers
 from dtmega.metrics import Metrics
 from dtmega.watch import Watch
 
@@ -56,7 +56,7 @@ class Hanging(Recorder):
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metrics, "matmul_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(peak, "matmul_flops", lambda device, dtype: 1e12)
     monkeypatch.setattr(trackers, "PAUSE_S", 0.01)
     for kind in (Recorder, Broken, Hanging):
         monkeypatch.setattr(kind, "runs", [], raising=False)
