@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,42 +88,30 @@ def attention_cpu(
         causal,
         window,
     )
-    rule = _in_base_2(rule)
     out, log_sums, kept = _results(q, k, v, rule, p)
     chunks = _chunks(rule)
     scratch = _Scratch(q, k, chunks, 0 if kept.numel() else 1, kept)
-    by_distance = _times_log2_e(rule.by_distance())
     dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
-    for rows in scratch.rows():
-        own_rule = rule.of_rows(rows)
-        for chunk in chunks:
-            queries, keys = _slices(chunk)
-            bias = own_rule.bias_backwards(chunk, by_distance)
-            key_places = own_rule.key_places[:, None, None, keys]
-            for heads, groups in scratch.heads():
-                one_q = _backwards(q[rows, heads, queries])
-                one_k = k[rows, groups, keys].contiguous()
-                one_v = v[rows, groups, keys].contiguous()
-                (scores,) = scratch.shaped(one_q, one_k)
-                stacked = _stacked(scores, one_k)
-                torch.bmm(_stacked(one_q, one_k), one_k.flatten(0, 1).mT, out=stacked)
-                own_bias = _of_heads(bias, heads, scores)
-                drops = None if dropped_rows is None else dropped_rows[rows, heads, queries].flip(2)
-                own_sums = log_sums[rows, heads, queries]
-                for piece in _pieces(scores):
-                    own = scores[piece]
-                    x = scratch.scaled(own, own_bias, piece, scale)
-                    # A query that sees no key has -inf everywhere, and nothing to subtract it from.
-                    peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
-                    _exponentials(x.sub_(peak))
-                    total = x.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest is 1, if there is any
-                    x.mul_(total.reciprocal())
-                    if drops is not None:
-                        _drop(x, drops[piece], key_places[piece[0]], p)
-                    own.copy_(x)  # from here on these are probabilities
-                    own_sums[piece] = total.log2_().add_(peak)
-                of_chunk = torch.bmm(stacked, one_v.flatten(0, 1)).view(*one_q.shape[:3], -1)
-                out[rows, heads, queries] = _backwards(of_chunk)
+    for part in _parts(q, k, v, rule, chunks, scratch):
+        (scores,) = scratch.shaped(part.q, part.k)
+        stacked = part.stacked(scores)
+        torch.bmm(part.stacked(part.q), part.k.flatten(0, 1).mT, out=stacked)
+        drops = _backwards(dropped_rows[part.queries]) if dropped_rows is not None else None
+        own_sums = log_sums[part.queries]
+        for piece in _pieces(scores):
+            own = scores[piece]
+            x = scratch.scaled(own, part.bias, piece, scale)
+            # A query that sees no key has -inf everywhere, and nothing to subtract it from.
+            peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+            _exponentials(x.sub_(peak))
+            total = x.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest is 1, if there is any
+            x.mul_(total.reciprocal())
+            if drops is not None:
+                _drop(x, drops[piece], part.key_places[piece[0]], p)
+            own.copy_(x)  # from here on these are probabilities
+            own_sums[piece] = total.log2_().add_(peak)
+        of_queries = torch.bmm(stacked, part.v.flatten(0, 1)).view(*part.q.shape[:3], -1)
+        out[part.queries] = _backwards(of_queries)
     return out, log_sums, kept
 
 
@@ -164,53 +152,38 @@ def attention_cpu_backward(
         causal,
         window,
     )
-    rule = _in_base_2(rule)
     of_q, of_k, of_v = _gradients(q, k, v)
     chunks = _chunks(rule)
     n_tensors = 1 if kept.numel() else 2 if dropout_key is None else 3
     scratch = _Scratch(q, k, chunks, n_tensors, kept)
-    by_distance = _times_log2_e(rule.by_distance())
     dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
-    for rows in scratch.rows():
-        own_rule = rule.of_rows(rows)
-        for chunk in chunks:
-            queries, keys = _slices(chunk)
-            bias = own_rule.bias_backwards(chunk, by_distance)
-            key_places = own_rule.key_places[:, None, None, keys]
-            for heads, groups in scratch.heads():
-                one_q = _backwards(q[rows, heads, queries])
-                one_k = k[rows, groups, keys].contiguous()
-                one_v = v[rows, groups, keys].contiguous()
-                one_gradient = _backwards(gradient[rows, heads, queries])
-                stacked_q = _stacked(one_q, one_k)
-                stacked_gradient = _stacked(one_gradient, one_k)
-                stacked_k = one_k.flatten(0, 1)
-                stacked_v = one_v.flatten(0, 1)
-                probabilities, of_scores, *dropped = scratch.shaped(one_q, one_k)
-                left = dropped[0] if dropped else probabilities  # of the probabilities, by dropout
-                if not kept.numel():
-                    torch.bmm(stacked_q, stacked_k.mT, out=_stacked(probabilities, one_k))
-                    own_bias = _of_heads(bias, heads, probabilities)
-                    drops = None if dropped_rows is None else dropped_rows[rows, heads, queries].flip(2)
-                    own_sums = log_sums[rows, heads, queries]
-                    for piece in _pieces(probabilities):
-                        own = probabilities[piece]
-                        x = scratch.scaled(own, own_bias, piece, scale)
-                        own.copy_(_exponentials(x.sub_(own_sums[piece])))
-                        if drops is not None:
-                            left[piece] = _drop(x, drops[piece], key_places[piece[0]], p)
-                _add_product(of_v[rows, groups, keys], _stacked(left, one_k).mT, stacked_gradient, 1.0)
-                stacked = _stacked(of_scores, one_k)
-                torch.baddbmm(stacked, stacked_gradient, stacked_v.mT, beta=0, alpha=1 / (1 - p), out=stacked)
-                for piece in _pieces(probabilities):
-                    own = of_scores[piece]  # of probabilities, still
-                    if dropped:
-                        # One that was 0 before has no part in the gradient anyway.
-                        own.mul_(left[piece].sign())
-                    torch.ops.aten._softmax_backward_data.out(own, probabilities[piece], -1, q.dtype, grad_input=own)
-                of_chunk = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale).view_as(one_q)
-                of_q[rows, heads, queries] = _backwards(of_chunk)
-                _add_product(of_k[rows, groups, keys], stacked.mT, stacked_q, scale)
+    for part in _parts(q, k, v, rule, chunks, scratch):
+        stacked_q, stacked_k = part.stacked(part.q), part.k.flatten(0, 1)
+        stacked_gradient = part.stacked(_backwards(gradient[part.queries]))
+        probabilities, of_scores, *dropped = scratch.shaped(part.q, part.k)
+        left = dropped[0] if dropped else probabilities  # of the probabilities, by dropout
+        if not kept.numel():
+            torch.bmm(stacked_q, stacked_k.mT, out=part.stacked(probabilities))
+            drops = _backwards(dropped_rows[part.queries]) if dropped_rows is not None else None
+            own_sums = log_sums[part.queries]
+            for piece in _pieces(probabilities):
+                own = probabilities[piece]
+                x = scratch.scaled(own, part.bias, piece, scale)
+                own.copy_(_exponentials(x.sub_(own_sums[piece])))
+                if drops is not None:
+                    left[piece] = _drop(x, drops[piece], part.key_places[piece[0]], p)
+        _add_product(of_v[part.keys], part.stacked(left).mT, stacked_gradient, 1.0)
+        stacked = part.stacked(of_scores)
+        torch.baddbmm(stacked, stacked_gradient, part.v.flatten(0, 1).mT, beta=0, alpha=1 / (1 - p), out=stacked)
+        for piece in _pieces(probabilities):
+            own = of_scores[piece]  # of probabilities, still
+            if dropped:
+                # One that was 0 before has no part in the gradient anyway.
+                own.mul_(left[piece].sign())
+            torch.ops.aten._softmax_backward_data.out(own, probabilities[piece], -1, q.dtype, grad_input=own)
+        of_queries = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale).view_as(part.q)
+        of_q[part.queries] = _backwards(of_queries)
+        _add_product(of_k[part.keys], stacked.mT, stacked_q, scale)
     return of_q, of_k, of_v
 
 
@@ -233,6 +206,53 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
+class _Part(NamedTuple):
+    """Queries of some rows and heads, and the keys and values that they see: what a product takes at a time.
+
+    Attributes:
+        queries: where they stand in what is [B, H, S, ..].
+        keys: where they stand in k and v.
+        q: [rows, heads, C, K], the last query first.
+        k, v: [rows, groups, keys, K].
+        bias: what the rule adds to scores in base 2, [rows, heads, C, keys], a view; None: nothing.
+        key_places: [rows, 1, 1, keys].
+    """
+
+    queries: tuple[slice, slice, slice]
+    keys: tuple[slice, slice, slice]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    key_places: Tensor
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """[rows, H, C, n] -> [rows x groups, H / groups x C, n]: heads that share one of k stand below each other."""
+        return x.view(self.k.shape[0] * self.k.shape[1], -1, x.shape[-1])
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chunks: list[Chunk], scratch: _Scratch
+) -> Iterator[_Part]:
+    """All pairs of queries and keys, in the order in which `scratch` has memory for their scores."""
+    rule = _in_base_2(rule)
+    by_distance = _times_log2_e(rule.by_distance())
+    for rows in scratch.rows():
+        own_rule = rule.of_rows(rows)
+        for chunk in chunks:
+            queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
+            bias = own_rule.bias_backwards(chunk, by_distance)
+            for heads, groups in scratch.heads():
+                own_q = _backwards(q[rows, heads, queries])
+                own_k, own_v = k[rows, groups, keys].contiguous(), v[rows, groups, keys].contiguous()
+                own_bias = bias
+                if bias is not None:  # [rows or 1, H or 1, C, keys]
+                    own_bias = bias if bias.shape[1] == 1 else bias[:, heads]
+                    own_bias = own_bias.expand(*own_q.shape[:3], own_k.shape[2])
+                key_places = own_rule.key_places[:, None, None, keys]
+                yield _Part((rows, heads, queries), (rows, groups, keys), own_q, own_k, own_v, own_bias, key_places)
+
+
 def _in_base_2(rule: AttentionRule) -> AttentionRule:
     """The rule that adds to scores in base 2, but for its strip: of that, `by_distance` is a shorter form."""
     return rule._replace(slopes=_times_log2_e(rule.slopes), table=_times_log2_e(rule.table))
@@ -251,12 +271,8 @@ def _chunks(rule: AttentionRule) -> list[Chunk]:
 
 
 def _backwards(x: Tensor) -> Tensor:
-    """[rows, heads, C, K] with the last query first, contiguous whatever the strides of x, which `flip` would keep."""
+    """[rows, heads, C, ..] with the last query first, contiguous whatever the strides of x, which `flip` would keep."""
     return x.index_select(2, torch.arange(x.shape[2] - 1, -1, -1))
-
-
-def _slices(chunk: Chunk) -> tuple[slice, slice]:
-    return slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
 
 
 class _Scratch:
@@ -314,18 +330,6 @@ def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
     """Add x y scale to a slice [rows, groups, keys, K]; the product starts from its numbers, and rounds the sum."""
     part = to.view(-1, *to.shape[2:])
     torch.baddbmm(part, x, y, alpha=scale, out=part)
-
-
-def _stacked(x: Tensor, k: Tensor) -> Tensor:
-    """[rows, H, C, n] -> [rows x groups, H / groups x C, n]: heads that share one of k stand one below the other."""
-    return x.view(k.shape[0] * k.shape[1], -1, x.shape[-1])
-
-
-def _of_heads(bias: Tensor | None, heads: slice, scores: Tensor) -> Tensor | None:
-    """[rows or 1, H or 1, C, keys] -> the shape of scores of these heads, a view."""
-    if bias is None:
-        return None
-    return (bias if bias.shape[1] == 1 else bias[:, heads]).expand_as(scores)
 
 
 def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
