@@ -44,7 +44,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "HSDP 2 x 2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "pp 2 x tp 2": (4, {"mesh.pp": 2, "mesh.tp": 2} | PAIRS),
 }
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # of a message, and of a few trainings
+EACH_S = 30.0  # of a training among many, on a machine that is busy
 
 
 class Training(NamedTuple):
@@ -90,8 +91,9 @@ def rest(layout: str, writer: Path, folder: Path, keys: Mapping[str, Any]) -> Tr
 
 def train_all(trainings: Sequence[Training]) -> list[list[list[list[int]]]]:
     """One after the other; for each training, rank and step: the numbers of the samples that the rank was given."""
+    timeout_s = max(TIMEOUT_S, EACH_S * len(trainings))
     with tempfile.TemporaryDirectory() as stores:
-        results = ranks.run(max(t.n for t in trainings), _one_rank, list(trainings), stores, timeout_s=TIMEOUT_S)
+        results = ranks.run(max(t.n for t in trainings), _one_rank, list(trainings), stores, timeout_s=timeout_s)
     return [[results[rank][i] for rank in range(training.n)] for i, training in enumerate(trainings)]
 
 

@@ -68,7 +68,8 @@ TP, FSDP_TP, HSDP_TP = ("tp",), ("dp_shard", "tp"), ("dp_replicate", "dp_shard",
 STEPPED = [Case(name) for name in ("bloom", "gpt2")]
 STEPPED_ON_FOUR = DP2_TP2[:1]
 # What only `pytest -m full` measures: one family of each other kind on each mesh.
-REPEATING = [*(Case(name) for name in ("qwen3", "opt", "t5", "gemma2")), Case("cohere", kv_heads=1)]
+# T5's ReLU of 12 tokens has a unit so near its kink that rounding decides on which side it is after a step.
+REPEATING = [*(Case(name) for name in ("qwen3", "opt", "gemma2")), Case("t5", length=10), Case("cohere", kv_heads=1)]
 REPEATING_ON_FOUR: dict[tuple[str, ...], list[Case]] = {("tp",): TP4[1:], ("dp_replicate", "dp_shard", "tp"): HSDP}
 # A projection in parts; a tensor that transformers saves under another name; two tied pairs.
 FILES = [Case("gpt2"), Case("gpt_neox", tied=False), Case("bert"), Case("qwen3", vocab=129)]

@@ -177,6 +177,11 @@ def test_a_finished_run_shows_a_sample(trained, name):
     assert "\na sample:\n" in trained[name].said
 
 
+def put(where: Any, name: str, instead: Callable[..., Any]) -> None:
+    assert hasattr(where, name), f"{where} has no {name} any more: nothing would be planted"
+    setattr(where, name, instead)
+
+
 def row_bias_on_every_rank() -> None:
     honest = styles.Row.forward
 
@@ -184,11 +189,11 @@ def row_bias_on_every_rank() -> None:
         out = honest(self, module, x)
         return out + styles.local_part(module.bias)  # of the second of two ranks
 
-    styles.Row.forward = forward
+    put(styles.Row, "forward", forward)
 
 
 def tied_gradient_of_one_stage_only() -> None:
-    Tied.sum_gradients = lambda self: None
+    put(Tied, "sum_gradients", lambda self: None)
 
 
 def slopes_of_the_first_heads_everywhere() -> None:
@@ -197,7 +202,7 @@ def slopes_of_the_first_heads_everywhere() -> None:
             if isinstance(style, styles.ShardBuffer):
                 setattr(model, name, getattr(model, name).chunk(mesh.size(), style.dim)[0].clone())
 
-    parallelize.shard_buffers = shard_buffers
+    put(families, "shard_buffers", shard_buffers)
 
 
 def mean_of_the_ranks_means() -> None:
@@ -206,17 +211,18 @@ def mean_of_the_ranks_means() -> None:
     def count(world, objective, batch):
         return {"tokens": 2.0 * sum(int((m["labels"] != IGNORED).sum()) for m in batch.microbatches)}
 
-    step.count = count
+    put(step, "count", count)
 
 
 def norm_gradients_of_the_own_tokens_only() -> None:
-    parallelize.sum_partial_gradients = lambda model, names, mesh: None
+    put(parallelize, "sum_partial_gradients", lambda model, names, mesh: None)
 
 
 def dropout_of_the_own_part_only() -> None:
-    styles.SequenceShard.forward = lambda self, module, x, sample_ids, places: type(module).forward(
-        module, x, sample_ids, places[:, : x.shape[1]]
-    )
+    def forward(self, module, x, sample_ids, places):
+        return type(module).forward(module, x, sample_ids, places[:, : x.shape[1]])
+
+    put(styles.SequenceShard, "forward", forward)
 
 
 @pytest.mark.full  # how sharp the comparison is, as tests/planted.py says of all tests
