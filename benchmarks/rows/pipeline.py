@@ -35,6 +35,7 @@ KEYS: dict[str, Any] = {
     "batch.micro_batch_size": 1,
     "batch.global_batch_size": MICROBATCHES,
     "compile.enable": "false",
+    "precision.params": "float32",
 }
 MEASURED = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 
@@ -86,7 +87,7 @@ def _on_a_rank(rounds: int) -> dict[str, Found]:
     for name in MEASURED:
         with ExitStack() as closing:
             keys = KEYS | {"mesh.pp": RANKS, "pipeline.schedule": name}
-            stepper = ours.Stepper(ours.begin("bloom.toml", keys | {"precision.params": "float32"}, closing))
+            stepper = ours.Stepper(ours.begin("bloom.toml", keys, closing))
             loss = stepper().loss
             asleep = Asleep()
             for stage in stepper.run.model.stages.values():
