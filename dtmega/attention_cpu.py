@@ -92,11 +92,10 @@ def attention_cpu(
     chunks = _chunks(rule)
     scratch = _Scratch(q, k, chunks, 0 if kept.numel() else 1, kept)
     dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
-    for part in _parts(q, k, v, rule, chunks, scratch):
+    for part in _parts(q, k, v, rule, chunks, scratch, dropped_rows):
         (scores,) = scratch.shaped(part.q, part.k)
         stacked = part.stacked(scores)
         torch.bmm(part.stacked(part.q), part.k.flatten(0, 1).mT, out=stacked)
-        drops = _backwards(dropped_rows[part.queries]) if dropped_rows is not None else None
         own_sums = log_sums[part.queries]
         for piece in _pieces(scores):
             own = scores[piece]
@@ -106,8 +105,8 @@ def attention_cpu(
             _exponentials(x.sub_(peak))
             total = x.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest is 1, if there is any
             x.mul_(total.reciprocal())
-            if drops is not None:
-                _drop(x, drops[piece], part.key_places[piece[0]], p)
+            if part.drops is not None:
+                _drop(x, part.drops[piece], part.key_places[piece[0]], p)
             own.copy_(x)  # from here on these are probabilities
             own_sums[piece] = total.log2_().add_(peak)
         of_queries = torch.bmm(stacked, part.v.flatten(0, 1)).view(*part.q.shape[:3], -1)
@@ -157,21 +156,21 @@ def attention_cpu_backward(
     n_tensors = 1 if kept.numel() else 2 if dropout_key is None else 3
     scratch = _Scratch(q, k, chunks, n_tensors, kept)
     dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
-    for part in _parts(q, k, v, rule, chunks, scratch):
-        stacked_q, stacked_k = part.stacked(part.q), part.k.flatten(0, 1)
+    for part in _parts(q, k, v, rule, chunks, scratch, dropped_rows):
+        stacked_q = part.stacked(part.q)
+        stacked_k = part.k.flatten(0, 1)
         stacked_gradient = part.stacked(_backwards(gradient[part.queries]))
         probabilities, of_scores, *dropped = scratch.shaped(part.q, part.k)
         left = dropped[0] if dropped else probabilities  # of the probabilities, by dropout
         if not kept.numel():
             torch.bmm(stacked_q, stacked_k.mT, out=part.stacked(probabilities))
-            drops = _backwards(dropped_rows[part.queries]) if dropped_rows is not None else None
             own_sums = log_sums[part.queries]
             for piece in _pieces(probabilities):
                 own = probabilities[piece]
                 x = scratch.scaled(own, part.bias, piece, scale)
                 own.copy_(_exponentials(x.sub_(own_sums[piece])))
-                if drops is not None:
-                    left[piece] = _drop(x, drops[piece], part.key_places[piece[0]], p)
+                if part.drops is not None:
+                    left[piece] = _drop(x, part.drops[piece], part.key_places[piece[0]], p)
         _add_product(of_v[part.keys], part.stacked(left).mT, stacked_gradient, 1.0)
         stacked = part.stacked(of_scores)
         torch.baddbmm(stacked, stacked_gradient, part.v.flatten(0, 1).mT, beta=0, alpha=1 / (1 - p), out=stacked)
@@ -216,6 +215,7 @@ class _Part(NamedTuple):
         k, v: [rows, groups, keys, K].
         bias: what the rule adds to scores in base 2, [rows, heads, C, keys], a view; None: nothing.
         key_places: [rows, 1, 1, keys].
+        drops: of `_row_keys`, [rows, heads, C], the last query first; None: nothing is dropped.
     """
 
     queries: tuple[slice, slice, slice]
@@ -225,6 +225,7 @@ class _Part(NamedTuple):
     v: Tensor
     bias: Tensor | None
     key_places: Tensor
+    drops: Tensor | None
 
     def stacked(self, x: Tensor) -> Tensor:
         """[rows, H, C, n] -> [rows x groups, H / groups x C, n]: heads that share one of k stand below each other."""
@@ -232,7 +233,13 @@ class _Part(NamedTuple):
 
 
 def _parts(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chunks: list[Chunk], scratch: _Scratch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AttentionRule,
+    chunks: list[Chunk],
+    scratch: _Scratch,
+    dropped_rows: Tensor | None,
 ) -> Iterator[_Part]:
     """All pairs of queries and keys, in the order in which `scratch` has memory for their scores."""
     rule = _in_base_2(rule)
@@ -242,15 +249,19 @@ def _parts(
         for chunk in chunks:
             queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
             bias = own_rule.bias_backwards(chunk, by_distance)
+            key_places = own_rule.key_places[:, None, None, keys]
             for heads, groups in scratch.heads():
-                own_q = _backwards(q[rows, heads, queries])
-                own_k, own_v = k[rows, groups, keys].contiguous(), v[rows, groups, keys].contiguous()
+                of_queries = rows, heads, queries
+                of_keys = rows, groups, keys
+                own_q = _backwards(q[of_queries])
+                own_k = k[of_keys].contiguous()
+                own_v = v[of_keys].contiguous()
+                drops = None if dropped_rows is None else _backwards(dropped_rows[of_queries])
                 own_bias = bias
                 if bias is not None:  # [rows or 1, H or 1, C, keys]
                     own_bias = bias if bias.shape[1] == 1 else bias[:, heads]
                     own_bias = own_bias.expand(*own_q.shape[:3], own_k.shape[2])
-                key_places = own_rule.key_places[:, None, None, keys]
-                yield _Part((rows, heads, queries), (rows, groups, keys), own_q, own_k, own_v, own_bias, key_places)
+                yield _Part(of_queries, of_keys, own_q, own_k, own_v, own_bias, key_places, drops)
 
 
 def _in_base_2(rule: AttentionRule) -> AttentionRule:

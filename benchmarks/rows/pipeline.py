@@ -99,7 +99,8 @@ def _on_a_rank(rounds: int) -> dict[str, Found]:
                 asleep.total_s, asleep.times = 0.0, 0
                 cpu_s, started_s = time.process_time(), time.perf_counter()
                 stepper()
-                step_s, busy_s = time.perf_counter() - started_s, asleep.total_s + time.process_time() - cpu_s
+                step_s = time.perf_counter() - started_s
+                busy_s = asleep.total_s + time.process_time() - cpu_s
                 assert asleep.times == MICROBATCHES * LAYERS // RANKS * 3, asleep.times
                 seen.append(Round(1e3 * step_s, 1e3 * busy_s))
             found[name] = Found(seen, loss)

@@ -49,10 +49,10 @@ class ReducesAndScatters(_Allocates):
         assert not async_op
         rank = group.rank()
         parts = [*input_tensor.view(group.size(), -1)]
-        found = [torch.empty_like(part) for part in parts]
-        # Of two numbers, a sum in either order has the same bits.
+        # Of two numbers, a sum in either order has the same bits: the result may begin as another rank's part.
         first, second = (1, 0) if rank == 0 else (0, 1)
-        found[first], found[rank] = output_tensor, parts[rank]
+        have = {rank: parts[rank], first: output_tensor}
+        found = [have[i] if i in have else torch.empty_like(part) for i, part in enumerate(parts)]
         _exchange(parts, found, group).wait()
         for part in (found[second], *found[2:]):
             output_tensor += part
