@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import resource
 import statistics
@@ -30,12 +31,18 @@ def asked_for(x: Tensor) -> bool:
     raise AssertionError("the tensor is in no mapping")
 
 
+def fresh(n_bytes: int) -> Tensor:
+    """Bytes in a mapping of their own: a heap may give back a place that an earlier test has asked huge pages for."""
+    mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
 @needs_linux
 def test_a_large_tensor_is_mapped_as_was_asked_and_a_small_one_is_left_alone():
-    large = on_huge_pages(torch.empty(4 * LARGE_BYTES, dtype=torch.uint8))
+    large = on_huge_pages(fresh(4 * LARGE_BYTES))
     assert asked_for(large)
     assert (large.fill_(3) == 3).all()
-    small = on_huge_pages(torch.empty(LARGE_BYTES - 1, dtype=torch.uint8))
+    small = on_huge_pages(fresh(LARGE_BYTES - 1))
     assert not asked_for(small)
 
 
