@@ -2,9 +2,8 @@
 
 import sys
 
-from dtmega.train import main, run_and_leave
+from dtmega import begin
 
-__all__ = ["main", "run_and_leave"]
-
+# The processes that read data import this file, too, but nothing of the trainer.
 if __name__ == "__main__":
-    run_and_leave(sys.argv[1:])
+    begin.train(sys.argv[1:])

@@ -10,7 +10,7 @@ import sys
 from io import TextIOWrapper
 from typing import NoReturn
 
-from dtmega import commands, job, output
+from dtmega import begin, commands, job, output
 from dtmega.commands import endings
 
 
@@ -19,9 +19,7 @@ def run() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample in letters that the terminal does not have
     if sys.argv[1:2] == ["train"]:
-        from dtmega import train
-
-        train.run_and_leave(sys.argv[2:])
+        begin.train(sys.argv[2:])
     job.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
 
 

@@ -73,7 +73,8 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "use": (4, set()),  # a trained model, opened to be used
     "harness": (4, {"use"}),  # lm-evaluation-harness on it
     "commands": (5, set()),  # one module for each, over what does the work
-    "__main__": (5, {"commands", "train"}),
+    "begin": (5, {"train"}),  # its imports
+    "__main__": (5, {"begin", "commands"}),
     "train.py": (6, set()),  # for torchrun
 }
 

@@ -57,6 +57,25 @@ def test_installed_without_the_repository_it_trains_a_configuration_by_name_with
     assert not imported & UNNEEDED
 
 
+def printed(*lines: str) -> list[str]:
+    """The words that a fresh Python prints for these lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_a_process_that_reads_data_imports_nothing_of_the_trainer_by_its_main_file():
+    again = 'import runpy, sys; runpy.run_path("train.py", run_name="__mp_main__")'  # as multiprocessing spawns it
+    assert printed(again, 'print("dtmega.begin" in sys.modules, "torch" in sys.modules)') == ["True", "False"]
+
+
+def test_garbage_is_collected_while_it_trains_but_not_of_what_was_imported():
+    said = "dtmega.train.run_and_leave = lambda argv: print(*argv, gc.isenabled(), gc.get_freeze_count() > 10**5)"
+    begun = 'from dtmega import begin; begin.train(["--config"])'
+    assert printed("import gc, dtmega.train", said, begun) == ["--config", "True", "True"]
+
+
 @pytest.mark.full
 def test_a_wheel_holds_what_the_command_needs(corpus, tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
