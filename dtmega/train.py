@@ -25,6 +25,7 @@ from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import load_weights
 from dtmega.config import End
+from dtmega.cores import Cores
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.text import open_text, read_again
 from dtmega.evaluate import evaluate, evaluate_validation, show_sample
@@ -201,6 +202,7 @@ def train(run: Run, at: Progress) -> int:
     """Run the loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
     cfg, world, model, metrics, watch = run.cfg, run.world, run.model, run.metrics, run.watch
     first_step, started = at.step, time.monotonic()
+    cores = Cores(world.device)
     end = cfg.end(at.step, at.samples)
     total_steps = end.steps
     skipped_in_a_row = 0
@@ -230,6 +232,8 @@ def train(run: Run, at: Progress) -> int:
                 f"the newest checkpoint is from before"
             )
 
+        if advice := cores.after_step(at.step - first_step):
+            metrics.message(advice)
         if due(at.step, cfg.train.drift_interval):
             model.check_copies()
         if due(at.step, cfg.eval.interval) and at.step < total_steps:

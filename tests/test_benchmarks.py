@@ -85,6 +85,6 @@ def test_notes_are_of_rows_that_there_are():
     notes = table.tomli.loads((ROOT / "benchmarks/notes.toml").read_text(encoding="utf-8"))
     records = [json.loads(path.read_text())["rows"] for path in ROOT.glob("benchmarks/RESULTS*.json")]
     recorded = [found for record in records for found in record]
-    assert len(records) == 2
+    assert records
     assert notes.keys() <= {found["name"] for found in recorded}
     assert all(found["name"] in notes for found in recorded if found["falls_short"])

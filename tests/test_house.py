@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "optim": (1, {"shards"}),  # the part of a parameter that is here
     "starts": (1, set()),  # what a run was started with, each time
     "trackers": (1, set()),  # libraries of others, imported by their threads only
+    "cores": (1, set()),  # whether others use them; imports nothing of dtmega
     "peak": (1, {"cost"}),  # FLOP/s of a known GPU
     "metrics": (1, {"cost", "peak", "trackers"}),
     "watch": (1, {"job"}),  # how it ends the process

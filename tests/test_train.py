@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import tomli
 import torch
 import torch.distributed as dist
 
-from dtmega import config, declared, job, mesh, starts, train
+from dtmega import config, cores, declared, job, mesh, starts, train
 from dtmega.__main__ import main as command
 from dtmega.data.indexed import IndexedWriter
 from dtmega.startup import Startup
@@ -104,6 +105,14 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
     assert f"a sample:\n{sample['text']}\n" in output
     assert output.endswith(f"to look at it: dtmega report {tmp_path}\n")
     assert str(tmp_path) in output
+
+
+def test_a_run_on_cores_that_others_use_says_so_once(tmp_path, corpus, capsys, monkeypatch):
+    waited_s = itertools.count(0, 10**6)
+    monkeypatch.setattr(cores, "_waited_s", lambda: next(waited_s))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert run(tmp_path, corpus, train__steps=cores.TO + 2, eval__interval=0, checkpoint__final="false") == 0
+    assert capsys.readouterr().out.count("other programs use this machine's cores") == 1
 
 
 def test_the_resolved_config_runs_again_and_gives_the_same_losses(tmp_path, corpus):

@@ -1,0 +1,61 @@
+"""The cores of a CPU that a run computes on, and whether it has them to itself.
+
+An operation on several threads is done when the last of them is. If another program wants one of the cores, the thread
+that shares it comes late each time, and the others keep their cores busy with waiting (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+# Steps of this process: the first ones start programs of their own, compilers and readers of data.
+FROM, TO = 3, 13
+CROWDED = 0.25  # seconds in each that threads of this process wait for a core
+THREADS = Path("/proc/self/task")  # Linux
+
+
+class Cores:
+    """A look at some steps of a run.
+
+    Args:
+        device: what it computes on; if that is not a CPU, there is nothing to see.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._n_threads = torch.get_num_threads() if device.type == "cpu" else 1
+        self._began = 0.0
+        self._waited_s: float | None = None
+
+    def after_step(self, n: int) -> str:
+        """Advice, once, if threads of this process have to wait for a core; else, or if nobody knows, ''.
+
+        Args:
+            n: how many steps this process has done.
+        """
+        if self._n_threads == 1 or n not in (FROM, TO):
+            return ""
+        now, waited_s = time.perf_counter(), _waited_s()
+        if n == FROM:
+            self._began, self._waited_s = now, waited_s
+        if n == FROM or waited_s is None or self._waited_s is None:
+            return ""
+        share = (waited_s - self._waited_s) / (now - self._began)
+        if share < CROWDED:
+            return ""
+        return (
+            f"other programs use this machine's cores: in each second threads of this run waited {share:.1f} s for "
+            f"one, and the rest of its {self._n_threads} for them; OMP_NUM_THREADS={self._n_threads // 2} in front of "
+            f"the same command may be much faster"
+        )
+
+
+def _waited_s() -> float | None:
+    """How long the threads that there are were ready to run, and no core was free."""
+    try:
+        schedules = [(thread / "schedstat").read_text() for thread in THREADS.iterdir()]
+        return sum(int(schedule.split()[1]) for schedule in schedules) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
