@@ -202,12 +202,12 @@ def train(run: Run, at: Progress) -> int:
     """Run the loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
     cfg, world, model, metrics, watch = run.cfg, run.world, run.model, run.metrics, run.watch
     first_step, started = at.step, time.monotonic()
-    cores = Cores(world.device)
     end = cfg.end(at.step, at.samples)
     total_steps = end.steps
     skipped_in_a_row = 0
     stopping = ""
     unsaved = ""
+    cores = Cores(world.device)
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
     elif cfg.train.kill_switch and killed_before_it_began(run):
