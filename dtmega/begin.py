@@ -8,7 +8,7 @@ from typing import NoReturn
 
 def train(argv: list[str]) -> NoReturn:
     """Train as dtmega/train.py tells, and end this process with the exit code."""
-    # The imports make a million objects that stay: to look through them for garbage takes a sixth of their time.
+    # The imports make half a million objects that stay: to look through them for garbage takes a sixth of their time.
     gc.disable()
     from dtmega.train import run_and_leave
 
