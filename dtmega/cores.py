@@ -26,8 +26,7 @@ class Cores:
 
     def __init__(self, device: torch.device) -> None:
         self._n_threads = torch.get_num_threads() if device.type == "cpu" else 1
-        self._began = 0.0
-        self._waited_s: float | None = None
+        self._start: tuple[float, float] | None = None  # the time, and how long threads had waited by then
 
     def after_step(self, n: int) -> str:
         """Advice, once, if threads of this process have to wait for a core; else, or if nobody knows, ''.
@@ -37,12 +36,15 @@ class Cores:
         """
         if self._n_threads == 1 or n not in (FROM, TO):
             return ""
-        now, waited_s = time.perf_counter(), _waited_s()
-        if n == FROM:
-            self._began, self._waited_s = now, waited_s
-        if n == FROM or waited_s is None or self._waited_s is None:
+        waited_s = _waited_s()
+        if waited_s is None:
             return ""
-        share = (waited_s - self._waited_s) / (now - self._began)
+        now = time.perf_counter()
+        if self._start is None:
+            self._start = now, waited_s
+            return ""
+        began, waited_before_s = self._start
+        share = (waited_s - waited_before_s) / (now - began)
         if share < CROWDED:
             return ""
         return (

@@ -70,6 +70,17 @@ def test_a_process_that_reads_data_imports_nothing_of_the_trainer_by_its_main_fi
     assert printed(again, 'print("dtmega.begin" in sys.modules, "torch" in sys.modules)') == ["True", "False"]
 
 
+def test_no_garbage_is_looked_for_while_it_imports():
+    stand_in = [
+        "class Trainer(types.ModuleType):",
+        "    def __getattr__(self, name):",  # of a module, what an import takes from it
+        "        return lambda argv, while_imported=gc.isenabled(): print(name, while_imported)",
+        'sys.modules["dtmega.train"] = Trainer("dtmega.train")',
+    ]
+    said = printed("import gc, sys, types", *stand_in, "from dtmega import begin; begin.train([])")
+    assert said == ["run_and_leave", "False"]
+
+
 def test_garbage_is_collected_while_it_trains_but_not_of_what_was_imported():
     said = "dtmega.train.run_and_leave = lambda argv: print(*argv, gc.isenabled(), gc.get_freeze_count() > 10**5)"
     begun = 'from dtmega import begin; begin.train(["--config"])'
