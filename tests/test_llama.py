@@ -142,8 +142,8 @@ def test_the_frequencies_of_llama_3_1_are_those_of_transformers():
 
 
 def test_a_rotation_in_bf16_is_exact_but_for_the_rounding_of_its_result():
-    x = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    angles = torch.arange(4000, 4008)[:, None] * rotary_frequencies(config.Llama(hidden_size=32, n_heads=2))
+    x = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    angles = torch.arange(4000, 4008)[:, None, None] * rotary_frequencies(config.Llama(hidden_size=32, n_heads=2))
     turned = Rotation(angles.cos(), angles.sin())(x)
     pairs = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
     truth = torch.cat([pairs.real, pairs.imag], dim=-1)
@@ -186,6 +186,21 @@ def test_a_kernel_is_asked_for_where_there_is_a_loss(monkeypatch, labelled):
     tokens, labels = batch()
     small(section("Llama 2"))(tokens, labels if labelled else None)
     assert asked == [labelled]
+
+
+def test_attention_is_given_queries_keys_and_values_in_the_order_of_their_products(monkeypatch):
+    found: list[Tensor] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, rule: Any) -> Tensor:
+        found.extend((q, k, v))
+        return q
+
+    monkeypatch.setattr("dtmega.models.llama.attention", attention)
+    tokens = torch.zeros(2, S, dtype=torch.int64)
+    small(section("Llama 2"))(tokens=tokens, labels=tokens)
+    # [B, S, H, K] in memory: a kernel that keeps the order of its inputs hands on what needs no copy.
+    assert found
+    assert all(x.shape == (2, 6, S, 8) and x.transpose(1, 2).is_contiguous() for x in found)
 
 
 def test_a_block_compiles_as_one_graph_to_the_same_numbers():

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dtmega.pages import on_huge_pages
+
 
 class Masters:
     """The fp32 parameters of a model, which optimizer and checkpoints know, and the copies of them that compute.
@@ -65,7 +67,7 @@ class Masters:
             assert gradient is not None
             if master.grad is None:
                 # The optimizer's kernel wants the parameter's strides.
-                master.grad = torch.empty_like(master).copy_(gradient)
+                master.grad = on_huge_pages(torch.empty_like(master)).copy_(gradient)
             else:
                 master.grad += gradient
             if self.last:
@@ -98,6 +100,7 @@ class _Slot(NamedTuple):
 
 def _allocate(copy: Tensor) -> None:
     copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+    on_huge_pages(copy.detach())
 
 
 def _free(copy: Tensor) -> None:

@@ -25,13 +25,13 @@ from dtmega.rule import AttentionRule, attention_rule
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys: cosine and sine of the angles, [B, 1, S, K / 2] fp32 each."""
+    """The rotation of queries and keys: cosine and sine of the angles, [B, S, 1, K / 2] fp32 each."""
 
     cos: Tensor
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [B, H, S, K], of which channels i and i + K / 2 are a pair, as in transformers' files."""
+        """x: [B, S, H, K], of which channels i and i + K / 2 are a pair, as in transformers' files."""
         first, second = x.float().chunk(2, dim=-1)
         turned = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
         return turned.to(x.dtype)
@@ -49,10 +49,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.n_heads * cfg.head_dim, cfg.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rule: AttentionRule, rotation: Rotation) -> Tensor:
-        q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, K]
-        k = self.k(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, n_kv_heads, S, K]
-        v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return self.out(attention(rotation(q), rotation(k), v, rule).transpose(1, 2).flatten(2))
+        q = self.q(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, K]
+        k = self.k(x).unflatten(-1, (-1, self.head_dim))  # [B, S, n_kv_heads, K]
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
+        # Transposed after the rotation, so that a kernel's result and gradients lie as the products' do: no copies.
+        q, k, v = (part.transpose(1, 2) for part in (rotation(q), rotation(k), v))
+        return self.out(attention(q, k, v, rule).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -141,7 +143,7 @@ class Llama(Model):
             places, causal=True, document_ids=document_ids, prefix=prefix, past=past, fused=labels is not None
         )
         positions = places if position_ids is None else position_ids
-        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)
+        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)
         rotation = Rotation(angles.cos(), angles.sin())
         if self.embed is not None:
             hidden = self.embed(tokens)
