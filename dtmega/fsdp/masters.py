@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dtmega.pages import on_huge_pages
-
 
 class Masters:
     """The fp32 parameters of a model, which optimizer and checkpoints know, and the copies of them that compute.
@@ -67,7 +65,7 @@ class Masters:
             assert gradient is not None
             if master.grad is None:
                 # The optimizer's kernel wants the parameter's strides.
-                master.grad = on_huge_pages(torch.empty_like(master)).copy_(gradient)
+                master.grad = torch.empty_like(master).copy_(gradient)
             else:
                 master.grad += gradient
             if self.last:
@@ -100,7 +98,6 @@ class _Slot(NamedTuple):
 
 def _allocate(copy: Tensor) -> None:
     copy.untyped_storage().resize_(copy.numel() * copy.element_size())
-    on_huge_pages(copy.detach())
 
 
 def _free(copy: Tensor) -> None:
