@@ -49,12 +49,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.n_heads * cfg.head_dim, cfg.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rule: AttentionRule, rotation: Rotation) -> Tensor:
-        q = self.q(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, K]
-        k = self.k(x).unflatten(-1, (-1, self.head_dim))  # [B, S, n_kv_heads, K]
+        q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
+        k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        # Transposed after the rotation, so that a kernel's result and gradients lie as the products' do: no copies.
-        q, k, v = (part.transpose(1, 2) for part in (rotation(q), rotation(k), v))
-        return self.out(attention(q, k, v, rule).transpose(1, 2).flatten(2))
+        # Transposed last: so a kernel's result and gradients lie as those of the products do, and need no copy.
+        out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
+        return self.out(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
