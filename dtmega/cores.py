@@ -1,6 +1,6 @@
 """The cores of a CPU that a run computes on, and whether it has them to itself.
 
-An operation on several threads is done when the last of them is. If another program wants one of the cores, the thread
+An operation on several threads is done when the last of them is. If another process wants one of the cores, the thread
 that shares it comes late each time, and the others keep their cores busy with waiting (docs/decisions.md).
 """
 
@@ -48,7 +48,7 @@ class Cores:
         if share < CROWDED:
             return ""
         return (
-            f"other programs use this machine's cores: in each second threads of this run waited {share:.1f} s for "
+            f"other processes use this machine's cores: in each second threads of this run waited {share:.1f} s for "
             f"one, and the rest of its {self._n_threads} for them; OMP_NUM_THREADS={self._n_threads // 2} in front of "
             f"the same command may be much faster"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -53,7 +54,7 @@ class Ended(NamedTuple):
 
     Attributes:
         code: of its exit; -9 if it was killed.
-        error: the traceback of what it raised.
+        error: the traceback of what it raised; if it was ended by a fault (SIGSEGV, SIGABRT), of each of its threads.
         late: it was killed by the server, because time was up.
     """
 
@@ -176,6 +177,8 @@ def _fork(rank: int, group: Group) -> int:
     if pid:
         return pid
     folder, code = Path(group.folder), 1
+    error = (folder / f"{rank}.error").open("w")
+    faulthandler.enable(error)
     try:
         _die_with_parent()
         gc.enable()
@@ -197,8 +200,9 @@ def _fork(rank: int, group: Group) -> int:
             (folder / "modules").write_text(json.dumps([name for name in [*sys.modules] if name not in before]))
         code = 0
     except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        error.write(traceback.format_exc())
     finally:
+        error.flush()
         sys.stdout.flush()
         os._exit(code)
 

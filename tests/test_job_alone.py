@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from dtmega import job, lock
+from dtmega import begin, job, lock, train
 from tests.ranks import forks
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "running.md").read_text()
@@ -184,3 +184,21 @@ def leave_and_be_asked_to(code: int) -> None:
 def test_a_signal_while_a_process_leaves_does_not_change_its_code():
     (ended,) = forks().run(1, leave_and_be_asked_to, job.PREEMPTED)
     assert ended.code == job.PREEMPTED
+
+
+def abort_in_training(path: Path | None) -> None:
+    """End as glibc ends a process whose heap is damaged."""
+    train.run_and_leave = lambda argv: os.abort()  # pyright: ignore[reportAttributeAccessIssue]
+    if path is not None:
+        sys.stderr = path.open("w")
+        begin.train([])
+    os.abort()
+
+
+def test_a_process_that_a_fault_ends_says_where_its_threads_were(tmp_path: Path):
+    path = tmp_path / "stderr"
+    (ended,) = forks().run(1, abort_in_training, path)
+    assert ended.code == -signal.SIGABRT
+    assert "in train\n" in path.read_text()
+    (ended,) = forks().run(1, abort_in_training, None)
+    assert "in abort_in_training\n" in ended.error

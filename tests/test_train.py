@@ -112,12 +112,12 @@ def test_a_run_on_cores_that_others_use_says_so_once(tmp_path, corpus, capsys, m
     monkeypatch.setattr(cores, "_waited_s", lambda: next(waited_s))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert run(tmp_path, corpus, train__steps=cores.TO + 2, eval__interval=0, checkpoint__final="false") == 0
-    assert capsys.readouterr().out.count("other programs use this machine's cores") == 1
+    assert capsys.readouterr().out.count("other processes use this machine's cores") == 1
     keys = {"eval__interval": 0, "train__exit_interval": cores.TO + 2}
     run(tmp_path / "cut", corpus, train__steps=2 * cores.TO + 4, **keys)
-    assert capsys.readouterr().out.count("other programs use this machine's cores") == 1
+    assert capsys.readouterr().out.count("other processes use this machine's cores") == 1
     run(tmp_path / "cut", corpus, train__steps=2 * cores.TO + 4, **keys)  # goes on, perhaps beside others than before
-    assert capsys.readouterr().out.count("other programs use this machine's cores") == 1
+    assert capsys.readouterr().out.count("other processes use this machine's cores") == 1
 
 
 def test_the_resolved_config_runs_again_and_gives_the_same_losses(tmp_path, corpus):
