@@ -202,3 +202,14 @@ def test_a_process_that_a_fault_ends_says_where_its_threads_were(tmp_path: Path)
     assert "in train\n" in path.read_text()
     (ended,) = forks().run(1, abort_in_training, None)
     assert "in abort_in_training\n" in ended.error
+
+
+def train_without_stderr() -> None:
+    train.run_and_leave = lambda argv: os._exit(job.DONE)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stderr = None  # as Python has it where file 2 is closed
+    begin.train([])
+
+
+def test_a_process_without_stderr_trains():
+    (ended,) = forks().run(1, train_without_stderr)
+    assert ended.code == job.DONE, ended.error
