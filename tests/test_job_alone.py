@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -188,6 +189,7 @@ def test_a_signal_while_a_process_leaves_does_not_change_its_code():
 
 def abort_in_training(path: Path | None) -> None:
     """End as glibc ends a process whose heap is damaged."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory is not to lie in the folder of the tests
     train.run_and_leave = lambda argv: os.abort()  # pyright: ignore[reportAttributeAccessIssue]
     if path is not None:
         sys.stderr = path.open("w")
