@@ -20,6 +20,7 @@ def run() -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample in letters that the terminal does not have
     if sys.argv[1:2] == ["train"]:
         begin.train(sys.argv[2:])
+    begin.tell_of_faults()
     job.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
 
 

@@ -177,10 +177,10 @@ def _fork(rank: int, group: Group) -> int:
     if pid:
         return pid
     folder, code = Path(group.folder), 1
-    error = (folder / f"{rank}.error").open("w")
-    faulthandler.enable(error)
+    error = folder / f"{rank}.error"
     try:
         _die_with_parent()
+        faulthandler.enable(error.open("w"))
         gc.enable()
         # Unlike the server, a rank may have children: data workers.
         multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -200,9 +200,8 @@ def _fork(rank: int, group: Group) -> int:
             (folder / "modules").write_text(json.dumps([name for name in [*sys.modules] if name not in before]))
         code = 0
     except BaseException:
-        error.write(traceback.format_exc())
+        error.write_text(traceback.format_exc())
     finally:
-        error.flush()
         sys.stdout.flush()
         os._exit(code)
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from dtmega import begin, job, lock, train
+from dtmega import __main__, begin, job, lock, train
 from tests.ranks import forks
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "running.md").read_text()
@@ -187,23 +187,41 @@ def test_a_signal_while_a_process_leaves_does_not_change_its_code():
     assert ended.code == job.PREEMPTED
 
 
-def abort_in_training(path: Path | None) -> None:
-    """End as glibc ends a process whose heap is damaged."""
+class Faulty:
+    """A module that ends who imports from it, as glibc ends a process whose heap is damaged."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        os.abort()
+
+
+def end_by_a_fault(program: str, path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory is not to lie in the folder of the tests
-    train.run_and_leave = lambda argv: os.abort()  # pyright: ignore[reportAttributeAccessIssue]
-    if path is not None:
-        sys.stderr = path.open("w")
+    sys.modules |= {"dtmega.train": Faulty(), "dtmega.use": Faulty()}  # pyright: ignore[reportArgumentType]
+    is_there = threading.Event()
+    threading.Thread(target=wait_for_ever, args=(is_there,), daemon=True).start()
+    is_there.wait()
+    if program == "rank":
+        os.abort()
+    sys.stderr = path.open("w")
+    if program == "train":
         begin.train([])
-    os.abort()
+    sys.argv = ["dtmega", "generate", "runs/bloom", "--prompt", "x"]
+    __main__.run()
 
 
-def test_a_process_that_a_fault_ends_says_where_its_threads_were(tmp_path: Path):
+def wait_for_ever(is_there: threading.Event) -> None:
+    is_there.set()
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("program", ["train", "generate", "rank"])
+def test_a_process_that_a_fault_ends_says_where_its_threads_were(tmp_path: Path, program: str):
     path = tmp_path / "stderr"
-    (ended,) = forks().run(1, abort_in_training, path)
+    (ended,) = forks().run(1, end_by_a_fault, program, path)
     assert ended.code == -signal.SIGABRT
-    assert "in train\n" in path.read_text()
-    (ended,) = forks().run(1, abort_in_training, None)
-    assert "in abort_in_training\n" in ended.error
+    said = ended.error if program == "rank" else path.read_text()
+    assert "in end_by_a_fault\n" in said
+    assert "in wait_for_ever\n" in said
 
 
 def train_without_stderr() -> None:
