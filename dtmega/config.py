@@ -32,11 +32,13 @@ PACKAGE = Path(__file__).resolve().parent
 CONFIGS_DIR = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
 GONE = ("elements", "digest")  # keys of [model] that earlier versions wrote into every config.toml
+WARMUPS = ("warmup", "warmup_fraction")  # keys of [optim] that give one length in two units
 HELP = """usage: python train.py --config NAME.toml [--section.key value ...]
 Several processes: torchrun --nproc-per-node N train.py --config NAME.toml ...
 Installed, from any folder: dtmega train --config NAME.toml ..., or
     torchrun --nproc-per-node N -m dtmega train --config NAME.toml ...
-NAME is a path, or a name under configs/. Every key, its default, what it is:"""
+NAME is a path, or a name under configs/. One section alone: -h SECTION.
+Every key, its default, what it is:"""
 
 
 class End(NamedTuple):
@@ -510,14 +512,18 @@ class Config(Section):
 
 
 def load(argv: list[str]) -> Config:
-    """`--config NAME.toml` (a path, or a name under configs/), then overrides in order. --help prints help and exits.
+    """`--config NAME.toml` (a path, or a name under configs/), then overrides in order.
+
+    `--help` prints every key and exits, `--help SECTION` the keys of one section; `-h` is the same.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, a wrong type, a value out of range, keys that contradict.
     """
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
-        sys.exit(0)
+    for place, argument in enumerate(argv):
+        if argument in ("-h", "--help"):
+            following = argv[place + 1 : place + 2]
+            print(help_text(*(word for word in following if not word.startswith("-"))))
+            sys.exit(0)
     name, overrides = sections.read_argv(argv, USAGE)
     return read(find_file(name), overrides)
 
@@ -556,6 +562,10 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     model = values.get("model")
     if isinstance(model, dict):
         values = {**values, "model": {k: value for k, value in model.items() if k not in GONE}}
+    optim = values.get("optim")
+    if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUPS for o in overrides):
+        # A warm-up on the command line replaces the file's, whichever unit that has.
+        values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUPS}}
     return sections.validate(Config, {"train": {}, **values}, source, overrides)
 
 
@@ -564,6 +574,15 @@ def model_section(keys: Mapping[str, Any], source: str) -> Model:
     return validate({"model": keys, "train": {"steps": 1}}, source).model
 
 
-def help_text() -> str:
-    """The text that `--help` prints."""
-    return f"{HELP}\n{declared.describe_keys(Config)}"
+def help_text(section: str = "") -> str:
+    """The text that `--help` prints, or `--help SECTION`.
+
+    Raises:
+        ConfigError: no section has that name.
+    """
+    if not section:
+        return f"{HELP}\n{declared.describe_keys(Config)}"
+    known = list(Config.model_fields)
+    if section not in known:
+        raise ConfigError(f"--help {section:.{sections.SHOWN}}: expected a section, one of {', '.join(known)}")
+    return declared.describe_keys(Config, section).lstrip()

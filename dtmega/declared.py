@@ -99,10 +99,16 @@ def groups_of(kind: type[BaseModel]) -> list[Group]:
     return found
 
 
-def describe_keys(kind: type[BaseModel]) -> str:
-    """Every key with its default, its line, and what it may be where that is a choice."""
+def describe_keys(kind: type[BaseModel], only: str = "") -> str:
+    """Every key with its default, its line, and what it may be where that is a choice.
+
+    Args:
+        only: the section to describe; '' describes all.
+    """
     lines: list[str] = []
     for section, title, fields in groups_of(kind):
+        if only not in ("", section):
+            continue
         lines += ["", title]
         for k, field in fields.items():
             default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]

@@ -132,6 +132,23 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> fl
     return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
 
 
+def notes_on_warmup(cfg: config.Config, end: config.End) -> list[str]:
+    """A line for the user if the warm-up takes more than half of the run: [optim] lr is then hardly reached, or not.
+
+    Args:
+        end: of the run, `cfg.end` of any point of it.
+    """
+    total = cfg.progress(*end)
+    warmup = cfg.optim.warmup_until(total)
+    if warmup <= total / 2:
+        return []
+    unit = cfg.optim.unit
+    return [
+        f"the learning rate rises for {min(warmup, total):,.0f} of the run's {total:,} {unit}: the warm-up is "
+        f"{warmup:,.0f} {unit} long ([optim] warmup, or warmup_fraction = 0.1 for a tenth of any length)"
+    ]
+
+
 def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> float:
     """The weight decay of the update that brings the run to so many steps and samples; arguments as of `rate_at`.
 

@@ -55,7 +55,7 @@ def read_argv(argv: Sequence[str], usage: str) -> CommandLine:
     """`--config NAME` and overrides; `--key value` and `--key=value` are the same.
 
     Raises:
-        ConfigError: an argument that is neither, an option without its value, no --config.
+        ConfigError: an argument that is neither, an option without its value, no --config or two.
     """
     name, overrides, rest = "", list[Override](), list(argv)
     while rest:
@@ -67,6 +67,8 @@ def read_argv(argv: Sequence[str], usage: str) -> CommandLine:
                 raise ConfigError(f"{flag} needs a value; usage: {usage}")
             text = rest.pop(0)
         if flag == "--config":
+            if name:
+                raise ConfigError(f"--config is given twice, '{name}' and '{text}'; a run has one (usage: {usage})")
             name = text
         else:
             section, _, k = flag[2:].partition(".")

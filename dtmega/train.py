@@ -169,6 +169,8 @@ def begin(
     epochs = end.samples / samples.n_samples
     about = describe_run(cfg, pieces, device, world.size, samples.n_tokens, epochs, at.step, end)
     lines = [about, *families.of(cfg.model).notes(cfg.model)]
+    if not cfg.eval.only:
+        lines += optim.notes_on_warmup(cfg, end)
     if loaded:
         overflowed = at.overflowed, at.overflowed_samples
         lines += changes.lines(loaded.config, asked, at.step, at.samples, overflowed)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dtmega import commands, config, job
+from dtmega import __version__, commands, config, job
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint, state_of
@@ -54,6 +54,12 @@ def refused(argv: list[str], capsys: Any) -> str:
 GENERATE = ["generate", "--run", "r", "--prompt", "p"]
 SHARE = "expected a number above 0 and up to 1"
 TOKENIZE = ["tokenize", "--input", "in.txt", "--tokenizer", "bytes"]
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (job.DONE, f"dtmega {__version__}\n")
 
 
 @pytest.mark.parametrize(

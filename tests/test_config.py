@@ -251,6 +251,8 @@ def test_keys_that_just_do_not_contradict_are_taken(tmp_path: Path, overrides: l
         (["steps=1"], "cannot read argument 'steps'"),
         (["--steps", "1"], "cannot read argument '--steps'"),
         (["--config", "x", "--train.steps"], "--train.steps needs a value"),
+        (["--config", "hf", "--config=bloom.toml"], "--config is given twice, 'hf' and 'bloom.toml'"),
+        (["-h", "optimizer"], "--help optimizer: expected a section, one of run, model, data, batch, optim, train,"),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_an_error_with_the_argument(argv: list[str], words: str):
@@ -399,10 +401,10 @@ def test_a_bare_name_is_found_under_configs(monkeypatch: pytest.MonkeyPatch, tmp
     assert config.load(["--config", "bloom-560m"]) == config.load(["--config", "bloom-560m.toml"])
 
 
-def test_a_file_is_taken_before_one_of_that_name_under_configs_and_the_last_config_wins(monkeypatch, tmp_path: Path):
+def test_a_file_is_taken_before_one_of_that_name_under_configs(monkeypatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bloom.toml").write_text("[train]\nsteps = 7")
-    assert config.load(["--config", "hf", "--config", "bloom.toml"]).train.steps == 7
+    assert config.load(["--config", "bloom.toml"]).train.steps == 7
     with pytest.raises(ConfigError, match=r"there: .*bloom-176b\.toml, bloom-1b1\.toml, .*bloom\.toml, .*hf\.toml.*\)"):
         config.load(["--config", "mamba"])
 
@@ -449,6 +451,24 @@ def test_help_says_what_a_choice_may_be_and_of_nothing_else(printed_help: str):
         how_many = "any" if row.values.startswith("list") else "one"
         said = help_of(printed_help, row.title, row.section, row.key)[1].partition(f"; {how_many} of ")[2]
         assert said == (choices if '"' in row.values else "")
+
+
+@pytest.mark.parametrize("argv", [["-h", "model"], ["--config", "bloom", "--help", "model"]])
+def test_help_of_a_section_is_its_part_of_the_whole_help(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit:
+        config.load(argv)
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert set(re.findall(r"(?m)^\[(\w+)\]", printed)) == {"model"}
+    assert printed in config.help_text()
+
+
+def test_a_warm_up_on_the_command_line_replaces_that_of_the_file(tmp_path: Path):
+    both = ("--optim.warmup_fraction=0.5", "--optim.warmup=7")
+    assert load(tmp_path, "[optim]\nwarmup_fraction = 0.1", "--train.steps=9", both[1]).optim.warmup_until(9) == 7
+    assert load(tmp_path, "[optim]\nwarmup = 7", "--train.steps=9", both[0]).optim.warmup_until(9) == 4.5
+    with pytest.raises(ConfigError, match="two lengths of the warm-up"):
+        load(tmp_path, "", "--train.steps=9", *both)
 
 
 def test_help_fits_into_80_columns(printed_help: str):

@@ -235,8 +235,22 @@ def test_the_configuration_for_models_of_transformers_fine_tunes():
         "model": {"name": "hf"},
         "data": {"path": "stdlib", "seq_len": 512, "split": "9,1,0"},
         "batch": {"micro_batch_size": 1, "global_batch_size": 16},
-        "optim": {"lr": 2e-5, "schedule": "cosine", "warmup": 20, "weight_decay": 0.0},
+        "optim": {"lr": 2e-5, "schedule": "cosine", "warmup_fraction": 0.1, "weight_decay": 0.0},
         "train": {"steps": 200},
         "precision": {"params": "bfloat16"},
     }
     assert split_documents(6, (9, 1, 0)) == [(0, 5), (5, 6), (6, 6)]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *(("bloom", 40), ("gpt", 30), ("llama", 30), ("prefix-lm", 30), ("bert", 30), ("t5", 30)),
+        *(("hf", 20), ("llama-3.2-1b", 50)),
+    ],
+)
+def test_a_recipe_of_our_own_warms_up_for_its_steps_or_for_two_of_twenty(name: str, steps: int):
+    cfg = config.load(["--config", name])
+    assert cfg.optim.warmup_until(cfg.train.steps) == steps
+    short = config.load(["--config", name, "--train.steps", "20"])
+    assert 1 <= short.optim.warmup_until(20) <= 2

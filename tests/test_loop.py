@@ -143,7 +143,7 @@ RUNS = {
             "train.tokens": 20 * S + S - 1,
             "optim.unit": "tokens",
             "optim.schedule": "linear",
-            "optim.warmup": 50,
+            "optim.warmup": 20 * S - 50,
             "data.eod_mask_loss": False,
             "eval.prompt": "",
         }
@@ -558,7 +558,7 @@ def test_what_is_printed_is_what_is_recorded(ran):
     assert printed == expected
 
 
-OF_A_START = ("run: ", "changed ", "stopped ", "written: ", "to look ", "nothing ")
+OF_A_START = ("run: ", "the learning rate rises ", "changed ", "stopped ", "written: ", "to look ", "nothing ")
 
 
 def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
@@ -578,6 +578,11 @@ def test_a_run_says_what_it_is_and_where_it_goes_on_and_ends(ran):
     expected = []  # of what has changed since the checkpoint, nothing
     for start, end in itertools.pairwise([0, *stops, n_steps]):
         expected.append(f"run: {recorded.folder}, {f'resumed at step {start}' if start else 'from the start'}")
+        if cfg.optim.unit == "tokens" and 2 * cfg.optim.warmup > tokens:
+            rises = f"rises for {cfg.optim.warmup} of the run's {tokens} tokens"
+            why = f"the warm-up is {cfg.optim.warmup} tokens long"
+            keys = "[optim] warmup, or warmup_fraction = 0.1 for a tenth of any length"
+            expected.append(f"the learning rate {rises}: {why} ({keys})")
         if end < n_steps:
             why = "[train] exit_interval; the same command goes on from there"
             expected.append(f"stopped after step {end} of {n_steps}: {why}")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtmega.config import Config, Optim, Train
+from dtmega.config import Batch, Config, Optim, Train
 from dtmega.optim import (
     Spikes,
     build_optimizer,
@@ -16,6 +16,7 @@ from dtmega.optim import (
     clip_gradients,
     count_zeros,
     learning_rate,
+    notes_on_warmup,
     set_rates,
     total_norm,
     weight_decay_at,
@@ -101,6 +102,23 @@ def test_a_warm_up_may_be_a_fraction_of_the_schedule(schedule, decay, total):
         # Megatron's --lr-warmup-fraction: lr_warmup_steps = fraction * lr_decay_steps, which need not be whole.
         expected = megatron(progress, schedule, 0.125 * 90, 90, 3e-4, 1e-5)
         assert learning_rate(optim, progress, total) == pytest.approx(expected, rel=1e-12), progress
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"warmup": 10}, []),
+        ({"warmup": 11}, ["rises for 11 of the run's 20 steps: the warm-up is 11 steps long"]),
+        ({"warmup": 2000}, ["rises for 20 of the run's 20 steps: the warm-up is 2,000 steps long"]),
+        ({"warmup_fraction": 0.5}, []),
+        ({"warmup_fraction": 0.1, "decay": 101}, ["rises for 10 of the run's 20 steps: the warm-up is 10 steps long"]),
+        ({"warmup": 41, "unit": "samples"}, ["rises for 41 of the run's 80 samples: the warm-up is 41 samples long"]),
+    ],
+)
+def test_a_warm_up_longer_than_half_of_the_run_is_told(keys, said):
+    cfg = Config(train=Train(steps=20), batch=Batch(micro_batch_size=4, global_batch_size=4), optim=Optim(**keys))
+    notes = notes_on_warmup(cfg, cfg.end(0, 0))
+    assert [part in note for part, note in zip(said, notes, strict=True)] == [True] * len(said)
 
 
 def get_wd(num_steps: int, style: str, start_wd: float, end_wd: float, wd_incr_steps: int) -> float:

@@ -18,7 +18,8 @@ OPENING = """\
 
 A configuration is a TOML file of sections, and any key of it can be set on the command line too: `lr` of `[optim]` is
 `--optim.lr 1e-3`. Later ones win. A key that is not below is refused, with the nearest one that is. An interval of 0 is
-off, −1 in `[mesh]` is what is left, and dtypes have torch's names. `train.py --help` prints the same list.
+off, −1 in `[mesh]` is what is left, and dtypes have torch's names. `train.py --help` prints the same list,
+`train.py -h optim` one section of it.
 
 The run writes the resolved configuration, every key in it, to `config.toml` in its directory.
 """

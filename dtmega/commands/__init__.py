@@ -18,6 +18,7 @@ import argparse
 import importlib
 from types import ModuleType
 
+from dtmega import __version__
 from dtmega.commands.arguments import Parser
 
 # Name -> its line of help.
@@ -54,6 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     about = "Train a model, and do what comes before and after it."
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
+    parser.add_argument("--version", action="version", version=f"dtmega {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
