@@ -1,7 +1,7 @@
 """Keys as they are declared: sections, the classes that a section may have, and all of it as `--help`.
 
 A section is a class, or one of several as pydantic's union with a discriminator: one of its keys tells which. This file
-knows no key of dtmega: `config.py` declares them, `sections.py` reads them.
+knows no key of dtmega: `config/` declares them, `sections.py` reads them.
 """
 
 from __future__ import annotations

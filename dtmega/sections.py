@@ -1,6 +1,6 @@
 """Typed, frozen sections from TOML and `--section.key value`: reading, errors in plain words, `--help`.
 
-This file knows no key of dtmega: `config.py` declares them. Reading is strict: no string is taken for a number, an
+This file knows no key of dtmega: `config/` declares them. Reading is strict: no string is taken for a number, an
 unknown key names its neighbour, and an error names where its value came from, the file or the option.
 """
 

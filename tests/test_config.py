@@ -1,4 +1,4 @@
-"""config.py: what it refuses, and in which words; what it reads; and the arithmetic of batches and steps."""
+"""config/: what it refuses, and in which words; what it reads; and the arithmetic of batches and steps."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPENING = """\
 # Every key
 
-<!-- Written by tools/configuration_page.py from dtmega/config.py and dtmega/model_sections.py. -->
+<!-- Written by tools/configuration_page.py from dtmega/config/__init__.py and dtmega/model_sections.py. -->
 
 A configuration is a TOML file of sections, and any key of it can be set on the command line too: `lr` of `[optim]` is
 `--optim.lr 1e-3`. Later ones win. A key that is not below is refused, with the nearest one that is. An interval of 0 is

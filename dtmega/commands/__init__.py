@@ -23,7 +23,7 @@ from dtmega.commands.arguments import Parser
 
 # Name -> its line of help.
 COMMANDS = {
-    "train": "a run: `train --help` lists its keys",  # whose options are the keys of config.py: it never comes here
+    "train": "a run: `train --help` lists its keys",  # whose options are the keys of config/: it never comes here
     "tokenize": "text files -> .bin/.idx",
     "merge": "several .bin/.idx -> one",
     "generate": "sample from a run's last checkpoint, or from any one",

@@ -27,7 +27,7 @@ from dtmega.model_sections import Model as Model
 from dtmega.model_sections import OwnModel as OwnModel
 from dtmega.sections import ConfigError, Override
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent.parent
 # An installed wheel has them inside the package, a copy of the repository beside it.
 CONFIGS_DIR = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
