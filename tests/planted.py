@@ -217,7 +217,7 @@ def run(root: Path, faults: list[Fault], jobs: int, timeout_s: float) -> Iterato
         for copy in idle:
             for name in files:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(root / name, copy / name)
+                shutil.copy2(root / name, copy / name, follow_symlinks=False)
         while waiting or running:
             while waiting and idle:
                 number, fault = waiting.popleft()

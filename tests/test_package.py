@@ -42,19 +42,48 @@ def trained(site: Path, program: list[str], corpus: str, folder: Path) -> subpro
 def test_every_folder_with_modules_is_a_package_of_the_wheel_and_configs_are_beside_it():
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "dtmega").rglob("*.py")}
     assert set(SETUPTOOLS["packages"]) == folders | {"dtmega.configs"}
-    assert SETUPTOOLS["package-dir"] == {"dtmega.configs": "configs"}
-    assert not (ROOT / "dtmega" / "configs").exists()
+    assert (ROOT / "dtmega" / "configs").samefile(ROOT / "configs")
 
 
 def test_installed_without_the_repository_it_trains_a_configuration_by_name_without_transformers(corpus, tmp_path):
     site = tmp_path / "site"
     shutil.copytree(ROOT / "dtmega", site / "dtmega", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "configs", site / "dtmega" / "configs")
     done = trained(site, [sys.executable, "-X", "importtime", "-m", "dtmega"], corpus, tmp_path)
     assert "step 1/1 | loss " in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "dtmega.plans.apply" in imported
     assert not imported & UNNEEDED
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A clone with data/ in it, and two folders up `site`: what an editable install puts into site-packages."""
+    home = tmp_path_factory.mktemp("home")
+    clone = home / "src" / "dtmega"
+    code = shutil.ignore_patterns("__pycache__", "*.tiktoken")
+    shutil.copytree(ROOT / "dtmega", clone / "dtmega", ignore=code, symlinks=True)
+    for folder in ("configs", "examples"):
+        shutil.copytree(ROOT / folder, clone / folder)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, clone)
+    (clone / "data").mkdir()
+    build = "import setuptools.build_meta; setuptools.build_meta.build_editable('../..')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    (wheel,) = home.glob("*.whl")
+    shutil.unpack_archive(wheel, home / "site", "zip")
+    return clone
+
+
+@pytest.mark.parametrize("folder", ["..", ".", "examples", "/"])
+def test_installed_editable_the_package_is_the_clones_from_any_folder(clone: Path, folder: str):
+    script = [
+        f"import site; site.addsitedir({str(clone.parent.parent / 'site')!r})",
+        "import dtmega.data; print(dtmega.__file__, *dtmega.data.__path__)",
+    ]
+    # -S and -E: a Python without packages of its own, so that no other dtmega is there.
+    alone = [sys.executable, "-S", "-E", "-c", "\n".join(script)]
+    done = subprocess.run(alone, cwd=clone / folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(clone / "dtmega" / name) for name in ("__init__.py", "data")]
 
 
 def printed(*lines: str) -> list[str]:

@@ -28,8 +28,7 @@ from dtmega.model_sections import OwnModel as OwnModel
 from dtmega.sections import ConfigError, Override
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# An installed wheel has them inside the package, a copy of the repository beside it.
-CONFIGS_DIR = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
+CONFIGS_DIR = PACKAGE / "configs"  # in a copy of the repository a link to the folder beside the package
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
 GONE = ("elements", "digest")  # keys of [model] that earlier versions wrote into every config.toml
 WARMUPS = ("warmup", "warmup_fraction")  # keys of [optim] that give one length in two units
