@@ -18,7 +18,8 @@ The faults stand in `tests/planted/*.toml`, a file for each part of the house:
 
 `line` must stand exactly once in the file (it may be several lines, or part of one). Each of `tests` must fail: without
 `[...]`, at least one of its cases. `quick` says that this takes seconds. A fault that no test can see from outside has
-`unseen = "the reason"` instead of `tests`.
+`unseen = "the reason"` instead of `tests`. A planted line that names what is not there proves nothing: the table may have
+no undefined name, and a test that fails by an error of import or of a name has not noticed the fault.
 Exit code: 0 if all were noticed, 1 if one was not, 2 if the table does not fit the code.
 """
 
@@ -31,6 +32,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -68,6 +70,12 @@ IMPORTS = (
     "transformers.modeling_utils",
 )
 PR_SET_PDEATHSIG = 1
+# The end of a test that never came to the fault: the planted line names what is gone.
+GONE = re.compile(
+    r"(?:NameError: (?:free variable|name) '|UnboundLocalError: |ImportError: cannot import name '"
+    r"|ModuleNotFoundError: No module named '(?:dtmega|tests)"
+    r"|AttributeError: (?:partially initialized )?module '|SyntaxError: |IndentationError: ).*"
+)
 
 
 class Fault(NamedTuple):
@@ -127,6 +135,21 @@ def mistakes(root: Path, faults: list[Fault]) -> Iterator[str]:
             function = name.partition("[")[0].rpartition("::")[2]
             if not (root / file).exists() or f"def {function}(" not in (root / file).read_text():
                 yield f"{fault}: there is no {test}"
+    yield from undefined_names(root, faults)
+
+
+def undefined_names(root: Path, faults: list[Fault]) -> Iterator[str]:
+    """The names in planted texts that nothing defines, as the linter finds them, and texts that are no Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, fault in enumerate(faults):
+            path = root / fault.file
+            if path.suffix == ".py" and path.exists():
+                Path(folder, f"{number}.py").write_text(path.read_text().replace(fault.line, fault.planted))
+        rules = ["--isolated", "--no-cache", "--select=F821,F822,F823", "--output-format=json"]
+        command = [sys.executable, "-m", "ruff", "check", *rules, folder]
+        found = json.loads(subprocess.run(command, stdout=-1, check=False).stdout)
+    for one in found:
+        yield f"{faults[int(Path(one['filename']).stem)]}: planted, the linter says: {one['message']}"
 
 
 def plant(fault: Fault, copy: Path, number: int) -> None:
@@ -154,7 +177,9 @@ def run_tests(fault: Fault, copy: Path) -> int:
         with contextlib.suppress(BaseException):  # what the fault breaks here breaks the tests too
             start_ranks()
         code = pytest.main([*fault.tests, "-p", "no:cacheprovider"], plugins=[failures])
-        (copy / "answer").write_text(json.dumps({"code": code, "failed": sorted(failures.failed)}))
+        (copy / "answer").write_text(
+            json.dumps({"code": code, "failed": sorted(failures.failed), "gone": failures.gone})
+        )
     finally:
         os._exit(0)
 
@@ -168,15 +193,18 @@ def start_ranks() -> None:
 
 
 class Failures:
-    """A pytest plugin: which tests failed, or could not be imported.
+    """A pytest plugin: the tests that failed.
 
     Attributes:
         wanted: the tests of a fault; of one without `[...]`, no case is run after one that failed.
+        failed: tests that noticed the fault.
+        gone: the errors of import or of a name by which other tests failed.
     """
 
     def __init__(self, wanted: Sequence[str]) -> None:
         self.wanted = wanted
         self.failed: set[str] = set()
+        self.gone: list[str] = []
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """True, which is that it has been run, where nothing more is to be learned from it."""
@@ -184,12 +212,17 @@ class Failures:
         return True if function in self.failed and item.nodeid not in self.wanted else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
+        if not report.failed:
+            return
+        if error := GONE.search(report.longreprtext):
+            self.gone.append(error[0])
+        else:
             self.failed |= {report.nodeid, report.nodeid.partition("[")[0]}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.failed.add(report.nodeid)
+            error = GONE.search(report.longreprtext)
+            self.gone.append(error[0] if error else f"{report.nodeid} cannot be imported")
 
 
 def verdict(fault: Fault, copy: Path) -> str:
@@ -199,8 +232,9 @@ def verdict(fault: Fault, copy: Path) -> str:
     answer = json.loads((copy / "answer").read_text())
     if answer["code"] not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         return f"its tests cannot be run (pytest ends with {answer['code']})"
-    failed = set(answer["failed"])
-    passed = [test for test in fault.tests if test not in failed and test.partition("::")[0] not in failed]
+    passed = [test for test in fault.tests if test not in answer["failed"]]
+    if passed and answer["gone"]:
+        return f"what is planted names what is not there: {answer['gone'][0]}"
     return f"passed: {' '.join(passed)}" if passed else ""
 
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import planted
 
-CODE = "def add(a, b):\n    total = a + b\n    return total\n"
+CODE = "import math\n\n\ndef add(a, b):\n    total = a + b\n    return math.trunc(total)\n"
 TESTS = "import code_under_test\n\n\ndef test_the_sum():\n    assert code_under_test.add(2, 2) == 4\n"
 ENTRY = """
 [[fault]]
@@ -28,7 +30,12 @@ def test_every_entry_fits_the_code():
 
 def test_the_runner_lists_a_fault_that_no_test_notices_and_leaves_the_code_as_it_is(tmp_path: Path):
     files = {"code_under_test.py": CODE, "tests/test_code.py": TESTS, "tests/__init__.py": ""}
-    entries = {"a difference": "a - b", "a product, which is the same of 2 and 2": "a * b", "the sum of two": "2 + 2"}
+    entries = {
+        "a difference": "a - b",
+        "a product, which is the same of 2 and 2": "a * b",
+        "the sum of two": "2 + 2",
+        "a function that is gone": "math.plus(a, b)",
+    }
     files["tests/planted/all.toml"] = "".join(ENTRY.format(says=says, planted=p) for says, p in entries.items())
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +53,8 @@ def test_the_runner_lists_a_fault_that_no_test_notices_and_leaves_the_code_as_it
         "code_under_test.py: a difference": True,
         f"code_under_test.py: a product, which is the same of 2 and 2  {passed}": False,
         f"code_under_test.py: the sum of two  {passed}": False,
+        "code_under_test.py: a function that is gone  what is planted names what is not there: AttributeError: module "
+        "'math' has no attribute 'plus'": False,
     }
     assert ended.returncode == 1
     assert (tmp_path / "code_under_test.py").read_text() == CODE
@@ -60,3 +69,19 @@ def test_an_entry_whose_line_or_test_is_gone_is_a_mistake():
         "'no such line'",
         "there is no tests/test_house.py::test_no_such",
     ]
+
+
+def test_a_planted_text_that_names_what_is_gone_is_a_mistake():
+    fault = next(one for one in planted.table(planted.ROOT) if one.tests and one.file.endswith(".py"))
+    gone = fault._replace(line="from __future__ import annotations\n", planted="no_such_name\n")
+    assert [*planted.mistakes(planted.ROOT, [gone])] == [
+        f"{fault}: planted, the linter says: Undefined name `no_such_name`"
+    ]
+
+
+def test_an_error_of_import_is_no_notice(tmp_path: Path):
+    (tmp_path / "test_one.py").write_text("from math import no_such\n\n\ndef test_one(): ...\n")
+    failures = planted.Failures(["test_one.py::test_one"])
+    pytest.main([str(tmp_path / "test_one.py"), "-p", "no:cacheprovider"], plugins=[failures])
+    assert (failures.failed, len(failures.gone)) == (set(), 1)
+    assert failures.gone[0].startswith("ImportError: cannot import name 'no_such' from 'math'")
