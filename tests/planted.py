@@ -18,8 +18,8 @@ The faults stand in `tests/planted/*.toml`, a file for each part of the house:
 
 `line` must stand exactly once in the file (it may be several lines, or part of one). Each of `tests` must fail: without
 `[...]`, at least one of its cases. `quick` says that this takes seconds. A fault that no test can see from outside has
-`unseen = "the reason"` instead of `tests`. A planted line that names what is not there proves nothing: the table may have
-no undefined name, and a test that fails by an error of import or of a name has not noticed the fault.
+`unseen = "the reason"` instead of `tests`. A planted line that names what is not there proves nothing: the table may
+have no undefined name, and a test that fails by an error of import or of a name has not noticed the fault.
 Exit code: 0 if all were noticed, 1 if one was not, 2 if the table does not fit the code.
 """
 
