@@ -28,6 +28,7 @@ from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs, closest
 from dtmega.hf.files import config_json, ours
 from dtmega.hf.files import export as hf_export
+from dtmega.hf.files.tensors import TensorFiles
 from dtmega.hf.record import Transformers
 from dtmega.megatron import forms as megatron
 from dtmega.mesh import World
@@ -255,7 +256,7 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
                 f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(known))} ([model] name)"
             )
         name, form = known[kind]
-        model = config.model_section({"name": name, **form.section(theirs, file)}, str(path))
+        model = config.model_section({"name": name, **form.section(theirs, file, TensorFiles(path))}, str(path))
     return of(model).folder(path, model), model
 
 

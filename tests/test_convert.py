@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as plain_dcp
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BloomForCausalLM
 
 from dtmega import config, families, job
@@ -228,8 +229,9 @@ def test_inspect_shows_how_two_differ(tmp_path, trained, corpus, capsys):
 @pytest.mark.parametrize(
     ("source", "arguments", "message"),
     [
-        ("dtmega", ["--dtype", "nn"], "--dtype is one of torch's, such as bfloat16; got 'nn'"),
+        ("dtmega", ["--dtype", "int8"], "--dtype is float64 or float32 or float16 or bfloat16; got 'int8'"),
         ("dtmega", ["--original", "x"], "--original is for a run with a [model] path; RUN is of name = 'bloom'"),
+        ("dtmega", ["--allow-nonfinite", "x"], "the model has no tensor 'x'; it has embed.weight, "),
         ("dcp", [], "--from dcp needs --config NAME.toml"),
         ("hf", ["--config"], "n_heads=4, not 8"),
     ],
@@ -274,3 +276,46 @@ def test_a_folder_of_another_model_than_the_configuration_says_is_refused(tmp_pa
 def test_convert_names_the_formats_it_knows(capsys):
     assert command(["convert", "--from", "zip", "a", "--to", "hf", "b"]) == job.REFUSED
     assert "hf, dtmega, dcp" in capsys.readouterr().err
+
+
+def spoilt(folder: Path, out: Path, values: dict[str, float]) -> Path:
+    """A copy of an exported directory, in which these tensors have such a number at [2, 3], or at [3]."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    for name, value in values.items():
+        tensors[name][(2, 3) if tensors[name].ndim == 2 else (3,)] = value
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("target", ["hf", "dtmega", "megatron"])
+def test_a_number_that_is_not_finite_is_refused_by_its_tensor_place_and_value(tmp_path, exported, capsys, target):
+    source = spoilt(exported, tmp_path / "in", {"transformer.word_embeddings.weight": float("nan")})
+    argv = ["convert", "--from", "hf", str(source), "--to", target, str(tmp_path / "out")]
+    assert command(argv) == job.REFUSED
+    expected = f"{source}: 'embed.weight' has nan at [2, 3], expected finite numbers; --allow-nonfinite embed.weight"
+    assert expected in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert command([*argv, "--allow-nonfinite", "embed.weight"]) == job.DONE
+
+
+@pytest.mark.parametrize("target", ["hf", "megatron"])
+def test_a_finite_number_that_the_dtype_cannot_hold_is_refused(tmp_path, exported, capsys, target):
+    # The first rows of these are read in parts, for the heads: the place is that of the whole tensor.
+    name = "transformer.h.1.self_attention.query_key_value.bias"
+    source = spoilt(exported, tmp_path / "in", {name: 65520.0})
+    argv = ["convert", "--from", "hf", str(source), "--to", target, str(tmp_path / "out"), "--dtype"]
+    assert command([*argv, "float16"]) == job.REFUSED
+    error = capsys.readouterr().err
+    ours = re.search(r"'(layers\.1\.\S+bias)' has 65520.0 at \[3\], which is inf in float16; choose a wider", error)
+    assert ours
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert command([*argv, "bfloat16"]) == job.DONE
+    shutil.rmtree(tmp_path / "out")
+    assert command([*argv, "float16", "--allow-nonfinite", "embed.weight", ours[1]]) == job.DONE
+
+
+def test_the_dtype_of_a_checkpoint_is_its_sources(tmp_path, exported, capsys):
+    argv = ["convert", "--from", "hf", str(exported), "--to", "dtmega", str(tmp_path / "out"), "--dtype", "float16"]
+    assert command(argv) == job.REFUSED
+    assert "--dtype is of --to hf and megatron" in capsys.readouterr().err

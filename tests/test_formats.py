@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dtmega import config, families
 from dtmega.formats.format import Format
 from dtmega.formats.rules import Directions, Heads, Rule, directions
-from dtmega.formats.sources import BY_TOKEN, Translated
+from dtmega.formats.sources import BY_TOKEN, Cast, Translated
 from dtmega.formats.whole import as_theirs
 from dtmega.hf.files import export, ours
 from dtmega.models.gpt import HF
@@ -174,6 +174,15 @@ def test_what_is_read_whole_is_read_at_once():
     source = Memory(ours)
     Translated(source, from_ours).read("layers.1.k.weight")
     assert source.asked == ["layers.1.qkv.weight"] * G  # by head, so two stretches
+
+
+def test_a_number_that_is_not_finite_is_named_by_its_place_in_the_whole_tensor():
+    tensor = torch.ones(4, 3)
+    tensor[3, 1] = 7e4
+    parts = Cast(Memory({"a": tensor}), "FILE", torch.float16)
+    assert torch.equal(parts.read("a", (slice(0, 3), slice(None))), torch.ones(3, 3, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"^FILE: 'a' has 70000.0 at \[3, 1\], which is inf in float16; "):
+        parts.read("a", (slice(2, 4), slice(1, None)))
 
 
 def test_parts_of_several_dtypes_become_one_that_holds_them_all():

@@ -16,6 +16,7 @@ from dtmega import config, families, mesh
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
+from dtmega.formats.sources import Cast
 from dtmega.hf.files import config_json
 from dtmega.hf.files.folder import Folder
 from dtmega.hf.files.tensors import INDEX, TensorFiles
@@ -558,7 +559,7 @@ def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path, pair):
     from transformers import BloomForCausalLM
 
     weights = parameters(pair[0])
-    write_all(Memory(weights), tmp_path / "out", MODEL, dtype=torch.bfloat16)
+    write_all(Cast(Memory(weights), "memory", torch.bfloat16), tmp_path / "out", MODEL)
     theirs = BloomForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16
     source = opened(tmp_path / "out")

@@ -492,6 +492,14 @@ def test_a_master_that_does_not_round_to_its_weight_is_refused(tmp_path: Path, c
     refused(tmp_path / "in", message, capsys)
 
 
+def test_a_moment_that_is_not_finite_is_refused(tmp_path: Path, capsys):
+    adam = moments("gpt")
+    name = "embedding.word_embeddings.weight"
+    adam[name][1][2, 3] = float("inf")
+    written(tmp_path / "in", layout=Layout(2, 1), adam=adam)
+    refused(tmp_path / "in", r"exp_avg_sq of 'embed.weight' has inf at \[2, 3\], expected finite numbers", capsys)
+
+
 def test_moments_that_are_not_whole_are_left_out_with_the_reason(tmp_path: Path, capsys):
     written(tmp_path / "in", layout=Layout(2, 1), adam=moments("gpt"))
     changed(file_of(tmp_path / "in", "mp_rank_01"), lambda content: content["optimizer"]["state"].pop(3))

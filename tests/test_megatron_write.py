@@ -41,10 +41,12 @@ def padded(weights: dict[str, Tensor], tp: int) -> dict[str, Tensor]:
     }
 
 
-def written(folder: Path, kind: str, layout: Layout, **options: Any) -> dict[str, Tensor]:
+def written(
+    folder: Path, kind: str, layout: Layout, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, Tensor]:
     """Write the model of that kind, and return its weights."""
     form, model, build = MODELS[kind]
-    weights = {name: tensor.float() for name, tensor in drawn(kind).items()}
+    weights = {name: tensor.to(dtype) for name, tensor in drawn(kind).items()}
     ours = as_ours(Memory(weights), form, model, build, "file")
     theirs = as_theirs(ours, form, model, build)
     write.write(folder, theirs, form.described(model), layout.tp, layout.pp, **options)

@@ -20,6 +20,7 @@ from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.sources import Translated
 from dtmega.formats.whole import names
 from dtmega.hf.files import config_json
+from dtmega.hf.files.tensors import TensorFiles
 from dtmega.models import count, t5
 from dtmega.models.generate import Drawing, answer
 from dtmega.models.initial import init_weights
@@ -37,14 +38,18 @@ SIZES = {
 FORMS: dict[str, dict[str, Any]] = {
     "first": {},
     "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    # What transformers 5 makes of these words: it ties every T5 that it does not load from two tensors.
+    "tied, not scaled": {"tie_word_embeddings": False},
+    "scaled, not tied": {"feed_forward_proj": "gated-gelu"},
 }
+HEADED = ("v1.1", "scaled, not tied")
 
 
 def theirs_in(folder: Path, form: str, **keys: Any) -> Any:
-    """A T5 with no value of a default and no vector of ones, and its directory."""
+    """A T5 with no value of a default and no vector of ones, as transformers loads it from its directory."""
     described = transformers.T5Config(**{**SIZES, "dropout_rate": 0.0, **FORMS[form], **keys})
     model = transformers.T5ForConditionalGeneration(described)
-    if form == "v1.1":  # transformers 5 makes one parameter of both, but reads files with two
+    if form in HEADED:  # transformers 5 makes one parameter of both, but reads files with two
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -52,12 +57,12 @@ def theirs_in(folder: Path, form: str, **keys: Any) -> Any:
             spread = 0.1 if p.ndim == 1 else 0.03  # larger scores would make one-hots of softmaxes
             p.add_(torch.randn(p.shape, generator=generator) * spread)
     model.save_pretrained(folder)
-    return model
+    return transformers.T5ForConditionalGeneration.from_pretrained(folder).train()
 
 
 def section_of(folder: Path) -> config.T5:
     theirs = config_json.read_plain(folder)
-    return config.T5.model_validate({"name": "t5", **t5.HF.section(theirs, str(folder))})
+    return config.T5.model_validate({"name": "t5", **t5.HF.section(theirs, str(folder), TensorFiles(folder))})
 
 
 def ours_in(folder: Path, **keys: Any) -> t5.T5:
@@ -398,13 +403,33 @@ def test_what_files_of_old_versions_have_twice_or_in_vain_is_read(tmp_path: Path
     assert all(torch.equal(p, again.get_parameter(name)) for name, p in today.named_parameters())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_directory_tells_apart_whether_the_head_is_the_embedding_and_whether_it_is_scaled(tmp_path: Path, form: str):
+    theirs = theirs_in(tmp_path, form)
+    _, model = families.open_folder(tmp_path, None)
+    assert isinstance(model, config.T5)
+    assert model.tied == (theirs.lm_head.weight is theirs.shared.weight)
+    assert model.scale_head == theirs.config.scale_decoder_outputs
+    other = model.model_copy(update={"tied": not model.tied})
+    with pytest.raises(ValueError, match=rf"tied={model.tied}, not {other.tied} \(\[model\] tied\)"):
+        families.open_folder(tmp_path, other)
+
+
+def test_a_head_that_is_stored_with_the_values_of_the_embedding_is_tied_to_it(tmp_path: Path):
+    theirs_in(tmp_path, "first", tie_word_embeddings=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["shared.weight"].clone()}, tmp_path / "model.safetensors")
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.shared.weight
+    assert section_of(tmp_path).tied
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
         ({"positions": "learned"}, r"positions=relative, this model has learned \(\[model\] positions\)"),
         ({"norm": "layer", "bias": True}, r"norm=rms, bias=False, .*\(\[model\] norm, \[model\] bias\)"),
         ({"scale_scores": True}, r"\[model\] scale_scores"),
-        ({"tied": False}, r"\[model\] tied, \[model\] scale_head"),
         ({"gated": True, "activation": "gelu_erf"}, r"\[model\] activation, \[model\] gated"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -420,7 +445,7 @@ def test_a_t5_that_computes_something_else_is_refused(tmp_path: Path, key: dict[
     ((name, value),) = key.items()
     (tmp_path / "config.json").write_text(json.dumps(transformers.T5Config().to_dict() | key))
     with pytest.raises(ValueError, match=f"{name}={value!r}, expected"):
-        section_of(tmp_path)
+        t5.HF.section(config_json.read_plain(tmp_path), str(tmp_path))
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes

@@ -37,7 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--original", default="", help="where the directory of the run's [model] path is, if it has moved"
     )
-    parser.add_argument("--dtype", default="", help="to hf, megatron: torch's name of another dtype to write")
+    parser.add_argument(
+        "--dtype", default="", help="to hf, megatron: float32, float16 or bfloat16 (default: the source's)"
+    )
+    parser.add_argument(
+        "--allow-nonfinite",
+        nargs="+",
+        default=[],
+        metavar="TENSOR",
+        help="tensors that may hold NaN and infinities, or overflow in --dtype; any other tensor is refused for them",
+    )
     parser.add_argument("--tp", type=integer(1), default=1, help="to megatron: tensor-parallel ranks (%(default)s)")
     parser.add_argument("--pp", type=integer(1), default=1, help="to megatron: pipeline stages (%(default)s)")
 

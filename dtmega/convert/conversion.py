@@ -27,9 +27,11 @@ from dtmega import config, families
 from dtmega.checkpoint import found
 from dtmega.convert import to_checkpoint
 from dtmega.convert.sources import READERS, Opened
+from dtmega.convert.to_checkpoint import Training
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.family import Family
-from dtmega.formats.sources import Renamed
+from dtmega.formats.sources import Cast, Renamed
+from dtmega.hf.files.tensors import DTYPES
 from dtmega.megatron import write as for_megatron
 from dtmega.startup import Startup
 
@@ -52,6 +54,9 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
     with startup.step("model"):
         model = _described(args, opened, family)
         expected = families.shapes(model)
+        if unknown := sorted(set(args.allow_nonfinite) - expected.keys()):
+            known = ", ".join([*expected][:5])
+            raise ValueError(f"the model has no tensor '{unknown[0]}'; it has {known}, ... (--allow-nonfinite)")
         left_out = _left_out(args, opened, model, expected)
     if startup.rank == 0:
         if left_out:
@@ -60,23 +65,25 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
             print(note)
     with startup.step("output"):
         # Ranks that have nothing to write wait for those that do.
-        source = Renamed(opened.source, {name: name for name in expected}, startup.work)
+        stored = Renamed(opened.source, {name: name for name in expected}, startup.work)
+        source = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite)
         if args.target[0] == "hf":
             folder = Path(args.target[1])
             tokenizer = args.tokenizer or opened.tokenizer
             ranks = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
-            options: dict[str, Any] = {**ranks, "dtype": _dtype(args.dtype)}
+            options: dict[str, Any] = ranks
             json = None
             if tokenizer:
                 json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), opened.data)
             family.export(source, folder, model, json, **options)
         elif startup.rank == 0 and args.target[0] == "megatron":
             described, theirs = family.as_stored("megatron", source, model)
-            options = {"tokenizer": args.tokenizer or opened.tokenizer, "dtype": _dtype(args.dtype)}
-            for_megatron.write(Path(args.target[1]), theirs, described, args.tp, args.pp, **options)
+            tokenizer = args.tokenizer or opened.tokenizer
+            for_megatron.write(Path(args.target[1]), theirs, described, args.tp, args.pp, tokenizer=tokenizer)
         elif startup.rank == 0:
             digest = family.digest(model)
-            to_checkpoint.write(args.target[1], source, model, digest, opened.training, opened.toml)
+            training = _finite(opened.training, args)
+            to_checkpoint.write(args.target[1], source, model, digest, training, opened.toml)
     startup.leave()
     if startup.rank == 0:
         print(f"written: {args.target[1]}")
@@ -94,6 +101,8 @@ def _open(args: argparse.Namespace, startup: Startup) -> Opened:
             )
         if args.target[0] != "megatron" and (args.tp, args.pp) != (1, 1):
             raise ValueError(f"--tp={args.tp} and --pp={args.pp} are of --to megatron; {args.target[0]} has no ranks")
+        if args.target[0] == "dtmega" and args.dtype:
+            raise ValueError("--dtype is of --to hf and megatron; a checkpoint of dtmega keeps the source's dtypes")
         if startup.rank == 0:
             opened = READERS[kind](path, args)
             first.tell = opened.path
@@ -148,7 +157,25 @@ def _left_out(
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    dtype = getattr(torch, name, None)
-    if name and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"--dtype is one of torch's, such as bfloat16; got '{name}'")
-    return dtype if name else None
+    """The dtype that `--dtype` names; None: each tensor keeps its own.
+
+    Raises:
+        ValueError: it is no dtype of weights.
+    """
+    if not name:
+        return None
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if name not in known:
+        raise ValueError(f"--dtype is {' or '.join(known)}; got '{name}'")
+    return known[name]
+
+
+def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
+    """The progress of a run whose moments are refused where they are not finite."""
+    if training is None:
+        return None
+    moments = {
+        kind: Cast(source, args.source[1], None, args.allow_nonfinite, kind)
+        for kind, source in training.moments.items()
+    }
+    return training._replace(moments=moments)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from dtmega import config
 from dtmega.formats.rules import Heads, Rule
+from dtmega.formats.sources import Source
 
 
 class Key(NamedTuple):
@@ -53,6 +54,7 @@ class Format:
         heads: of a model, for rules with that word.
         refuse: raises ValueError for a model that the format cannot express.
         to_section: further keys of [model], of their configuration; raises ValueError.
+        of_tensors: further keys of [model] that no configuration of theirs tells, of the tensors stored beside it.
         from_section: further entries of their configuration, of [model].
     """
 
@@ -67,6 +69,7 @@ class Format:
     heads: Callable[[config.Model], Heads] = lambda model: Heads(model.n_heads, model.n_heads)
     refuse: Callable[[config.Model], object] = _nothing
     to_section: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    of_tensors: Callable[[Source], dict[str, Any]] = _nothing
     from_section: Callable[[config.Model], dict[str, Any]] = _nothing
 
     @property
@@ -82,11 +85,12 @@ class Format:
         """The values, by their keys of [model], that every model of this form has and this one has not."""
         return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
-    def section(self, theirs: Mapping[str, Any], file: str) -> dict[str, Any]:
+    def section(self, theirs: Mapping[str, Any], file: str, stored: Source | None = None) -> dict[str, Any]:
         """The [model] section, but for its name, that a configuration of theirs describes.
 
         Args:
             file: for messages.
+            stored: the tensors beside it, by their names; None where these are not known.
 
         Raises:
             ValueError: of another family, of what no model here is, or without a size.
@@ -105,7 +109,7 @@ class Format:
             if key.default is None and (type(value) is not int or value < 1):
                 raise ValueError(f"{file} has {names[0]}={value!r:.80}, expected a number above 0 ([model] {key.ours})")
             section[key.ours] = value
-        return section | self.to_section(theirs)
+        return section | self._more(theirs, stored)
 
     def described(self, model: config.Model) -> dict[str, Any]:
         """The configuration of theirs that describes a model.
@@ -116,16 +120,21 @@ class Format:
         self.refuse(model)
         return {**self.fixed, **{key.theirs[-1]: key.of(model) for key in self.keys}, **self.from_section(model)}
 
-    def check(self, theirs: Mapping[str, Any], file: str, model: config.Model) -> None:
+    def check(self, theirs: Mapping[str, Any], file: str, model: config.Model, stored: Source | None = None) -> None:
         """Compare the model that a configuration of theirs describes with the one that [model] asks for.
 
         Raises:
             ValueError: as `section` and `described`, or names each key that differs, with both values.
         """
         self.refuse(model)
-        there = type(model).model_validate({"name": model.name, **self.section(theirs, file)})
-        keys = [key for key in self.keys if not key.free] + [Key(ours, ()) for ours in self.to_section(theirs)]
+        there = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
+        keys = [key for key in self.keys if not key.free] + [Key(ours, ()) for ours in self._more(theirs, stored)]
         values = {key.ours: (key.of(there), key.of(model)) for key in keys}
         wrong = [f"{key}={was}, not {asked} ([model] {key})" for key, (was, asked) in values.items() if was != asked]
         if wrong:
             raise ValueError(f"{file} is of a model with {'; '.join(wrong)}")
+
+    def _more(self, theirs: Mapping[str, Any], stored: Source | None) -> dict[str, Any]:
+        """The keys of [model] that follow from several entries of theirs, or from the tensors."""
+        of_tensors = self.of_tensors(stored) if stored is not None else {}
+        return {**self.to_section(theirs), **of_tensors}

@@ -6,7 +6,8 @@ Everything is lazy: a source of a source of a file reads from the file what it i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -52,6 +53,58 @@ class Renamed:
     def read(self, name: str, index: Slices | None = None) -> Tensor:
         self._on_read()
         return self._source.read(self._names[name], index)
+
+
+class Cast:
+    """The tensors of a source in another dtype, refused where a number is not finite, or would not be any more."""
+
+    def __init__(
+        self,
+        source: Source,
+        where: str,
+        dtype: torch.dtype | None = None,
+        allowed: Collection[str] = (),
+        kind: str = "",
+    ) -> None:
+        """Cast the tensors of a source.
+
+        Args:
+            where: the source is; for messages.
+            dtype: of all tensors; None leaves each as it is.
+            allowed: names of tensors that may hold NaN and infinities.
+            kind: what the tensors are, if they are no weights; for messages.
+        """
+        self._source = source
+        self._where = where
+        self._dtype = dtype
+        self._allowed = allowed
+        self._kind = f"{kind} of " if kind else ""
+        self.tensors = {name: (dtype or its, shape) for name, (its, shape) in source.tensors.items()}
+
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
+        """Read a part (None: all) of a tensor.
+
+        Raises:
+            ValueError: a number in that part is not finite in the new dtype; names it.
+        """
+        before = self._source.read(name, index)
+        after = before.to(self.tensors[name][0])
+        finite = torch.isfinite(after)
+        if name not in self._allowed and not finite.all():
+            first = finite.logical_not().nonzero()[0].tolist()
+            raise ValueError(self._refusal(name, index, first, before[tuple(first)].item(), after[tuple(first)].item()))
+        return after
+
+    def _refusal(self, name: str, index: Slices | None, first: list[int], before: float, after: float) -> str:
+        """The message for a number that is not finite, at the place `first` of the part that was read."""
+        starts = [part.start or 0 for part in index] if index else [0] * len(first)
+        place = [start + i for start, i in zip(starts, first, strict=True)]
+        found = f"{self._where}: {self._kind}'{name}' has {before} at {place}"
+        passes = f"--allow-nonfinite {name} lets this tensor pass"
+        if not math.isfinite(before):
+            return f"{found}, expected finite numbers; {passes}"
+        dtype = str(self._dtype).removeprefix("torch.")
+        return f"{found}, which is {after} in {dtype}; choose a wider dtype (--dtype), or {passes}"
 
 
 class Together:

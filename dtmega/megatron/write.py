@@ -65,7 +65,6 @@ def write(
     pp: int,
     *,
     tokenizer: str = "",
-    dtype: torch.dtype | None = None,
     work: Callable[[], object] = int,
 ) -> None:
     """Write `folder`, whole or not at all. One rank's file is in memory at a time.
@@ -74,7 +73,6 @@ def write(
         source: a whole model by Megatron's names, each tensor once, without padding of the vocabulary.
         args: of the model, in their words.
         tokenizer: the spec of its tokenizer; their loader compares which kind it is, if it is given a vocabulary.
-        dtype: of the written tensors; None leaves each as it is.
         work: called before each tensor.
 
     Raises:
@@ -91,13 +89,13 @@ def write(
     aside = folder.with_name(f".tmp-{folder.name}")
     durable.empty_folder(aside)
     try:
-        told = {**args, **_args_of_layout(layout, padded, dtype or source.tensors[WORDS][0], tokenizer)}
+        told = {**args, **_args_of_layout(layout, padded, source.tensors[WORDS][0], tokenizer)}
         for stage, names in enumerate(stages):
             for rank in range(tp):
                 tensors: dict[str, Tensor] = {}
                 for local, name in names.items():
                     work()
-                    tensors[local] = _part(source, name, rank, tp, padded, dtype)
+                    tensors[local] = _part(source, name, rank, tp, padded)
                 inside = aside / "release" / layout.folder(rank, stage)
                 durable.make_folder(inside)
                 _save(inside / FILE, told, tensors)
@@ -170,14 +168,14 @@ def _stage(source: Source, layout: Layout, stage: int) -> dict[str, str]:
     return found
 
 
-def _part(source: Source, name: str, rank: int, tp: int, padded: int, dtype: torch.dtype | None) -> Tensor:
+def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
     """A rank's part of a tensor, in memory of its own; rows of padding are zeros."""
-    its, shape = source.tensors[name]
+    dtype, shape = source.tensors[name]
     dim = cut_dim(name)
     full = (padded, *shape[1:]) if by_token(name) else shape
     n = 0 if dim is None else full[dim] // tp
     box: Slices = tuple(slice(rank * n, rank * n + n) if d == dim else slice(0, size) for d, size in enumerate(full))
-    part = torch.zeros([s.stop - s.start for s in box], dtype=dtype or its)
+    part = torch.zeros([s.stop - s.start for s in box], dtype=dtype)
     if dim is None or box[dim].start < shape[dim]:
         read = source.read(name, tuple(slice(s.start, min(s.stop, size)) for s, size in zip(box, shape, strict=True)))
         part[tuple(slice(0, size) for size in read.shape)] = read

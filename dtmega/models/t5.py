@@ -19,6 +19,7 @@ from dtmega import config
 from dtmega.attention import attention
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
+from dtmega.formats.sources import Source
 from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
 from dtmega.models.model import Model, Per, consecutive
 from dtmega.past import Past
@@ -355,10 +356,10 @@ FEED_FORWARDS = {
 
 
 def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [model] for the feed-forward and the head, of a config.json.
+    """Keys of [model] for the feed-forward and for what enters the head, of a config.json.
 
-    v1.1's head is not the embedding, and what enters it is not scaled. transformers 4 says so by `tie_word_embeddings`;
-    5 writes true there in any case, and tells by `scale_decoder_outputs`.
+    The first T5 scales what enters its head, v1.1 does not. transformers 5 writes `scale_decoder_outputs`;
+    transformers 4 says by `tie_word_embeddings` = false that nothing is scaled.
 
     Raises:
         ValueError: a feed-forward that is not known.
@@ -370,8 +371,20 @@ def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
             f"([model] activation, [model] gated)"
         )
     activation, gated = FEED_FORWARDS[said]
-    tied = theirs.get("tie_word_embeddings") is not False and theirs.get("scale_decoder_outputs") is not False
-    return {"activation": activation, "gated": gated, "tied": tied, "scale_head": tied}
+    scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings") is not False)
+    return {"activation": activation, "gated": gated, "scale_head": scaled}
+
+
+def _of_tensors(stored: Source) -> dict[str, Any]:
+    """The key of [model] for the head, which is the embedding unless other values are stored for it.
+
+    The configuration does not tell: transformers 5 writes `tie_word_embeddings` = true for every T5, and ties what it
+    loads by this rule (`tie_weights` in its modeling_utils.py).
+    """
+    words, head = "shared.weight", "lm_head.weight"
+    if head not in stored.tensors or words not in stored.tensors:
+        return {"tied": head not in stored.tensors}
+    return {"tied": torch.equal(stored.read(words).float(), stored.read(head).float())}
 
 
 def _described(model: config.Model) -> dict[str, Any]:
@@ -393,11 +406,6 @@ def _refuse(model: config.Model) -> None:
         raise ValueError(
             f"Hugging Face's T5 has {', '.join(f'{key}={value}' for key, value in wrong.items())}, this model has "
             f"{', '.join(str(getattr(model, key)) for key in wrong)} ([model] {', [model] '.join(wrong)})"
-        )
-    if model.tied != model.scale_head:
-        raise ValueError(
-            f"Hugging Face's T5 scales what enters a tied head and no other, this model has tied={model.tied} and "
-            f"scale_head={model.scale_head} ([model] tied, [model] scale_head)"
         )
     if (model.activation, model.gated) not in FEED_FORWARDS.values():
         raise ValueError(
@@ -469,5 +477,6 @@ HF = Format(
     ),
     refuse=_refuse,
     to_section=_section,
+    of_tensors=_of_tensors,
     from_section=_described,
 )

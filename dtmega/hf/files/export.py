@@ -15,7 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from dtmega.formats.sources import Source
@@ -53,7 +52,6 @@ def export(
     size: int,
     barrier: Callable[[], None],
     token_ids: Mapping[str, int | None] = NO_ENDS,
-    dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write `folder` as `write.write` does; all ranks call it.
@@ -65,14 +63,13 @@ def export(
         tokenizer_json: the text of tokenizer.json, which takes the place of all the original's files; None: those, or
             none.
         token_ids: of that tokenizer, by the names that configurations have for them: eos_token_id and others.
-        dtype: of the written tensors; None leaves each as it is.
 
     Raises:
         ValueError: on every rank, before anything is written: the folder is there and not empty, a file of the original
             cannot be read, a dtype that such a folder cannot have, no token with such an id.
         OSError: as `write`.
     """
-    tensors = outs(source, dtype)
+    tensors = outs(source)
     files: dict[str, bytes] = {}
     if original is None:
         plain = {**described, **token_ids, "torch_dtype": widest(tensors)}

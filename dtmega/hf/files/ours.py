@@ -24,25 +24,26 @@ def opened(path: Path, form: Format, model: config.Model, build: Build) -> Folde
         ValueError: its config.json does not agree with [model]; what `TensorFiles` refuses; a tensor that is not there,
             there twice, of another shape, of no dtype of weights, or of another model.
     """
-    form.check(config_json.read_plain(path), f"{path}/{config_json.NAME}", model)
+    theirs = config_json.read_plain(path)
     files = TensorFiles(path)
+    form.check(theirs, f"{path}/{config_json.NAME}", model, files)
     if model.n_layers > len(files.tensors):  # before so many are built
         raise ValueError(f"{path} has n_layers={model.n_layers} by its config.json, but {len(files.tensors)} tensors")
     made = names(form, model, build)
-    theirs = made.translation.theirs
+    places = made.translation.theirs
     ignored = re.compile(f"({form.ignored})$")
 
     def name_of(key: str) -> str | None:
         old = next((end for end in form.older if key.endswith(end)), None)
         today = key if old is None else key.removesuffix(old) + form.older[old]
         for name in (today, form.base + today):
-            if name in theirs:
+            if name in places:
                 return name
         return "" if ignored.search(key) else None
 
     keys = keys_of(files, name_of, model.name)
     for name, key in keys.items():
-        files.check_weight(key, theirs[name].shape)
+        files.check_weight(key, places[name].shape)
     try:
         copies = stored_copies(made, keys, str(path))
     except ValueError as error:

@@ -35,16 +35,13 @@ class Out(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def outs(source: Source, dtype: torch.dtype | None) -> list[Out]:
+def outs(source: Source) -> list[Out]:
     """The tensors to write of a source, in its order.
-
-    Args:
-        dtype: of the written tensors; None leaves each as it is.
 
     Raises:
         ValueError: a dtype that safetensors of weights do not have.
     """
-    found = [Out(name, dtype or its, shape) for name, (its, shape) in source.tensors.items()]
+    found = [Out(name, dtype, shape) for name, (dtype, shape) in source.tensors.items()]
     for out in found:
         if out.dtype not in DTYPES.values():
             raise ValueError(f"'{out.name}' is of {out.dtype}, expected one of {list(DTYPES.values())}")
@@ -108,7 +105,7 @@ def write(
             with durable.created(aside / f"part-{file}") as stream:
                 stream.write(header(parts[file]))
                 for out in parts[file]:
-                    tensor = source.read(out.name).to(out.dtype)
+                    tensor = source.read(out.name)
                     stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
             os.rename(aside / f"part-{file}", aside / file)
 
