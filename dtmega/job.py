@@ -13,7 +13,7 @@
 "The same command" has the default `--checkpoint.resume auto`.
 Whatever its workers say, torchrun exits with 1 unless all of them gave 0; it prints their codes, and the reasons that
 they gave it, at the end of a traceback of its own. So the first rank also writes the code and the reason into
-`exit.json` of the run directory, for whoever started the job.
+`exit.json` of the run directory, for whoever started the job; a start that was refused does so, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dtmega import durable, output
 from dtmega.lock import Lock
+from dtmega.strangers import read_object
 
 DONE = 0
 FAILED = 1
@@ -44,9 +45,13 @@ PREEMPTED = 75
 STUCK = 76
 HUNG = 77
 
+NOT_STARTED = (REFUSED, DAMAGED)  # the codes of an attempt that changed nothing of the run
+
 EXIT = "exit.json"
+LOCK = ".lock"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # after which a run saves and leaves
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_STEP = 2**53  # what a browser counts to
 AGENT_COLUMNS = 100  # torchrun draws lines as long as the longest of its summary
 
 
@@ -62,7 +67,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path, patience_s: float = 5.0, key: str = "[run] dir") -> None:
-        path = folder / ".lock"
+        path = folder / LOCK
         try:
             durable.make_folder(folder)
             self._lock = Lock(path)
@@ -87,18 +92,48 @@ class Claim:
         self._lock.close()
 
 
-class Ending:
-    """The file `exit.json` of a run directory: why the process that wrote there has left, and how far the run has come.
+class Ended(NamedTuple):
+    """The content of `exit.json`.
 
-        {"code": 75, "reason": "a signal asked for it", "step": 180, "checkpoint": "runs/a/checkpoints/step-00000180"}
-
-    It is there only after the end: a start takes away that of the start before. A run that is still going has none, nor
-    has one that was killed.
+        {"code": 75, "reason": "a signal asked for it", "time": "2026-11-23T14:03:20+00:00",
+         "step": 180, "checkpoint": "runs/a/checkpoints/step-00000180"}
 
     Attributes:
+        code, reason: why the last attempt to start, or to go on with, the run has ended. It may have been refused.
         step: how many steps of the run are done.
-        checkpoint: the path of its newest one; '' while there is none.
-        code, reason: of leaving; None and '' until they are known.
+        checkpoint: the path of the run's newest checkpoint; '' while there is none.
+        time: when that attempt ended, in UTC, as ISO 8601 writes it; '' in a file of an earlier version.
+    """
+
+    code: int
+    reason: str
+    step: int
+    checkpoint: str
+    time: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Ended | None:
+        """The ending in a run directory; None if there is no such file, or it is damaged."""
+        try:
+            content = read_object(folder / EXIT)
+        except ValueError:
+            return None
+        code = content.get("code")
+        step = content.get("step")
+        if type(code) is not int or type(step) is not int or not 0 <= step <= MAX_STEP:
+            return None
+        texts = [str(content.get(key) or "") for key in ("reason", "checkpoint", "time")]
+        return cls(code, texts[0], step, texts[1], texts[2])
+
+
+class Ending:
+    """The end of an attempt, as it becomes known, and the file `exit.json` that tells of it (`Ended`).
+
+    The file is there only after the end: a start takes away that of the start before. A run that is still going has
+    none, nor has one that was killed.
+
+    Attributes:
+        step, checkpoint, code, reason: as in `Ended`; the code is None and the reason '' until they are known.
     """
 
     def __init__(self) -> None:
@@ -108,17 +143,30 @@ class Ending:
         self.reason = ""
         self._path: Path | None = None
 
+    def go_on_from(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> None:
+        """Take step and checkpoint of the run in this folder: an attempt that comes to no step changes neither.
+
+        Args:
+            newest: step and path of the run's newest checkpoint, for a run that was killed, which has no file.
+        """
+        before = Ended.read(folder)
+        self.step, self.checkpoint = newest() if before is None else (before.step, before.checkpoint)
+        self._path = folder / EXIT
+
     @contextmanager
-    def told_in(self, folder: Path) -> Iterator[None]:
-        """The file is written at the end of this block, which holds the right to write in the folder.
+    def told_in(self, folder: Path, newest: Callable[[], tuple[int, str]]) -> Iterator[None]:
+        """Write the file at the end of this block, which holds the right to write in the folder.
 
         Whoever does not call it, as all ranks but the first, writes nothing.
+
+        Args:
+            newest: as of `go_on_from`.
 
         Raises:
             OSError: the file of the start before cannot be taken away.
         """
-        self._path = folder / EXIT
-        self._path.unlink(missing_ok=True)
+        self.go_on_from(folder, newest)
+        (folder / EXIT).unlink(missing_ok=True)
         try:
             yield
         except Exception as error:
@@ -143,6 +191,7 @@ class Ending:
         content = {
             "code": self.code,
             "reason": self.reason,
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "step": self.step,
             "checkpoint": self.checkpoint or None,
         }

@@ -39,6 +39,7 @@ from dtmega.step import Run, check_same_batch, train_step
 from dtmega.watch import SAVING, Watch
 
 FINISHED = "finished"
+EVALUATED = "[eval] only"
 SIGNALLED = "a signal asked for it"
 KILLED = "[train] kill_switch"
 
@@ -76,36 +77,40 @@ def begin(
         ending: what is to be told of the run's end; None: nothing.
     """
     ending = job.Ending() if ending is None else ending
-    with startup.step("configuration") as step:
-        asked = families.resolve(config.load(argv))
-        device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
-        cfg = fitted(asked, sizes)
-        check(cfg, sizes, device)
-        trackers.check(cfg.log.trackers)
-        pieces = families.pieces(cfg.model)
-        startup.timeout_s = cfg.run.collective_timeout_s()
-        digest = families.of(cfg.model).digest(cfg.model)
-        step.same = same_job(cfg, device, families.of(cfg.model).libraries) | {"digest of [model] path": digest}
+    with found.early_end_told(config.run_dir_of(argv), ending, first=startup.rank == 0):
+        with startup.step("configuration") as step:
+            asked = families.resolve(config.load(argv))
+            device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
+            cfg = fitted(asked, sizes)
+            check(cfg, sizes, device)
+            trackers.check(cfg.log.trackers)
+            pieces = families.pieces(cfg.model)
+            startup.timeout_s = cfg.run.collective_timeout_s()
+            digest = families.of(cfg.model).digest(cfg.model)
+            step.same = same_job(cfg, device, families.of(cfg.model).libraries) | {"digest of [model] path": digest}
 
-    with startup.step("data") as step:
-        text = open_text(cfg, families.objective(cfg))
-        resume.named_checkpoint(cfg)  # before anything is made
-        data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
-        batches = TrainBatches(
-            text.rows("train"),
-            cfg.data,
-            cfg.batch,
-            data_rank,
-            data_size,
-            pin_memory=device.type == "cuda",
-        )
-        step.same = text.identity
+        with startup.step("data") as step:
+            text = open_text(cfg, families.objective(cfg))
+            resume.named_checkpoint(cfg)  # before anything is made
+            data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
+            batches = TrainBatches(
+                text.rows("train"),
+                cfg.data,
+                cfg.batch,
+                data_rank,
+                data_size,
+                pin_memory=device.type == "cuda",
+            )
+            step.same = text.identity
 
     with startup.step("run directory") as step:
         if startup.rank == 0:
-            for claim in found.claims(cfg):
+            run_dir = Path(cfg.run.dir)
+            claims = found.claims(cfg)
+            closing.callback(next(claims).close)  # that of the run directory
+            closing.enter_context(ending.told_in(run_dir, partial(resume.newest_of_run, run_dir)))
+            for claim in claims:
                 closing.callback(claim.close)
-            closing.enter_context(ending.told_in(Path(cfg.run.dir)))
             there = found.find(cfg, text.identity, digest)
             closing.callback(found.remove_probe, cfg, there)
             step.tell = there._asdict()
@@ -145,8 +150,9 @@ def begin(
 
     at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
     batches.load_state_dict({"samples": at.samples})
-    ending.step = at.step
-    ending.checkpoint = checkpoints.newest
+    if not cfg.eval.only:  # which leaves the run where it is
+        ending.step = at.step
+        ending.checkpoint = checkpoints.newest
     end = cfg.end(at.step, at.samples)
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
@@ -319,7 +325,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float)
 def evaluate_only(run: Run, at: Progress) -> int:
     """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with."""
     whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test")
-    return run.ending.because(*((job.DONE, FINISHED) if whole else (job.PREEMPTED, SIGNALLED)))
+    return run.ending.because(*((job.DONE, EVALUATED) if whole else (job.PREEMPTED, SIGNALLED)))
 
 
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:

@@ -9,8 +9,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -174,9 +176,47 @@ def test_a_run_that_is_stopped_says_why_and_is_saved_there(tmp_path, keys, capsy
     assert checkpoints(tmp_path) == [f"step-{after:08}"]
     reason = why.partition(";")[0] or "finished"
     newest = f"{tmp_path}/checkpoints/step-{after:08}"
-    assert json.loads(told.read_text()) == {"code": code, "reason": reason, "step": after, "checkpoint": newest}
+    assert job.Ended.read(tmp_path) == (code, reason, after, newest, ANY)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped")]
     assert said == ([f"stopped after step {after} of 4: {why}"] if why else [])
+
+
+def test_a_start_that_fails_says_why_and_when_and_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys, capsys):
+    assert alone(keys, tmp_path) == 0
+    finished = job.Ended.read(tmp_path)
+    assert finished is not None
+    path = tmp_path / "exit.json"
+    for was_killed in (False, True):
+        for wrong, why in (
+            ({"train.steps": "many"}, "--train.steps: "),
+            ({"data.path": "no/such"}, "no/such"),
+            ({"run.seed": 4321}, "[run] seed was 1234, is 4321"),
+        ):
+            path.write_text(json.dumps({"code": 75, "step": finished.step, "checkpoint": finished.checkpoint}))
+            if was_killed:
+                path.unlink()
+            before = datetime.now(timezone.utc).replace(microsecond=0)
+            assert alone(keys | wrong, tmp_path) == job.REFUSED
+            told = job.Ended.read(tmp_path)
+            assert told is not None
+            assert (told.code, told.step, told.checkpoint) == (job.REFUSED, 4, finished.checkpoint)
+            assert why in told.reason
+            assert told.reason in capsys.readouterr().err
+            assert before <= datetime.fromisoformat(told.time) <= datetime.now(timezone.utc)
+    with replaced(train, "open_text", no_memory), pytest.raises(MemoryError):
+        alone(keys, tmp_path)
+    assert job.Ended.read(tmp_path) == (job.FAILED, "MemoryError: 3 TiB", 4, finished.checkpoint, ANY)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError("3 TiB")
+
+
+def test_an_evaluation_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys):
+    assert alone(keys, tmp_path) == 0
+    older = f"{tmp_path}/checkpoints/step-00000002"
+    assert alone(keys | {"eval.only": True, "checkpoint.resume": older}, tmp_path) == 0
+    assert job.Ended.read(tmp_path) == (0, "[eval] only", 4, f"{tmp_path}/checkpoints/step-00000004", ANY)
 
 
 @contextlib.contextmanager

@@ -335,12 +335,27 @@ def test_what_is_no_score_of_a_checkpoint_is_left_out(tmp_path: Path, content: d
     assert "Scores" not in drawn(folder).text
 
 
+WHEN = "2026-11-23T14:03:20+00:00"
+
+
 @pytest.mark.parametrize(
     ("told", "steps", "said", "marked"),
     [
         ((0, "finished"), 120, "· finished · newest checkpoint runs/x/checkpoints/step-00000060", []),
         ((0, "[train] exit_interval"), 60, "ended after step 60 with exit code 0: [train] exit_interval", [60]),
         ((75, "a signal asked for it"), 60, "ended after step 60 with exit code 75: a signal asked for it", [60]),
+        (
+            (2, "no such file"),
+            60,
+            f"stopped after step 60; the last start was refused at {WHEN} with exit code 2: no such file",
+            [],
+        ),
+        (
+            (3, "damaged"),
+            120,
+            f"· finished; the last start was refused at {WHEN} with exit code 3",
+            [],
+        ),
         ((76, "not saved: disk full"), 120, "ended after step 120 with exit code 76: not saved: disk full", [120]),
         (None, 60, "going on or killed, last line written", []),
     ],
@@ -351,7 +366,8 @@ def test_how_a_run_has_ended_is_said_and_marked(
     write(tmp_path, [step_line(step) for step in range(1, steps + 1)])
     start(tmp_path, 0)
     if told is not None:
-        content = {"code": told[0], "reason": told[1], "step": steps, "checkpoint": "runs/x/checkpoints/step-00000060"}
+        content = {"code": told[0], "reason": told[1], "time": WHEN, "step": steps}
+        content |= {"checkpoint": "runs/x/checkpoints/step-00000060"}
         (tmp_path / job.EXIT).write_text(json.dumps(content))
     assert said in drawn(tmp_path).text
     assert [event.step for event in run.read([str(tmp_path)])[0].events if event.kind == "end"] == marked

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, NamedTuple
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -152,8 +153,8 @@ def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_
     assert "Unable to shutdown" not in ended.output  # what torchrun says before it sends SIGKILL
     newest = ended.folder / "run" / "checkpoints" / "step-00000010"
     assert newest.exists()
-    told = {"code": 75, "reason": "a signal asked for it", "step": 10, "checkpoint": str(newest)}
-    assert json.loads((ended.folder / "run" / "exit.json").read_text()) == told  # which torchrun itself does not tell
+    # Torchrun itself does not tell.
+    assert job.Ended.read(ended.folder / "run") == (75, "a signal asked for it", 10, str(newest), ANY)
     assert same_bits(go_on(ended.folder, base), base.truth)
 
 
@@ -215,6 +216,7 @@ def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):
     alone = base.keys | {"mesh.dp_shard": 1}
     assert train.main(flags(alone, tmp_path / "run")) == job.REFUSED
     assert re.search(r"is being written by process \d+ on .* since", capsys.readouterr().err)
+    assert train.main(flags(alone | {"train.steps": "many"}, tmp_path / "run")) == job.REFUSED
     assert (tmp_path / "run" / "exit.json").read_text() == "of the first"
     first.close()
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_pa
     assert len(losses(tmp_path / "cut")) == 4
     newest = f"{tmp_path}/cut/checkpoints/step-00000004"
     reason = "a signal asked for it"
-    assert ending(tmp_path / "cut") == {"code": 75, "reason": reason, "step": 4, "checkpoint": newest}
+    assert job.Ended.read(tmp_path / "cut") == (75, reason, 4, newest, ANY)
     assert run(tmp_path / "cut", corpus, **keys) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 8))
@@ -325,7 +326,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_key(tmp_path, corpus,
     assert run(tmp_path, corpus, model__hidden_size=64) == 2
     refusal = capsys.readouterr().err
     assert "[model] hidden_size was 32, is 64" in refusal
-    assert ending(tmp_path) == {"code": 2, "reason": ending(tmp_path)["reason"], "step": 0, "checkpoint": None}
+    assert job.Ended.read(tmp_path) == (2, ANY, 10, f"{tmp_path}/checkpoints/step-00000010", ANY)
     assert refusal.endswith(f"dtmega: {ending(tmp_path)['reason']}\n")
 
 
@@ -366,8 +367,10 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus, monkeypa
     with pytest.raises(RuntimeError, match=r"4 steps in a row .* samples 40 to 47"):
         run(tmp_path, corpus, batch__micro_batch_size=8, train__max_skipped=3)
     reason = "RuntimeError: 4 steps in a row had a loss or gradient that is not finite"
-    assert ending(tmp_path)["reason"].startswith(reason)
-    assert ending(tmp_path) | {"reason": ""} == {"code": 1, "reason": "", "step": 6, "checkpoint": None}
+    told = job.Ended.read(tmp_path)
+    assert told is not None
+    assert told.reason.startswith(reason)
+    assert told == (1, ANY, 6, "", ANY)
 
 
 def test_an_error_before_the_first_step_is_told_too(tmp_path, corpus, monkeypatch):
@@ -376,12 +379,15 @@ def test_an_error_before_the_first_step_is_told_too(tmp_path, corpus, monkeypatc
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, corpus, eval__interval=0)
     newest = f"{tmp_path}/checkpoints/step-00000002"
-    told = {"code": 1, "reason": "ZeroDivisionError: division by zero", "step": 2, "checkpoint": newest}
-    assert ending(tmp_path) == told
+    why = "ZeroDivisionError: division by zero"
+    assert job.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
     monkeypatch.setattr(train, "Metrics", lambda *args, **keywords: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, corpus, eval__interval=0)
-    assert ending(tmp_path) == told
+    assert job.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, corpus, eval__interval=0, checkpoint__resume="none")
+    assert job.Ended.read(tmp_path) == (1, why, 0, "", ANY)
 
 
 def test_generate_continues_a_prompt_from_the_last_checkpoint(tmp_path, corpus, capsys):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from dtmega import config, output
+from dtmega import config, job, output
 from dtmega.checkpoint import manifest, resume
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
@@ -20,6 +21,7 @@ from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.weights import Weights
 from dtmega.formats.sources import Source
 from dtmega.job import Claim
+from dtmega.startup import Refused
 
 
 class Found(NamedTuple):
@@ -48,6 +50,30 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
         output.say(f"{root} cannot be locked: a second run that writes there would not be noticed")
     elif not (Path(root).exists() and Path(root).samefile(run_dir)):
         yield Claim(Path(root), key="[checkpoint] dir")
+
+
+@contextlib.contextmanager
+def early_end_told(run_dir: Path | None, ending: job.Ending, *, first: bool) -> Iterator[None]:
+    """Tell of what ends this block in the `exit.json` of the run in this directory, in which nothing is claimed yet.
+
+    Nothing is written where no run has been, and where another process has the right to write.
+
+    Args:
+        run_dir: None if it cannot be told.
+        first: this is the first rank, which writes for all.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Refused):
+            ending.because(error.exit_code, error.reason)
+        else:
+            ending.because(job.FAILED, job.described(error))
+        if first and run_dir is not None and (run_dir / job.LOCK).exists():
+            with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
+                ending.go_on_from(run_dir, partial(resume.newest_of_run, run_dir))
+                ending.write()
+        raise
 
 
 def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> Found:

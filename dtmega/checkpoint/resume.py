@@ -105,6 +105,11 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(folder: str) -> int:
+    """The step of a checkpoint's name."""
+    return int(folder.partition("-")[2])
+
+
 def finished(files: Disk | Remote) -> list[str]:
     """The complete checkpoints, oldest first."""
     found = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
@@ -155,9 +160,19 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
     raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
 
 
+def newest_of_run(run_dir: Path) -> tuple[int, str]:
+    """Step and path of the newest checkpoint of the run in a directory, not opened; (0, "") if there is none."""
+    try:
+        files = open_root(_dir_of_run(str(run_dir)) or str(run_dir / "checkpoints"))
+        there = finished(files)
+    except Exception:  # whatever the library behind a URL raises
+        return 0, ""
+    return (step_of(there[-1]), files.path(there[-1])) if there else (0, "")
+
+
 def _of_step(files: Disk | Remote, there: list[str], step: int) -> Checkpoint:
     if name(step) not in there:
-        steps = ", ".join(str(int(folder.partition("-")[2])) for folder in there)
+        steps = ", ".join(str(step_of(folder)) for folder in there)
         raise ValueError(f"{files.path('')} has no checkpoint of step {step}: expected one of {steps}")
     return Checkpoint(files, name(step)).hold()
 
@@ -304,7 +319,7 @@ def set_aside_newer(cfg: config.Config, step: int) -> None:
         if folder.startswith((".tmp-step-", ".old-step-")):
             with contextlib.suppress(Exception):  # what cannot be deleted takes room, no more
                 files.remove(folder)
-    newer = [folder for folder in finished(files) if int(folder.partition("-")[2]) > step]
+    newer = [folder for folder in finished(files) if step_of(folder) > step]
     if newer:
         there = files.folders()
         n = next(n for n in itertools.count(1) if f"superseded-{n}" not in there)

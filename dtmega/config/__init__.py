@@ -527,6 +527,28 @@ def load(argv: list[str]) -> Config:
     return read(find_file(name), overrides)
 
 
+def run_dir_of(argv: Sequence[str]) -> Path | None:
+    """The `[run] dir` that these arguments mean, even where the configuration is refused; None where nothing says."""
+    name = ""
+    told = ""
+    words = iter(argv)
+    for word in words:
+        flag, eq, text = word.partition("=")
+        value = text if eq else next(words, "")
+        if flag == "--run.dir":
+            told = value
+        elif flag == "--config":
+            name = value
+    if told:
+        return Path(told)
+    try:
+        section = sections.read_toml(find_file(name)).get("run", {})
+    except ConfigError:
+        return None
+    found = section.get("dir", Run().dir) if isinstance(section, dict) else None
+    return Path(found) if isinstance(found, str) else None
+
+
 def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
     """The configuration in a file.
 

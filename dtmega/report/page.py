@@ -32,8 +32,8 @@ FOOTER = (
     "together. A curve of many steps is drawn by the smallest and the largest value of each stretch."
 )
 MOST_EVENTS = 50  # of a run that are listed
-NOTABLE = ("restart", "skipped", "failed checkpoint", "end")
-WHAT_IS_NOTABLE = "Restarts, skipped steps, failed checkpoints, an end before the last step"
+NOTABLE = ("restart", "skipped", "failed checkpoint", "end", "refused start")
+WHAT_IS_NOTABLE = "Restarts, refused starts, skipped steps, failed checkpoints, an end before the last step"
 MOST_SCORES = 300  # that are listed
 
 
@@ -127,7 +127,10 @@ def _layout(run: Run) -> str:
 def _state(run: Run) -> str:
     """The words for how far a run is: exit.json tells, which one that is going on or was killed does not have."""
     ended = run.ended
-    if run.end and run.record.last_step >= run.end and (ended is None or ended.code == job.DONE):
+    if run.refused and ended is not None:
+        so_far = "finished" if run.is_done else f"stopped after step {ended.step:,}"
+        return f"{so_far}; {run.refused}"
+    if run.is_done and (ended is None or ended.code == job.DONE):
         return "finished"
     if ended is not None:
         return f"ended after step {ended.step:,} with exit code {ended.code}: {ended.reason}"

@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dtmega.job import MAX_STEP
+
 MAX_LINE_BYTES = 16 * 2**20  # a file without line ends is not read into memory whole
-MAX_STEP = 2**53  # what a browser counts to
 MAX_KEYS = 200  # of numbers; a damaged file could have a name for each line
 NOT_MEASURED = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # numbers of a line that are no curve
 

@@ -12,6 +12,7 @@ import tomli
 
 from dtmega import job, starts
 from dtmega.checkpoint import resume
+from dtmega.job import Ended
 from dtmega.metrics import perplexity
 from dtmega.report import record, scores
 from dtmega.report.record import Event, Record, Series
@@ -30,21 +31,6 @@ class Part(NamedTuple):
     start: Start | None
 
 
-class Ended(NamedTuple):
-    """The end of the newest start, as `exit.json` tells it.
-
-    Attributes:
-        code: of leaving.
-        step: how many were done.
-        checkpoint: the path of the newest one, or ''.
-    """
-
-    code: int
-    reason: str
-    step: int
-    checkpoint: str
-
-
 class Run(NamedTuple):
     """A run directory, read.
 
@@ -54,7 +40,7 @@ class Run(NamedTuple):
         starts: the newest that began anew and those after it, oldest first.
         parts: by ascending steps, at least one.
         end: the step at which it is done; 0 where nothing tells.
-        ended: why the newest start ended; None while it goes on, and of one that was killed.
+        ended: why the newest attempt ended, which may have been refused; None while it goes on, or was killed.
         sample: what the finished model made of the prompt, or ''.
         scores: evaluations of its checkpoints.
         written: when its record was last written, or None.
@@ -73,12 +59,29 @@ class Run(NamedTuple):
     written: datetime | None
 
     @property
+    def is_done(self) -> bool:
+        """True if the record has all steps of the run."""
+        return 0 < self.end <= self.record.last_step
+
+    @property
+    def refused(self) -> str:
+        """The words for the newest attempt where it was refused, and so changed nothing of the run; else ''."""
+        ended = self.ended
+        if ended is None or ended.code not in job.NOT_STARTED:
+            return ""
+        at = f" at {ended.time}" if ended.time else ""
+        return f"the last start was refused{at} with exit code {ended.code}: {ended.reason}"
+
+    @property
     def events(self) -> list[Event]:
         """Those of the record, each start after the first, scores, and an end that is none of a finished run."""
         found = [*self.record.events, *self.scores.events]
         found += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
-        if self.ended is not None and (self.ended.code != job.DONE or self.ended.step < self.end):
-            found.append(Event(self.ended.step, "end", f"exit code {self.ended.code}: {self.ended.reason}"))
+        ended = self.ended
+        if self.refused and ended is not None:
+            found.append(Event(ended.step, "refused start", self.refused))
+        elif ended is not None and (ended.code != job.DONE or ended.step < self.end):
+            found.append(Event(ended.step, "end", f"exit code {ended.code}: {ended.reason}"))
         return sorted(found, key=lambda event: event.step)
 
 
@@ -117,7 +120,7 @@ def _read(directory: Path, name: str) -> Run:
         starts=every[anew:],
         parts=_parts(every, found.last_step),
         end=every[-1].steps if every else planned if isinstance(planned, int) else 0,
-        ended=_ended(directory),
+        ended=Ended.read(directory),
         sample=_sample(directory, found.last_step),
         scores=of_checkpoints,
         written=datetime.fromtimestamp(path.stat().st_mtime, timezone.utc) if there else None,
@@ -130,18 +133,6 @@ def _config(directory: Path) -> Config:
     except (OSError, ValueError):
         return {}
     return {section: keys for section, keys in table.items() if isinstance(keys, dict)}
-
-
-def _ended(directory: Path) -> Ended | None:
-    """The content of exit.json; None if there is none, or it is damaged."""
-    try:
-        told = read_object(directory / job.EXIT)
-    except ValueError:
-        return None
-    code, step = told.get("code"), told.get("step")
-    if type(code) is not int or type(step) is not int or not 0 <= step <= record.MAX_STEP:
-        return None
-    return Ended(code, str(told.get("reason", "")), step, str(told.get("checkpoint") or ""))
 
 
 def _sample(directory: Path, last_step: int) -> str:
