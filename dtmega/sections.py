@@ -1,16 +1,15 @@
 """Typed, frozen sections from TOML and `--section.key value`: reading, errors in plain words, `--help`.
 
-This file knows no key of dtmega: `config/` declares them. Reading is strict: no string is taken for a number, an
-unknown key names its neighbour, and an error names where its value came from, the file or the option.
+This file knows no key of dtmega: `config/` declares them, and says which one a wrong one may have meant. Reading is
+strict: no string is taken for a number, and an error names where its value came from, the file or the option.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ValidationError
@@ -25,6 +24,14 @@ Sections = TypeVar("Sections", bound=BaseModel)
 
 class ConfigError(ValueError):
     """A refusal of a configuration; `train.py` prints it and exits with code 2."""
+
+
+class Suggests(Protocol):
+    """The ends of messages about keys and sections that do not exist (`config/neighbours.py`)."""
+
+    def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str: ...
+
+    def of_section(self, section: str) -> str: ...
 
 
 class Override(NamedTuple):
@@ -51,7 +58,7 @@ class CommandLine(NamedTuple):
     overrides: list[Override]
 
 
-def read_argv(argv: Sequence[str], usage: str) -> CommandLine:
+def read_argv(argv: Sequence[str], usage: str, suggests: Suggests) -> CommandLine:
     """`--config NAME` and overrides; `--key value` and `--key=value` are the same.
 
     Raises:
@@ -60,8 +67,11 @@ def read_argv(argv: Sequence[str], usage: str) -> CommandLine:
     name, overrides, rest = "", list[Override](), list(argv)
     while rest:
         flag, eq, text = rest.pop(0).partition("=")
-        if not flag.startswith("--") or (flag != "--config" and "." not in flag):
+        if not flag.startswith("--"):
             raise ConfigError(f"cannot read argument '{flag}'; usage: {usage}")
+        if flag != "--config" and "." not in flag:
+            meant = suggests.of_key("", flag[2:], {}, option=True)
+            raise ConfigError(f"cannot read argument '{flag}', which has no section{meant}; usage: {usage}")
         if not eq:
             if not rest:
                 raise ConfigError(f"{flag} needs a value; usage: {usage}")
@@ -98,29 +108,43 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def validate(
-    kind: type[Sections], values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()
+    kind: type[Sections],
+    values: Mapping[str, Any],
+    source: str,
+    suggests: Suggests,
+    overrides: Sequence[Override] = (),
 ) -> Sections:
     """Typed sections from nested dicts and what overrides them; `source` names the file in messages.
 
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range, keys that contradict; a line for each.
     """
+    refusals: list[str] = []
+    tables: dict[str, dict[str, Any]] = {}
     for section, table in values.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f"{source}: '{section}' stands outside any section; expected [section] tables with keys")
+        if isinstance(table, dict):
+            tables[section] = table
+        else:
+            meant = suggests.of_key("", section, {})
+            refusals.append(f"{source}: '{section}' stands outside any section, expected [section] tables{meant}")
     chosen = {
-        section: _chosen(section, Kinds.of(info), values.get(section, {}), source, overrides)
+        section: _chosen(section, Kinds.of(info), tables.get(section, {}), source, overrides)
         for section, info in kind.model_fields.items()
     }
     merged: dict[str, Any] = {}
-    for section, table in values.items():
+    for section, table in tables.items():
         merged[section] = {k: v for k, v in table.items() if not _says_nothing(chosen, section, k, v)}
-        for k in merged[section]:
-            _field(chosen, section, k, source)
+        if section not in chosen and not table:
+            refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggests.of_section(section)}")
+        refusals += [_unknown(chosen, section, k, source, suggests) for k in merged[section]]
     for override in overrides:
-        # A key is checked before its text is read, because only a known key tells how to read it.
-        field = _field(chosen, override.section, override.key, override.option)
-        merged.setdefault(override.section, {})[override.key] = _parse_text(field, override.text)
+        section, k, text = override
+        unknown = _unknown(chosen, section, k, override.option, suggests, option=True)
+        refusals.append(unknown)
+        if not unknown:  # only a known key tells how to read its text
+            merged.setdefault(section, {})[k] = _parse_text(_declaration(chosen, section, k), text)
+    if any(refusals):
+        raise ConfigError("\n".join(dict.fromkeys(refusal for refusal in refusals if refusal)))
     for section, (kinds, value) in chosen.items():
         if kinds.tells and section in merged:
             merged[section][kinds.tells] = value
@@ -173,19 +197,28 @@ def _chosen(
 Chosen = Mapping[str, tuple[Kinds, str]]
 
 
-def _field(chosen: Chosen, section: str, k: str, source: str) -> FieldInfo:
+def _unknown(chosen: Chosen, section: str, k: str, source: str, suggests: Suggests, option: bool = False) -> str:
+    """Why there is no such key, and which one was meant; '' if there is one."""
+    families = {name: value for name, (kinds, value) in chosen.items() if kinds.tells}
     if section not in chosen:
-        raise ConfigError(f"{source}: unknown section [{section:.{SHOWN}}]{_nearest(section, list(chosen))}")
+        meant = suggests.of_key(section, k, families, option)
+        return f"{source}: unknown section [{section:.{SHOWN}}] of key '{k:.{SHOWN}}'{meant}"
     kinds, value = chosen[section]
-    fields = kinds.classes[value].model_fields
-    if k in fields:
-        return fields[k]
+    if k in kinds.classes[value].model_fields:
+        return ""
     if owners := kinds.owners(k):
-        raise ConfigError(
+        return (
             f"{source}: key '{k}' in [{section}] is for {which(kinds, list(owners))}, not for '{value}' "
             f"([{section}] {kinds.tells})"
         )
-    raise ConfigError(f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{_nearest(k, list(fields))}")
+    meant = suggests.of_key(section, k, families, option)
+    return f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{meant}"
+
+
+def _declaration(chosen: Chosen, section: str, k: str) -> FieldInfo:
+    """The declaration of a key that exists."""
+    kinds, value = chosen[section]
+    return kinds.classes[value].model_fields[k]
 
 
 def _says_nothing(chosen: Chosen, section: str, k: str, value: Any) -> bool:
@@ -195,11 +228,6 @@ def _says_nothing(chosen: Chosen, section: str, k: str, value: Any) -> bool:
     kinds, own = chosen[section]
     owners = kinds.owners(k)
     return own not in owners and any(field.default == value for field in owners.values())
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
 
 
 def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Override]) -> str:
@@ -219,7 +247,7 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
         return f"{source}{' with ' if options else ''}{' '.join(options)}: {message}"
     option = f"--{section}.{k}"
     where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
-    field = _field(chosen, section, k, source)
+    field = _declaration(chosen, section, k)
     choices = choices_of(field)
     several = "a list of " if get_origin(field.annotation) is list else ""
     expected = f"expected {several}{' or '.join(choices)}" if choices else error["msg"]

@@ -12,7 +12,9 @@ import tomli
 import tomli_w
 
 from dtmega import config, declared
-from dtmega.config import Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers
+from dtmega.config import NEIGHBOURS, Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers
+from dtmega.config.synonyms import SECTIONS, SYNONYMS
+from dtmega.megatron import flags
 from tests import keys
 
 TABLE = keys.read()
@@ -80,19 +82,135 @@ def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
 @pytest.mark.parametrize(
     ("toml", "words"),
     [
-        ("[optim]\nlearning_rte = 1.0", "unknown key 'learning_rte' in [optim]"),
-        ("[model]\nhiden_size = 1", "unknown key 'hiden_size' in [model]; did you mean 'hidden_size'?"),
-        ("[optimm]\nlr = 1.0", "unknown section [optimm]; did you mean 'optim'?"),
-        ("[log]\nzzz = 1", "unknown key 'zzz' in [log]; known: interval, tensorboard"),
-        ("steps = 1", "'steps' stands outside any section"),
+        ("[optim]\nlearning_rte = 1.0", "unknown key 'learning_rte' in [optim]; did you mean [optim] lr?"),
+        ("[optim]\nclip-grad = 1.0", "unknown key 'clip-grad' in [optim]; did you mean [optim] clip_grad?"),
+        ("[model]\nhiden_size = 1", "unknown key 'hiden_size' in [model]; did you mean [model] hidden_size?"),
+        ("[optimm]\nlr = 1.0", "unknown section [optimm] of key 'lr'; did you mean [optim] lr?"),
+        ("[optimm]", "unknown section [optimm]; did you mean [optim]?"),
+        ("[zzz]", "unknown section [zzz]; the sections are run, model, data"),
+        ("[log]\nzzz = 1", "unknown key 'zzz' in [log]; no key has a name like it; [log] has interval, tensorboard"),
+        ("steps = 1", "'steps' stands outside any section, expected [section] tables; did you mean [train] steps"),
         ("[train]\nsteps = 1\n[train]", "is not TOML"),
-        ("[model]\nx = 1\n[optim]\nlr = 1.0", "test.toml: unknown key 'x' in [model]; known: name, init_from"),
-        ("[model]\nname = 'hf'\nhidden_sze = 1", "unknown key 'hidden_sze' in [model]; did you mean 'hidden_size'?"),
+        ("[model]\nx = 1\n[optim]\nlr = 1.0", "test.toml: unknown key 'x' in [model]; no key has a name like it"),
+        (
+            "[model]\nname = 'hf'\nhidden_sze = 1",
+            "unknown key 'hidden_sze' in [model]; did you mean [model] hidden_size",
+        ),
+        ("[model]\nn_kv_head = 2", "in [model]; did you mean [model] n_kv_heads? For name = 'llama'"),
+        ("[model]\nname = 't5'\nlayernorm_eps = 1e-5", "in [model]; did you mean [model] norm_eps?"),
+        ("[train]\nlora_r = 8", "unknown key 'lora_r' in [train]; there is no key of that meaning: all weights are"),
     ],
 )
-def test_a_key_that_does_not_exist_is_an_error_with_its_nearest_neighbour(tmp_path: Path, toml: str, words: str):
+def test_a_key_that_does_not_exist_is_an_error_with_the_key_that_was_meant(tmp_path: Path, toml: str, words: str):
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(tmp_path, toml)
+
+
+# Where a user of another trainer would write a key, in the spelling of its documentation, and the key here.
+ELSEWHERE = {
+    "transformers": """
+        train.learning_rate optim.lr   train.max_steps train.steps   optim.adam_beta2 optim.beta2
+        optim.learning_rate optim.lr   train.max_grad_norm optim.clip_grad
+        train.warmup_ratio optim.warmup_fraction   train.per_device_train_batch_size batch.micro_batch_size
+        optim.lr_scheduler_type optim.schedule   train.gradient_accumulation_steps batch.global_batch_size
+        train.save_steps checkpoint.interval   train.num_train_epochs train.samples
+        train.logging_steps log.interval   train.save_total_limit checkpoint.keep   train.eval_steps eval.interval
+        train.report_to log.trackers   train.bf16 precision.params   train.gradient_checkpointing recompute.mode
+        train.resume_from_checkpoint checkpoint.resume   train.output_dir run.dir
+        train.dataloader_num_workers data.num_workers   model.num_hidden_layers model.n_layers
+        model.num_attention_heads model.n_heads   model.n_embd model.hidden_size
+        model.intermediate_size model.ffn_hidden_size   model.initializer_range model.init_std
+        model.layer_norm_epsilon model.layer_norm_eps   model.attn_pdrop model.attention_dropout
+    """,
+    "torchtitan": """
+        training.steps train.steps   training.seq_len data.seq_len   optimizer.lr optim.lr
+        training.local_batch_size batch.micro_batch_size   training.max_norm optim.clip_grad
+        training.mixed_precision_param precision.params   training.compile compile.enable
+        lr_scheduler.warmup_steps optim.warmup   lr_scheduler.lr_min optim.min_lr   metrics.log_freq log.interval
+        parallelism.tensor_parallel_degree mesh.tp   parallelism.data_parallel_shard_degree mesh.dp_shard
+        parallelism.pipeline_parallel_schedule pipeline.schedule   checkpoint.folder checkpoint.dir
+        checkpoint.keep_latest_k checkpoint.keep   activation_checkpoint.mode recompute.mode
+        job.dump_folder run.dir   validation.freq eval.interval   validation.steps eval.steps
+    """,
+    "Megatron": """
+        tensor_model_parallel_size mesh.tp   pipeline-model-parallel-size mesh.pp   train-iters train.steps
+        lr-warmup-iters optim.warmup   lr-decay-style optim.schedule   clip-grad optim.clip_grad
+        num-layers model.n_layers   num-query-groups model.n_kv_heads   seq-length data.seq_len
+        context-parallel-size mesh.cp   save-interval checkpoint.interval   use-distributed-optimizer mesh.dp_shard
+        mesh.dp mesh.dp_shard   lr optim.lr   seed run.seed
+    """,
+    "nanoGPT, nanochat": """
+        block_size data.seq_len   max_iters train.steps   grad_clip optim.clip_grad   n_layer model.n_layers
+        device-batch-size batch.micro_batch_size   eval_iters eval.steps   total-batch-size batch.global_batch_size
+        depth model.n_layers   num-iterations train.steps   eval-every eval.interval   final-lr-frac optim.min_lr
+        out_dir run.dir
+    """,
+    "axolotl, Lightning": """
+        sequence_len data.seq_len   val_set_size data.split   gradient_clip_val optim.clip_grad
+        optim.batch_size batch.global_batch_size   accumulate_grad_batches batch.global_batch_size
+        base_model model.path   wandb_project log.project   max_epochs train.samples
+    """,
+}
+
+
+@pytest.mark.parametrize("trainer", ELSEWHERE)
+def test_a_key_of_another_trainer_leads_to_the_key_here(trainer: str):
+    words = ELSEWHERE[trainer].split()
+    wrong = {}
+    for written, key in zip(words[::2], words[1::2], strict=True):
+        section, _, k = written.rpartition(".")
+        answer = NEIGHBOURS.of_key(section, k, {}, option=True)
+        if not re.search(rf"did you mean (--\S+ or )*--{re.escape(key)}\b", answer):
+            wrong[written] = answer
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", [name for name, flag in flags.by_name().items() if flag.same])
+def test_a_flag_of_megatrons_leads_to_the_key_that_it_is_translated_to(name: str):
+    key = flags.by_name()[name].keys[0]
+    assert re.search(rf"--{key}\b", NEIGHBOURS.of_key("", name.removeprefix("--"), {}, option=True))
+
+
+def test_every_synonym_stands_once_leads_to_declared_keys_and_is_no_key_of_its_section_itself():
+    declared_keys = {f"{row.section}.{row.key}" for row in TABLE}
+    names = [name for synonym in SYNONYMS for name in synonym.names.split()]
+    assert len(names) == len(set(names)) > 120
+    for synonym in SYNONYMS:
+        assert set(synonym.keys.split()) <= declared_keys
+        assert synonym.keys or synonym.how
+        assert not declared_keys & set(synonym.names.split())
+    assert set(SECTIONS.values()) <= set(Config.model_fields)
+
+
+def test_a_configuration_of_another_trainer_is_answered_whole(tmp_path: Path):
+    theirs = """
+        learning_rate = 3e-4
+        [training]
+        max_steps = 100
+        seq_len = 8
+        [parallel]
+        tp = 2
+        [optim]
+        min_lr_ratio = 0.1
+    """
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, theirs, "--mesh.dp", "2")
+    answers = [line.partition("did you mean ")[2].partition("?")[0] for line in str(refused.value).splitlines()]
+    assert answers == [
+        "[optim] lr",
+        "[train] steps",
+        "[data] seq_len",
+        "[mesh] tp",
+        "[optim] min_lr",
+        "--mesh.dp_shard or --mesh.dp_replicate",
+    ]
+
+
+def test_an_option_without_a_section_is_answered_with_the_option_that_has_one():
+    with pytest.raises(
+        ConfigError, match=re.escape("'--learning_rate', which has no section; did you mean --optim.lr?")
+    ):
+        config.load(["--learning_rate", "1e-3"])
 
 
 @pytest.mark.parametrize(
@@ -364,7 +482,7 @@ def test_a_byte_order_mark_is_not_part_of_the_file(tmp_path: Path):
 
 def test_an_override_of_an_unknown_key_is_an_error_with_its_flag(tmp_path: Path):
     with pytest.raises(
-        ConfigError, match=re.escape("--train.step: unknown key 'step' in [train]; did you mean 'steps'?")
+        ConfigError, match=re.escape("--train.step: unknown key 'step' in [train]; did you mean --train.steps?")
     ):
         load(tmp_path, "", "--train.step", "1")
 

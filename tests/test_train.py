@@ -286,7 +286,7 @@ def test_masks_change_the_loss_and_train(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model__n_head": 4}, "did you mean 'n_heads'"),
+        ({"model__n_head": 4}, "did you mean --model.n_heads?"),
         ({"model__n_heads": 5}, "n_heads=5 does not divide hidden_size=32"),
         ({"optim__lr": "fast"}, "--optim.lr"),
         ({"model__vocab_size": 256}, "vocab_size=256 is smaller than the 257 ids"),

@@ -17,9 +17,10 @@ OPENING = """\
 <!-- Written by tools/configuration_page.py from dtmega/config/__init__.py and dtmega/model_sections.py. -->
 
 A configuration is a TOML file of sections, and any key of it can be set on the command line too: `lr` of `[optim]` is
-`--optim.lr 1e-3`. Later ones win. A key that is not below is refused, with the nearest one that is. An interval of 0 is
-off, −1 in `[mesh]` is what is left, and dtypes have torch's names. `train.py --help` prints the same list,
-`train.py -h optim` one section of it.
+`--optim.lr 1e-3`. Later ones win. A key that is not below is refused, with the one that was meant: names of other
+trainers (`learning_rate`, `max_steps`, `tensor_parallel_degree`) are known for that. An interval of 0 is
+off, −1 in `[mesh]` is what is left, and dtypes have torch's names. `train.py --help` prints the same list, `train.py -h
+optim` one section of it.
 
 The run writes the resolved configuration, every key in it, to `config.toml` in its directory.
 """

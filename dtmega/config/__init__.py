@@ -4,7 +4,8 @@
     config.optim.lr
 
 Every key is declared once, below or for [model] in `model_sections.py`, with its default and one line; `--help` prints
-exactly that. An interval of 0 is off, dtypes are torch's names. How they are read is in `sections.py`.
+exactly that. An interval of 0 is off, dtypes are torch's names. How they are read is in `sections.py`. `neighbours.py`
+says which key a wrong one may have meant, from the table of `synonyms.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from dtmega import declared, mixture, sections
+from dtmega.config.neighbours import Neighbours
+from dtmega.config.synonyms import SECTIONS, SYNONYMS
 from dtmega.declared import Section, key
 from dtmega.mixture import Mixture
 from dtmega.model_sections import GPT, T5, Bert, Bloom, Llama, Transformers
@@ -510,6 +513,9 @@ class Config(Section):
         return tomli_w.dumps(self.model_dump())
 
 
+NEIGHBOURS = Neighbours(Config, SYNONYMS, SECTIONS)
+
+
 def load(argv: list[str]) -> Config:
     """`--config NAME.toml` (a path, or a name under configs/), then overrides in order.
 
@@ -523,7 +529,7 @@ def load(argv: list[str]) -> Config:
             following = argv[place + 1 : place + 2]
             print(help_text(*(word for word in following if not word.startswith("-"))))
             sys.exit(0)
-    name, overrides = sections.read_argv(argv, USAGE)
+    name, overrides = sections.read_argv(argv, USAGE, NEIGHBOURS)
     return read(find_file(name), overrides)
 
 
@@ -587,7 +593,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUPS for o in overrides):
         # A warm-up on the command line replaces the file's, whichever unit that has.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUPS}}
-    return sections.validate(Config, {"train": {}, **values}, source, overrides)
+    return sections.validate(Config, {"train": {}, **values}, source, NEIGHBOURS, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:
