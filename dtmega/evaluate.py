@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtmega import families
 from dtmega.data.loader import eval_batches
-from dtmega.data.sums import loss_of, means_of
+from dtmega.data.sums import divisors, loss_of, means_of
 from dtmega.metrics import several
 from dtmega.step import Run, count, signalled, to
 
@@ -55,7 +55,7 @@ def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
         totals += run.model.losses(to(world.device, batch.microbatches))
         counts.update(count(world, objective, batch))
     dist.all_reduce(totals, group=world.groups["loss"])
-    return means_of(objective.sums, totals, counts)
+    return means_of(objective.sums, totals, divisors(counts))
 
 
 def show_sample(run: Run, step: int) -> bool:

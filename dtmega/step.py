@@ -14,7 +14,7 @@ from dtmega.checkpoint.run import Checkpoints
 from dtmega.config import Config
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.objectives import Objective
-from dtmega.data.sums import loss_of, means_of
+from dtmega.data.sums import divisors, loss_of, means_of
 from dtmega.data.text import Text
 from dtmega.job import Ending
 from dtmega.loss_scale import LossScale
@@ -80,7 +80,7 @@ def train_step(run: Run, batch: StepBatch) -> Outcome:
     cfg, world, model = run.cfg, run.world, run.model
     run.watch.enter("forward")
     sums = model.objective.sums
-    counts = count(world, model.objective, batch)
+    counts = divisors(count(world, model.objective, batch))
     run.optimizer.zero_grad()
     scale = None if run.loss_scale is None else run.loss_scale.scale
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
@@ -127,12 +127,11 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """Each divisor of the objective over the global batch; 1 where it is 0, to divide by."""
+    """Count over the global batch what each divisor of the objective counts; 0 where there is none of it."""
     found = [objective.counts(microbatch) for microbatch in batch.microbatches]
     mine = {name: sum(counts[name] for counts in found) for name in found[0]}
     counts = torch.tensor([*mine.values()], dtype=torch.float64, device=world.device)
     dist.all_reduce(counts, group=world.groups["data"])
-    counts.masked_fill_(counts == 0, 1)
     return dict(zip(mine, counts.tolist(), strict=True))
 
 

@@ -74,6 +74,17 @@ def same_numbers(folder: Path, truth: Record) -> bool:
     return weights and run.series("loss") == truth.series("loss")
 
 
+def test_an_evaluation_is_the_mean_over_its_tokens_however_many_samples_a_batch_has(tmp_path, corpus):
+    found = []
+    for size in (1, 2, 64):  # many samples of eight tokens are all prefix, and bear no loss
+        keys = {"data__objective": "prefix-lm", "data__reset_attention_mask": "true", "data__seq_len": 8}
+        keys |= {"train__steps": 1, "eval__interval": 1, "eval__sample_tokens": 0}
+        keys |= {"batch__micro_batch_size": size, "batch__global_batch_size": size, "eval__steps": 64 // size}
+        assert run(tmp_path / str(size), corpus, **keys) == 0
+        found += [line["val_loss"] for line in lines(tmp_path / str(size)) if line["step"] == 0]
+    assert found == [pytest.approx(found[-1], rel=1e-6)] * 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_an_evaluation_ends_it_after_the_batch_and_the_step_is_saved(tmp_path, keys, truth, number):
     with signal_in_batch(12 + 2, number) as batches:

@@ -30,7 +30,7 @@ class Tally:
     """The sums that this rank finds in a step or an evaluation.
 
     Args:
-        counts: of the global batch; an evaluation needs none.
+        counts: of the global batch, from `divisors`; an evaluation needs none.
         scale: of the loss, by which backward multiplies all gradients.
 
     Attributes:
@@ -67,12 +67,21 @@ class Tally:
         return in_loss
 
 
+def divisors(counts: Mapping[str, float]) -> dict[str, float]:
+    """Numbers to divide sums by: the counts, and 1 in place of a count of 0, whose sum is 0 too.
+
+    Args:
+        counts: count by name over the whole step or evaluation. Batches are added up before: one without labels adds 0.
+    """
+    return {name: n or 1 for name, n in counts.items()}
+
+
 def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -> dict[str, float]:
     """Each sum over the global batch by its count.
 
     Args:
         totals: [sums], over the global batch.
-        counts: of the global batch.
+        counts: of the global batch, from `divisors`.
     """
     return {one.name: total / counts[one.per] for one, total in zip(sums, totals.tolist(), strict=True)}
 
