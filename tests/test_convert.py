@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -15,9 +16,12 @@ from transformers import AutoTokenizer, BloomForCausalLM
 
 from dtmega import config, families, job
 from dtmega.__main__ import main as command
-from dtmega.checkpoint.resume import open_checkpoint
+from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights
 from dtmega.config import Config
+from dtmega.convert import card
+from dtmega.convert.card import Row
+from dtmega.data.tokenizer_json import to_json
 from tests.test_train import metrics, run
 
 PADDED = {"model__pad_vocab_to_multiple": 8, "model__layer_norm_eps": 1e-4}
@@ -319,3 +323,78 @@ def test_the_dtype_of_a_checkpoint_is_its_sources(tmp_path, exported, capsys):
     argv = ["convert", "--from", "hf", str(exported), "--to", "dtmega", str(tmp_path / "out"), "--dtype", "float16"]
     assert command(argv) == job.REFUSED
     assert "--dtype is of --to hf and megatron" in capsys.readouterr().err
+
+
+def table_of(folder: Path) -> dict[str, str]:
+    """Title -> text of the table in a model card."""
+    rows = re.findall(r"(?m)^\| ([a-z ]+) \| (.*) \|$", (folder / "README.md").read_text())
+    return dict(rows)
+
+
+def test_the_card_of_an_export_tells_data_steps_and_the_losses_of_its_checkpoint(trained, exported):
+    losses = {key: line[key] for line in metrics(trained) for key in ("loss", "val_loss", "test_loss") if key in line}
+    said = table_of(exported)
+    cfg = config.read(trained / "config.toml")
+    assert said["written from"] == "`run`, 10 steps"
+    assert said["data"] == f"`{Path(cfg.data.paths[0]).name}`"  # and not where it lies
+    n_sequences = 10 * cfg.batch.global_batch_size
+    S = cfg.data.seq_len
+    assert said["training"] == f"10 steps, {n_sequences} sequences of {S} tokens: {n_sequences * S:,} tokens"
+    for title, key in (("training", "loss"), ("validation", "val_loss"), ("test", "test_loss")):
+        assert said[f"{title} loss"] == f"{losses[key]:.4f} after step 10"
+    assert said["licence"] == "not known"
+    # The same by the checkpoint's own path; and of an earlier step, the losses until then.
+    path = str(trained / "checkpoints" / "step-00000010")
+    checkpoint = open_checkpoint(path)
+    state = state_of(checkpoint)
+    assert dict(card.of_run(checkpoint, state, cfg.data, path)[1:]).items() <= said.items()
+    earlier = state.model_copy(update={"progress": state.progress._replace(step=7)})
+    of_step_7 = next(line["loss"] for line in metrics(trained) if line["step"] == 7 and "loss" in line)
+    assert dict(card.of_run(checkpoint, earlier, cfg.data, path))["training loss"] == f"{of_step_7:.4f} after step 7"
+
+
+README = b"---\nlicense: apache-2.0\ntags: [x]\n---\n# A model of strangers\n"
+
+
+def test_an_export_of_weights_that_were_only_converted_has_the_readme_and_the_licence_of_its_source(exported, tmp_path):
+    shutil.copytree(exported, tmp_path / "source")
+    for file, content in {"README.md": README, "LICENSE": b"do as you like", "notes.txt": b"mine"}.items():
+        (tmp_path / "source" / file).write_bytes(content)
+    generation = b'{"eos_token_id": [3, 4], "temperature": 0.5}'
+    (tmp_path / "source" / "generation_config.json").write_bytes(generation)
+    assert (
+        command(["convert", "--from", "hf", str(tmp_path / "source"), "--to", "hf", str(tmp_path / "out")]) == job.DONE
+    )
+    carried = {"README.md": README, "LICENSE": b"do as you like", "generation_config.json": generation}
+    assert {file: (tmp_path / "out" / file).read_bytes() for file in carried} == carried
+    assert not (tmp_path / "out" / "notes.txt").exists()
+    # Another tokenizer has other ends; the rest of the settings stays.
+    (tmp_path / "own.json").write_text(to_json("bytes").replace("<|endoftext|>", "</s>"))
+    options = ["--tokenizer", str(tmp_path / "own.json")]
+    command(["convert", "--from", "hf", str(tmp_path / "source"), "--to", "hf", str(tmp_path / "bytes"), *options])
+    other = json.loads((tmp_path / "bytes" / "generation_config.json").read_text())
+    assert other == {"eos_token_id": 256, "bos_token_id": 256, "temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("readme", "licence"),
+    [
+        (README, "`apache-2.0`, by the README of the source"),
+        (b"---\nlicense: [mit](https://evil)\n---\n", "not known"),
+        (b"---\ntags: [a]\n---\nlicense: mit\n", "not known"),
+        (b"\xff\xfe", "not known"),
+        (b"license: mit\n" * 100_000, "not known"),
+    ],
+)
+def test_a_card_names_the_licence_of_its_source_only_where_front_matter_does_in_a_plain_word(tmp_path, readme, licence):
+    (tmp_path / "README.md").write_bytes(readme)
+    rows = [Row("written from", card.code("a`b|c\n<img>" + 300 * "x"))]
+    files = card.texts(tmp_path, rows, name="out `<b>`\n# two")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_bytes(files["README.md"])
+    said = table_of(tmp_path / "out")
+    assert said["licence"] == licence
+    assert said["written from"] == "`a'b¦c\\n<img>" + 189 * "x" + "`"
+    assert re.findall(r"(?m)^# .*", files["README.md"].decode()) == ["# out __b___n_ two"]
+    assert files.get("README-source.md") == (readme if len(readme) < 2**20 else None)
+    assert ("license: apache-2.0" in files["README.md"].decode()) == (readme == README)

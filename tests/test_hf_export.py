@@ -232,9 +232,11 @@ def test_what_is_of_the_tokenizer_is_copied_byte_by_byte_and_nothing_else(tmp_pa
     for name in [*strange, *COPIED]:
         (tmp_path / "original" / name).write_text(f'{{"of": "{name}"}}  ')
     assert to_hf(llama / "checkpoint", tmp_path / "out", "--original", str(tmp_path / "original")) == job.DONE
-    assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", *COPIED}
+    of_people = {"README.md", "README-source.md"}
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", *COPIED, *of_people}
     for name in COPIED:
         assert (tmp_path / "out" / name).read_text() == f'{{"of": "{name}"}}  '
+    assert (tmp_path / "out" / "README-source.md").read_text() == '{"of": "README.md"}  '
 
 
 def test_a_file_of_the_original_that_cannot_be_read_is_refused_before_anything_is_written(

@@ -67,7 +67,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "megatron": (2, {"checkpoint", "foreign"}),  # flags, names and files of the original
     "planner": (4, set()),
     "report": (4, set()),  # a run as a page
-    "convert": (4, set()),  # weights between houses
+    "convert": (4, {"report"}),  # weights between houses; what a run's record tells goes on their card
     "step": (4, set()),
     "evaluate": (4, {"step"}),  # what both loops do with a batch
     "train": (5, set()),

@@ -3,6 +3,7 @@
     conversion.py     what `python -m dtmega convert` does: from a source to a target
     sources.py        what `--from` names: directories of transformers, runs, DCP folders, checkpoints of Megatron's
     to_checkpoint.py  writes a checkpoint of ours; the other targets are hf/files/export.py and megatron/write.py
+    card.py           texts beside an export: a model card, the source's README and licence
     inspect.py        what `python -m dtmega inspect` prints: what a checkpoint is, if it is intact, how two differ
 
 Other people's files are read by foreign/, hf/ and megatron/.

@@ -25,7 +25,7 @@ import torch
 
 from dtmega import config, families
 from dtmega.checkpoint import found
-from dtmega.convert import to_checkpoint
+from dtmega.convert import card, to_checkpoint
 from dtmega.convert.sources import READERS, Opened
 from dtmega.convert.to_checkpoint import Training
 from dtmega.data.tokenizer import load_tokenizer
@@ -75,6 +75,9 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
             json = None
             if tokenizer:
                 json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), opened.data)
+            if startup.rank == 0:  # which alone writes what is not weights
+                directory = Path(model.directory) if family.directory else opened.directory
+                options["beside"] = card.texts(directory, opened.rows, name=folder.name)
             family.export(source, folder, model, json, **options)
         elif startup.rank == 0 and args.target[0] == "megatron":
             described, theirs = family.as_stored("megatron", source, model)

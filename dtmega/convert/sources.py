@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from dtmega import config, families
 from dtmega.checkpoint.resume import open_checkpoint, state_of
-from dtmega.checkpoint.weights import Weights
+from dtmega.checkpoint.weights import Weights, is_hf_folder
+from dtmega.convert import card
+from dtmega.convert.card import Row
 from dtmega.convert.to_checkpoint import Training
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.foreign.dcp import DCPFolder
@@ -27,6 +29,8 @@ class Opened(NamedTuple):
         data: the [data] section that it was trained with; where that is not known, all defaults.
         training: None where there are weights only.
         toml: a configuration to write beside them.
+        directory: of transformers, that the weights come from, where that is known and not the model's own.
+        rows: what is known of the training, for a model card; none of weights that are only converted.
         notes: lines for the user.
     """
 
@@ -38,6 +42,8 @@ class Opened(NamedTuple):
     data: config.Data = config.Data()
     training: Training | None = None
     toml: str = ""
+    directory: Path | None = None
+    rows: tuple[Row, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -46,7 +52,7 @@ def _from_hf(name: str, args: argparse.Namespace) -> Opened:
     asked = _model(args.config) if args.config else None
     source, model = families.open_folder(path, asked)
     tokenizer = path / "tokenizer.json"
-    return Opened(name, source, model, str(tokenizer) if tokenizer.exists() else "")
+    return Opened(name, source, model, str(tokenizer) if tokenizer.exists() else "", directory=path)
 
 
 def _from_dtmega(name: str, args: argparse.Namespace) -> Opened:
@@ -56,7 +62,17 @@ def _from_dtmega(name: str, args: argparse.Namespace) -> Opened:
     tokenizer = state.config.get("data", {}).get("tokenizer", "")
     own = families.of(model).directory and Path(tokenizer) == Path(model.directory, "tokenizer.json")
     data = config.Data.model_validate(state.config.get("data", {}))
-    return Opened(checkpoint.path, Weights(checkpoint), model, "" if own else tokenizer, state.digest, data)
+    begun_with = getattr(model, "init_from", "")
+    return Opened(
+        checkpoint.path,
+        Weights(checkpoint),
+        model,
+        "" if own else tokenizer,
+        state.digest,
+        data,
+        directory=Path(begun_with) if begun_with and is_hf_folder(begun_with) else None,
+        rows=card.of_run(checkpoint, state, data, name),
+    )
 
 
 def _from_dcp(name: str, args: argparse.Namespace) -> Opened:
@@ -64,7 +80,8 @@ def _from_dcp(name: str, args: argparse.Namespace) -> Opened:
         raise ValueError("--from dcp needs --config NAME.toml: nothing in such a folder says what model it is of")
     folder = DCPFolder(Path(name))
     names = {name.removeprefix(args.prefix): name for name in folder.tensors if name.startswith(args.prefix)}
-    return Opened(name, Renamed(folder, names), _model(args.config), "")
+    rows = (Row("written from", "a folder of torch.distributed.checkpoint"),)
+    return Opened(name, Renamed(folder, names), _model(args.config), "", rows=rows)
 
 
 def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
@@ -97,7 +114,9 @@ def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
             notes += (recipe.goes_on(contents.progress, args.target[1]),)
     if args.target[0] == "hf" and not args.tokenizer:
         notes += ("no tokenizer is written: --tokenizer names one",)
-    return Opened(where, ours(contents.weights), model, "", training=training, toml=text, notes=notes)
+    rows = [Row("written from", "a checkpoint of Megatron's")]
+    rows += card.of_progress(contents.progress, 0) if contents.progress.step else []
+    return Opened(where, ours(contents.weights), model, "", training=training, toml=text, rows=tuple(rows), notes=notes)
 
 
 def _model(name: str) -> config.Model:

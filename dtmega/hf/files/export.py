@@ -52,6 +52,7 @@ def export(
     size: int,
     barrier: Callable[[], None],
     token_ids: Mapping[str, int | None] = NO_ENDS,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write `folder` as `write.write` does; all ranks call it.
@@ -63,6 +64,9 @@ def export(
         tokenizer_json: the text of tokenizer.json, which takes the place of all the original's files; None: those, or
             none.
         token_ids: of that tokenizer, by the names that configurations have for them: eos_token_id and others.
+        beside: file -> content of other files to write; rank 0's count. Of a model of the house `tokenizer.json` and
+            `generation_config.json` of the directory that it began with may be among them: the second stays as it is
+            where the tokenizer is the first, and else has the ids of the tokenizer.
 
     Raises:
         ValueError: on every rank, before anything is written: the folder is there and not empty, a file of the original
@@ -70,20 +74,22 @@ def export(
         OSError: as `write`.
     """
     tensors = outs(source)
-    files: dict[str, bytes] = {}
+    files = dict(beside)
     if original is None:
         plain = {**described, **token_ids, "torch_dtype": widest(tensors)}
     else:
         plain = config_json.read_plain(original)
         plain.pop("torch_dtype", None)  # what transformers 4 called it
         plain |= {**described, "dtype": widest(tensors)}
-        files = {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
+        files |= {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
     its_own = tokenizer_json is None or tokenizer_json.encode() == files.get(TOKENIZER)
     if original is None or not its_own:
         plain |= token_ids
-        generation = parse_object(files.get(GENERATION, b"{}"), f"{original}/{GENERATION}")
-        begins = {BEGINS: plain[BEGINS]} if BEGINS in plain else {}
-        files = {GENERATION: to_json({**generation, **token_ids, **begins})}
+        if not its_own or GENERATION not in files:
+            generation = parse_object(files.get(GENERATION, b"{}"), f"{GENERATION} of the source")
+            begins = {BEGINS: plain[BEGINS]} if BEGINS in plain else {}
+            files[GENERATION] = to_json({**generation, **token_ids, **begins})
+        files = {name: content for name, content in files.items() if name not in BESIDE}
         if tokenizer_json is not None:
             tokenizer = Tokenizer.from_str(tokenizer_json)
             files |= _tokenizer_files(tokenizer, tokenizer_json, token_ids, reads_types="type_vocab_size" in plain)
