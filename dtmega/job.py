@@ -49,7 +49,8 @@ NOT_STARTED = (REFUSED, DAMAGED)  # the codes of an attempt that changed nothing
 
 EXIT = "exit.json"
 LOCK = ".lock"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # after which a run saves and leaves
+# The signals after which a run saves and leaves. SLURM is asked for one of the last two: `--signal=USR1@120`.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_STEP = 2**53  # what a browser counts to
 AGENT_COLUMNS = 100  # torchrun draws lines as long as the longest of its summary

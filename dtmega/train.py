@@ -1,9 +1,9 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
 The story, top to bottom: configuration and data (what is wrong with them ends here, with exit code 2), process group,
-model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM, Ctrl-C or
-a closed terminal: the step is finished, saved, exit 75; the same command goes on from there, with the numbers it would
-have had anyway. All exit codes are in `dtmega/job.py`.
+model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C
+or a closed terminal: the step is finished, saved, exit 75; the same command goes on from there, with the numbers it
+would have had anyway. All exit codes are in `dtmega/job.py`.
 """
 
 from __future__ import annotations

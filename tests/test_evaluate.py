@@ -85,7 +85,7 @@ def test_an_evaluation_is_the_mean_over_its_tokens_however_many_samples_a_batch_
     assert found == [pytest.approx(found[-1], rel=1e-6)] * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_during_an_evaluation_ends_it_after_the_batch_and_the_step_is_saved(tmp_path, keys, truth, number):
     with signal_in_batch(12 + 2, number) as batches:
         assert alone(keys, tmp_path) == job.PREEMPTED

@@ -156,7 +156,7 @@ def test_who_leaves_hears_no_signal_any_more_then_flushes_then_ends(monkeypatch)
     left = deeds_of_leaving(monkeypatch)
     with pytest.raises(Left):
         job.leave(7)
-    heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     assert left == [*((number, signal.SIG_IGN) for number in heard), "stdout", "stderr", 7]
 
 

@@ -28,7 +28,9 @@ from dtmega.watch import CodePlace, Watch, place_of
 from tests.layouts import DEBUG, write_text
 from tests.ranks import forks
 from tests.resumed import flags
-from tests.test_job import PATIENCE_S, script, started
+from tests.test_job import PATIENCE_S, ROOT, TORCHRUN, script, started
+
+RUNNING = ROOT / "docs" / "running.md"
 
 
 @pytest.fixture
@@ -113,12 +115,12 @@ def test_the_ending_of_a_job_is_that_of_the_rank_that_leaves_first():
 
 
 def test_signals_are_collected_and_afterwards_do_what_they_did():
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     before = [signal.getsignal(number) for number in numbers]
     watch = Watch(grace_s=60, timeout_s=0, rank=0)
     for number in numbers:
         os.kill(os.getpid(), number)
-    assert watch.signals == [signal.SIGTERM, signal.SIGINT]
+    assert watch.signals == [*numbers]
     watch.close()
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
@@ -209,6 +211,39 @@ watch.close()
         time.sleep(0.5)  # in which a watch that looked at the clock alone would report
         output, _ = process.communicate("\n", timeout=PATIENCE_S)
     assert (process.returncode, output) == (0, "")
+
+
+WARNED = """
+import time
+from dtmega import job
+from dtmega.watch import Watch
+job.die_with_parent()
+watch = Watch(grace_s=60, timeout_s=0, rank=0)
+print("trains", flush=True)
+while not watch.signals:
+    time.sleep(0.02)
+time.sleep(1)  # in which the agent's own comes
+print("saved", flush=True)
+job.leave(job.PREEMPTED)
+"""
+
+
+def test_slurms_warning_to_each_process_of_a_step_is_heard_by_a_worker_of_torchrun(tmp_path):
+    (signals,) = re.findall(r"--signals-to-handle (\S+)", RUNNING.read_text())
+    command = [*TORCHRUN, "--standalone", "--signals-to-handle", signals, script(tmp_path, WARNED)]
+    with started(*command, cwd=tmp_path) as agent:
+        assert agent.stdout is not None
+        said = next(line for line in agent.stdout if not line.startswith("W"))
+        assert said == "trains\n"
+        for pid in children(agent.pid):
+            os.kill(pid, signal.SIGUSR1)
+        agent.send_signal(signal.SIGUSR1)
+        output, _ = agent.communicate(timeout=PATIENCE_S)
+    assert "saved\n" in output
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class OnDisk:

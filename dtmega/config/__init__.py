@@ -59,7 +59,7 @@ class Run(Section):
     seed: int = key(1234, "the one seed: initial values, data order and dropout are functions of it", ge=0, lt=2**31)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU where there is one")
     timeout_s: float = key(600.0, "a process that does nothing for so long hangs: the job ends and names it", gt=0)
-    grace_s: float = key(20.0, "after SIGTERM, how long a step may take before the process leaves unsaved", gt=0)
+    grace_s: float = key(20.0, "after a signal, how long a step may take before the process leaves unsaved", gt=0)
 
     def collective_timeout_s(self) -> float:
         """A collective that times out cannot say who is behind; the watch can, and must come first."""

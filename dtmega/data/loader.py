@@ -27,7 +27,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from dtmega.config import Batch, Data
 from dtmega.data.rows import IGNORED, Rows
 
-LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
 FEEDER = "QueueFeederThread"  # the name that multiprocessing gives them
 # To make a batch in less time than this, the trainer needs no help: a worker takes two seconds to start, and a core.
@@ -56,9 +57,10 @@ class TrainBatches:
     ranks. StatefulDataLoader's own state does neither: another number of workers is an AssertionError, another number
     of data ranks silently repeats or skips data.
 
-    The worker processes ignore SIGINT, SIGTERM and SIGHUP, which terminals, torchrun and Slurm send to all processes:
-    how the run ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or within seconds of
-    the trainer's death. They are spawned, so the script that iterates needs its `if __name__ == "__main__"`.
+    The worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which terminals, torchrun and SLURM send
+    to all processes: how the run ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or
+    within seconds of the trainer's death. They are spawned, so the script that iterates needs its
+    `if __name__ == "__main__"`.
 
     Args:
         rows: of the samples.
@@ -258,9 +260,9 @@ def _check_sizes(batch: Batch, world: int) -> None:
 def _signals_blocked() -> Iterator[None]:
     """Block signals for the processes that start here: they inherit the mask, so none ends them while they import."""
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
-    # The tracker of semaphores, which they share, ignores the other two by itself; to do so it lifts their mask here
-    # (up to Python 3.11).
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked & {signal.SIGHUP})
+    # The tracker of semaphores, which they share, ignores two of them by itself; to do so it lifts their mask here (up
+    # to Python 3.11).
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked - IGNORED_BY_THE_TRACKER)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
