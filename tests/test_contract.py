@@ -27,6 +27,9 @@ SEQUENCES, STEPS, LR, CLIP = 8, 3, 1e-2, 1.0
 EPS = 1e-3  # AdamW makes full steps of rounding otherwise
 # Without these nothing of the first stack is trained, and its stages have no gradient to hand back.
 FIRST_STACK = "embed.", "decoder_embed.", "head.", "position.", "encoder.", "norm."
+# The last of four stages alone is trained, or the first alone, whose gradient comes through frozen ones.
+ALL_BUT_LAST = (*FIRST_STACK, "decoder.0.")
+ALL_BUT_FIRST = "embed.", "position.", "encoder.1.", "norm.", "decoder"
 ZBV = {"pipeline": {"schedule": "ZBVZeroBubble"}}
 # Name -> processes, keys, names of frozen parameters.
 COUNTS = {"tokens": 20, "sequences": SEQUENCES}  # rows have 4, 3, 2, 1, 4, ... labels
@@ -40,6 +43,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "FSDP, frozen": (2, {"mesh": {"dp_shard": 2}}, FIRST_STACK),
     "pp 2, frozen": (2, {"mesh": {"pp": 2}}, FIRST_STACK),
     "pp 2, ZBV, frozen": (2, {"mesh": {"pp": 2}, **ZBV}, FIRST_STACK),
+    "pp 2, ZBV, three stages frozen": (2, {"mesh": {"pp": 2}, **ZBV}, ALL_BUT_LAST),
+    "pp 2, ZBV, the last stages frozen": (2, {"mesh": {"pp": 2}, **ZBV}, ALL_BUT_FIRST),
     "pp 3": (3, {"mesh": {"pp": 3}}, ()),
     "HSDP": (4, {"mesh": {"dp_replicate": 2, "dp_shard": 2}}, ()),
     "pp 2, FSDP, ZBV": (4, {"mesh": {"pp": 2, "dp_shard": 2}, **ZBV}, ()),
@@ -166,7 +171,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, tuple[dict[str, Any], l
     """Layout -> the truth, and what each rank found; of those that are asked for, in one group for each size."""
     asking = [item for item in request.session.items if item.path == request.path and "results" in item.fixturenames]
     asked = {getattr(item, "callspec", NO_PARAMETERS).params.get("layout", "pp 3") for item in asking}
-    truths = {frozen: truth(frozen) for frozen in ((), FIRST_STACK)}
+    truths = {frozen: truth(frozen) for frozen in {LAYOUTS[name][2] for name in asked}}
     found = {}
     for n in {LAYOUTS[name][0] for name in asked}:
         names = [name for name in LAYOUTS if name in asked and LAYOUTS[name][0] == n]

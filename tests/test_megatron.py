@@ -200,6 +200,26 @@ def test_the_padding_of_the_vocabulary_follows_their_tensor_parallel_size() -> N
     assert tomli.loads(translate(line).toml)["model"]["pad_vocab_to_multiple"] == 512
 
 
+def test_scores_are_scaled_by_the_layer_where_theirs_are_which_is_in_float16_unless_a_flag_says_no() -> None:
+    # megatron/arguments.py: apply_query_key_layer_scaling is True; model/transformer.py: it changes float16 alone.
+    for flags, scaled in (
+        ("--fp16", True),
+        ("--fp16 --no-query-key-layer-scaling", None),
+        ("--bf16", None),
+        ("", None),
+    ):
+        model = tomli.loads(translate(f"pretrain_gpt.py --num-layers 2 {flags}").toml)["model"]
+        assert model.get("query_key_layer_scaling") == scaled, flags
+
+
+def test_virtual_stages_are_the_layers_of_a_rank_by_those_of_a_virtual_stage() -> None:
+    # megatron/arguments.py: virtual_pipeline_model_parallel_size =
+    # (num_layers // transformer_pipeline_model_parallel_size) // num_layers_per_virtual_pipeline_stage.
+    line = "pretrain_gpt.py --num-layers 24 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"
+    pipeline = tomli.loads(translate(line).toml)["pipeline"]
+    assert pipeline == {"schedule": "Interleaved1F1B", "virtual_stages": 3}
+
+
 def test_weights_and_prefixes_in_turn_are_a_blend() -> None:
     data = tomli.loads(translate("pretrain_gpt.py --data-path 0.3 a 0.7 b").toml)["data"]
     assert (data["path"], data["weights"]) == (["a", "b"], [0.3, 0.7])

@@ -209,11 +209,13 @@ def test_with_a_file_of_zeros_missing_the_weights_are_those_of_the_layers_and_a_
         ("gpt", Layout(2, 2, chunks=2), 3.0),
         ("bert", TWO_BY_TWO, 3.0),
         ("gpt", Layout(2, 1), 0),
+        ("bloom", TWO_BY_TWO, 3.0),
     ],
 )
 def test_adams_moments_and_the_fp32_masters_are_those_of_their_weights(tmp_path, kind, layout, version, options):
     adam = moments(kind)
-    written(tmp_path / "in", kind, layout, version, adam=adam, args={"fp16": True}, **options)
+    args = {"fp16": True} | ({"position_embedding_type": "alibi", "embed_layernorm": True} if kind == "bloom" else {})
+    written(tmp_path / "in", kind, layout, version, adam=adam, args=args, **options)
     assert convert(tmp_path / "in", tmp_path / "out", "--vocab-size", str(V)) == job.DONE
     state, tensors = checkpoint(tmp_path / "out")
     model = config.model_section(state.config["model"], "out")

@@ -79,6 +79,7 @@ def test_parts_that_do_not_belong_together_are_refused_and_what_was_there_stays(
         ([plain, silent], "got nothing and {"),
         ([silent, plain], "and nothing"),
         ([silent, wide], "expected tokens of uint16"),
+        ([wide, silent], "expected tokens of int32"),
         ([silent, silent], f"names {silent} twice"),
         ([silent, there], "is one of the parts"),
         ([f"{tmp_path}/none-*"], "none-*: no "),

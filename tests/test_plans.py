@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": DROPOUT,
     "post-layernorm, large epsilon": {"apply_residual_connection_post_layernorm": True, "layer_norm_eps": 0.1},
     "padded vocabulary": {"pad_vocab_to_multiple": 64},
-    "smoothing and z-loss": {"pad_vocab_to_multiple": 64, "label_smoothing": 0.1, "z_loss": 1e-3},
+    "smoothing, z-loss and weighted labels": {"pad_vocab_to_multiple": 64, "label_smoothing": 0.1, "z_loss": 1e-3},
 }
 
 
@@ -93,9 +93,13 @@ def cut(heads: int, mesh: DeviceMesh, sequence_parallel: bool, **keys: Any) -> t
     return model, partial
 
 
-def deviations(model: Bloom, partial: list[str], mesh: DeviceMesh, truth: Bloom) -> dict[str, float]:
-    """Relative errors of the loss and of every gradient above 1e-7 after one forward and backward of both models."""
-    loss, expected = model(**batch())["lm"], truth(**batch())["lm"]
+def deviations(model: Bloom, partial: list[str], mesh: DeviceMesh, truth: Bloom, **more: Tensor) -> dict[str, float]:
+    """Relative errors of the loss and of every gradient above 1e-7 after one forward and backward of both models.
+
+    Args:
+        more: rows of the batch beside tokens and labels.
+    """
+    loss, expected = model(**batch(), **more)["lm"], truth(**batch(), **more)["lm"]
     loss.backward()
     expected.backward()
     plans.sum_partial_gradients(model, partial, mesh)
@@ -110,10 +114,11 @@ def deviations(model: Bloom, partial: list[str], mesh: DeviceMesh, truth: Bloom)
 def parity(mesh: DeviceMesh, heads: int) -> dict[str, dict[str, float]]:
     found = {}
     for case, keys in CASES.items():
+        weights = {"label_weights": torch.linspace(0.1, 2, B * S).view(B, S)} if "weighted" in case else {}
         for sequence_parallel in (True, False):
             truth = with_values(small(heads, **keys))
             model, partial = cut(heads, mesh, sequence_parallel, **keys)
-            found[f"{case}, sequence parallel {sequence_parallel}"] = deviations(model, partial, mesh, truth)
+            found[f"{case}, sequence parallel {sequence_parallel}"] = deviations(model, partial, mesh, truth, **weights)
     return found
 
 

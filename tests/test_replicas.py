@@ -17,7 +17,7 @@ from dtmega.fsdp.masters import Masters
 from dtmega.fsdp.replicas import Replicas
 from tests import ranks
 
-N = 3
+N = 5  # so that the messages have a fourth and a last sender
 
 
 class Blocks(nn.Module):
@@ -105,8 +105,7 @@ def exchanged() -> list[tuple[Tensor, Tensor]]:
     pairs.append((inside.view(-1), torch.cat(everyone)))
     part = torch.empty(5)
     sends.ReducesAndScatters()(part, mine, group, dist.ReduceOp.SUM)
-    a, b, c = (x.view(N, 5)[rank] for x in everyone)
-    pairs.append((part, (a + b) + c))
+    pairs.append((part, functools.reduce(torch.add, [x.view(N, 5)[rank] for x in everyone])))
     pairs.append((mine, torch.randn(N * 5, generator=torch.Generator().manual_seed(rank))))
     return pairs
 

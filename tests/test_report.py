@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dtmega import __main__ as dtmega
 from dtmega import config, job, starts, train
-from dtmega.report import curves, layout, page, record, run
+from dtmega.report import curves, layout, page, record, run, scores
 from dtmega.report.record import Series
 from tests.test_train import arguments
 
@@ -291,22 +291,29 @@ def scored(folder: Path, step: int, task: str = "mine", **values: Any) -> None:
 
 def test_scores_of_checkpoints_are_listed_and_those_of_several_make_a_curve(tmp_path: Path):
     write(tmp_path, [step_line(step) for step in range(1, 61)])
-    for step in (20, 40, 80):  # the last one is of a run that was here before
+    for step in (20, 60, 80):  # the last one is of a run that was here before
         scored(tmp_path, step)
     (tmp_path / "evaluations" / "torn.json").write_text('{"step": 20, "resul')
-    (tmp_path / "evaluation.jsonl").write_text('{"step": 40, "val_loss": 2.0}\n{"step": 40, "val_loss": 2.5}\n{"st')
+    (tmp_path / "evaluation.jsonl").write_text('{"step": 60, "val_loss": 2.0}\n{"step": 60, "val_loss": 2.5}\n{"st')
     (found,) = run.read([str(tmp_path)])
     series = found.record.series["Score: mine, acc"]
-    assert list(zip(series.steps.tolist(), series.values.tolist(), strict=True)) == [(20, 0.2), (40, 0.4)]
-    assert [event.text for event in found.events if event.step == 40] == [
+    assert list(zip(series.steps.tolist(), series.values.tolist(), strict=True)) == [(20, 0.2), (60, 0.6)]
+    assert [event.text for event in found.events if event.step == 60] == [
         "[eval] only: val_loss 2.5",
-        "mine: acc 0.4 ± 0.12",
+        "mine: acc 0.6 ± 0.12",
     ]
     said = drawn(tmp_path).text
     asked = "5 examples before each, 20 questions, 2026-11-22"
-    rows = f"[eval] only val_loss 40 2.5 mine acc 20 0.2 ± 0.12 {asked} mine acc 40 0.4 ± 0.12 {asked}"
+    rows = f"[eval] only val_loss 60 2.5 mine acc 20 0.2 ± 0.12 {asked} mine acc 60 0.6 ± 0.12 {asked}"
     assert f"Scores of checkpoints task metric step asked {rows}" in said
     assert "evaluations/torn.json cannot be read" in said
+
+
+def test_of_more_files_of_scores_than_are_read_the_newest_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scores, "MOST_FILES", 2)
+    for step in (9, 10, 100):
+        scored(tmp_path, step)
+    assert [score.step for score in scores.read(tmp_path, 100).found] == [10, 100]
 
 
 def test_scores_of_several_runs_stand_below_each_other(tmp_path: Path):

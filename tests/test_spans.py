@@ -388,6 +388,7 @@ def test_marks_are_the_tokenizers_own_or_the_ids_behind_its_last(tmp_path):
     assert marks(own, 3) == Marks((7, 6, 5), start=3, end=0, pad=3, n_added=0)
     with pytest.raises(ValueError, match=r"sentinels=5 is more than the 4 that .* to <extra_id_3> \(\[data\] sent"):
         marks(own, 5)
+    assert marks(load_with(tmp_path, "[EOS]", "[BOS]", "<pad>"), 2) == Marks((6, 7), start=4, end=3, pad=5, n_added=2)
     assert marks(load_with(tmp_path), 2) == Marks((3, 4), start=0, end=0, pad=0, n_added=2)
     bytes_alone = load_tokenizer("bytes")
     assert marks(bytes_alone, 2) == Marks((257, 258), start=256, end=256, pad=256, n_added=2)

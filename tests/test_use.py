@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from dtmega import config
 from dtmega.__main__ import main as command
 from dtmega.data.chat import Chat
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
+from dtmega.use import for_use
 from tests import ranks
 from tests.test_train import run
 
@@ -74,6 +76,22 @@ def test_a_step_that_was_not_saved_and_a_prompt_that_is_none_are_refused(finishe
     assert "empty has no line with a prompt (--prompts)" in capsys.readouterr().err
     assert command(["generate", str(finished), "--prompt", "x", "--prompt", 70 * "x"]) == 2
     assert "prompts 1 to 2: the prompt has 70 tokens, and the model positions for 64" in capsys.readouterr().err
+
+
+def test_a_run_is_used_in_fp32_whole_and_without_what_was_for_training():
+    of_training = {
+        "precision": {"params": "bfloat16", "reduce": "bfloat16"},
+        "mesh": {"pp": 2, "dp_shard": 4},
+        "pipeline": {"schedule": "Interleaved1F1B", "virtual_stages": 3},
+        "recompute": {"mode": "full"},
+        "fsdp": {"cpu_offload": True},
+        "compile": {"enable": True},
+    }
+    kept = {"model": {"name": "gpt", "n_layers": 6}, "train": {"steps": 3}, "run": {"seed": 5}}
+    used = for_use(config.validate(of_training | kept, "test"), {"tp": 2})
+    for_two = {"mesh": {"tp": 2, "sequence_parallel": False}, "compile": {"enable": False}}
+    assert used == config.validate(kept | for_two, "test")
+    assert used.precision.params == "float32"
 
 
 def everywhere(argv: list[str]) -> list[str]:
