@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from dtmega import durable, output
 from dtmega.lock import Lock
@@ -76,9 +76,7 @@ class Claim:
             raise ValueError(f"cannot write to {folder}: {error.strerror} ({key})") from None
         try:
             if not self._lock.take(patience_s):
-                holder = _read_lock(path)
-                who = "process {pid} on {host} since {since}".format(**holder) if holder else "another process"
-                raise ValueError(f"{folder} is being written by {who} ({key})")
+                raise ValueError(f"{folder} is being written by {_holder(path)} ({key})")
             since = datetime.now().astimezone().isoformat(" ", "seconds")
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
             self._lock.write(json.dumps(holder))
@@ -256,9 +254,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _read_lock(path: Path) -> dict[str, Any]:
-    """The words of the holder; empty while it has written none, or if there is no such file here."""
+def _holder(lock: Path) -> str:
+    """Who holds a lock, as far as the file tells."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return {}
+        return "process {pid} on {host} since {since}".format(**read_object(lock))
+    except (ValueError, LookupError):
+        return "another process"

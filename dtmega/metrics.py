@@ -30,7 +30,9 @@ from tqdm import tqdm
 from dtmega import cost, durable, peak
 from dtmega.config import Config, End
 from dtmega.cost import Piece
+from dtmega.job import MAX_STEP
 from dtmega.output import counted
+from dtmega.strangers import parse_object
 from dtmega.trackers import ABANDON_S, CLOSE_S, Trackers
 
 Item = TypeVar("Item")
@@ -346,16 +348,25 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
     if step == 0:
         path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
         return
-    with path.open(encoding="utf-8", errors="replace") as old, durable.replaced(path) as new:
+    with path.open("rb") as old, durable.replaced(path) as new:
         for line in old:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+            record = parse_line(line)
+            if record is None:
                 continue
             is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
             again = finished and record["step"] == step and is_evaluation
-            if line.endswith("\n") and record["step"] <= step and not again:
-                new.write(line)
+            if line.endswith(b"\n") and record["step"] <= step and not again:
+                new.write(line.decode("utf-8"))
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl; None for a line that is damaged: no object with a step."""
+    try:
+        record = parse_object(line, "a line")
+    except ValueError:
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step <= MAX_STEP else None
 
 
 def perplexity(loss: float) -> float:

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
 
-import tomli
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dtmega.declared import Kinds, choices_of, which
+from dtmega.strangers import parse_toml
 
 SHOWN = 200  # characters of a wrong value in a message
 
@@ -101,7 +101,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        return _parse(text)
+        return parse_toml(text)
     except ValueError as error:
         hint = "; TOML writes true and false in small letters" if re.search(r"=\s*(True|False)\b", text) else ""
         raise ConfigError(f"{path} is not TOML: {error}{hint}") from None
@@ -155,24 +155,12 @@ def validate(
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union reports each of its types
 
 
-def _parse(text: str) -> dict[str, Any]:
-    """The content of a TOML text.
-
-    Raises:
-        ValueError: not TOML; a number of thousands of digits, tables nested by the hundred.
-    """
-    try:
-        return tomli.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
-
-
 def _parse_text(field: FieldInfo, text: str) -> Any:
     """A key of type str takes the text as it stands; any other is read as TOML (1e-3, true, [1, 2])."""
     if field.annotation is str:
         return text
     try:
-        return _parse(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text
 

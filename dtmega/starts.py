@@ -14,15 +14,19 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from dtmega import __version__, durable
+from dtmega.job import MAX_STEP
 from dtmega.strangers import parse_object
 
 NAME = "starts.jsonl"
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
 class Start(BaseModel):
@@ -39,15 +43,35 @@ class Start(BaseModel):
         versions: of dtmega, torch and Python.
     """
 
-    model_config = ConfigDict(extra="ignore")  # a later version may say more
-    step: int = Field(ge=0)
+    model_config = ConfigDict(extra="ignore", strict=True)  # a later version may say more
+    step: Count
     time: str
     config: dict[str, dict[str, Any]]
-    layout: dict[str, int]
+    layout: dict[str, Count]
     device: str
-    parameters: int
-    steps: int
+    parameters: Count
+    steps: Count
     versions: dict[str, str]
+
+    @field_validator("config")
+    @classmethod
+    def _is_a_configuration(cls, config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Refuse values that no configuration has, which whoever shows one need not bear: null in a list, 10^30."""
+        for keys in config.values():
+            for value in keys.values():
+                if value is not None and not _is_toml(value):
+                    raise ValueError("expected values that a TOML file has")
+        return config
+
+
+def _is_toml(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_toml, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_toml, value))
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return isinstance(value, float | str)
 
 
 def append(

@@ -1,4 +1,4 @@
-"""JSON objects from files of other people: within bounds, or one message."""
+"""JSON objects and TOML tables from files of other people: within bounds, or one message."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import stat
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors has 14 MB
 MAX_DEPTH = 64  # objects and lists inside each other; a config.json has 5
@@ -44,11 +46,33 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
         raise ValueError(too_deep) from None
     if not isinstance(value, dict):
         raise ValueError(f"cannot read {name}: expected a JSON object, got {type(value).__name__}")
-    # Whoever walks through the object may recurse.
-    nested: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        inside = (child for node in nested for child in (node.values() if isinstance(node, dict) else node))
-        nested = [child for child in inside if isinstance(child, dict | list)]
-    if nested:
+    if _is_too_deep(value):
         raise ValueError(too_deep)
     return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises:
+        ValueError: no TOML, a number of thousands of digits, or nested too deeply.
+    """
+    too_deep = f"expected at most {MAX_DEPTH} levels"
+    try:
+        tables = tomli.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    if _is_too_deep(tables):
+        raise ValueError(too_deep)
+    return tables
+
+
+def _is_too_deep(value: dict[str, Any]) -> bool:
+    """True if objects and lists stand inside each other in more levels than whoever walks through them may recurse."""
+    nested: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        if not nested:
+            return False
+        inside = (child for node in nested for child in (node.values() if isinstance(node, dict) else node))
+        nested = [child for child in inside if isinstance(child, dict | list)]
+    return bool(nested)

@@ -22,6 +22,7 @@ from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.checkpoint.weights import Weights, load_weights
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
+from dtmega.formats.whole import check_stored
 from dtmega.models.show import CONTINUATION, Show
 from dtmega.parallelize import parallelize
 from dtmega.pipelining.relay import Relay
@@ -69,6 +70,8 @@ def opened(path: str, step: int | None, axes: Mapping[str, int], startup: Startu
         cfg = for_use(config_of(path, checkpoint), axes)
         family = families.of(cfg.model)
         model_section = family.described(cfg.model, state_of(checkpoint).digest)
+        weights = Weights(checkpoint)
+        check_stored(model_section, weights, checkpoint.path)
         cfg = cfg.model_copy(update={"model": model_section})
         tokenizer = load_tokenizer(cfg.data.tokenizer)
         device = mesh.pick_device(cfg.run.device)
@@ -80,13 +83,13 @@ def opened(path: str, step: int | None, axes: Mapping[str, int], startup: Startu
         with startup.step("model"):
             model = family.build(model_section).to(device)
             model.init_buffers(cfg.run.seed)
-            _read(checkpoint, cfg, ((model.full_name(name), p) for name, p in model.named_parameters()))
+            _read(weights, cfg, ((model.full_name(name), p) for name, p in model.named_parameters()))
     else:
         with startup.step("process groups"):
             world = mesh.start(device, sizes, startup.timeout_s, startup.store)
         with startup.step("model"):
             cut = parallelize(cfg, world)
-            _read(checkpoint, cfg, startup.at_work(cut.named_parameters()))
+            _read(weights, cfg, startup.at_work(cut.named_parameters()))
         model = cut.stages[0] if sizes["pp"] == 1 else Relay(cut.stages, world.groups["pp"], device)
     model.eval()
     return Used(cfg, checkpoint.path, state_of(checkpoint).progress.step, tokenizer, family.show, model)
@@ -120,8 +123,8 @@ def check(cfg: config.Config, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _read(checkpoint: Checkpoint, cfg: config.Config, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    load_weights(Weights(checkpoint), parameters, cfg.model.padded_vocab_size)
+def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    load_weights(weights, parameters, cfg.model.padded_vocab_size)
 
 
 def agreed(token: Tensor) -> bool:

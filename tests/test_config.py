@@ -449,8 +449,8 @@ DEEP = "[" * 5000
 @pytest.mark.parametrize(
     ("toml", "words"),
     [
-        (f"[optim]\nlr = {DEEP}", "is not TOML: TOML inline arrays/tables are nested more than"),
-        (f"[{'a.' * 5000}a]", "is not TOML: TOML key has more than"),
+        (f"[optim]\nlr = {DEEP}", "is not TOML: expected at most 64 levels"),
+        (f"[{'a.' * 5000}a]", "is not TOML: expected at most 64 levels"),
         (f"[train]\nsteps = {'9' * 5000}", "is not TOML: Exceeds the limit"),
         ("[optim]\nlr = 2020-01-01", "[optim] lr: Input should be a valid number, got datetime.date(2020, 1, 1)"),
         ("[[optim]]\nlr = 1.0", "'optim' stands outside any section"),

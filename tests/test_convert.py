@@ -257,7 +257,7 @@ def test_what_cannot_be_converted_is_refused_with_the_option(
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("n_layers = 50", "n_layers=50 of the model ("),
+        ("n_layers = 50", "other.toml) has n_layers=50, but "),
         ("hidden_size = 64", "'embed.weight' is [257, 32], the model's is [264, 64] (--config)"),
         ("vocab_size = 300", "'embed.weight' is [257, 32], the model's is [304, 32] (--config)"),
     ],

@@ -18,7 +18,7 @@ from dtmega import config, families
 from dtmega.formats.format import Format
 from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import BY_TOKEN, Cast, Translated
-from dtmega.formats.whole import as_theirs
+from dtmega.formats.whole import as_theirs, check_stored
 from dtmega.hf.files import export, ours
 from dtmega.models.gpt import HF
 from tests.test_hf import Memory
@@ -174,6 +174,14 @@ def test_what_is_read_whole_is_read_at_once():
     source = Memory(ours)
     Translated(source, from_ours).read("layers.1.k.weight")
     assert source.asked == ["layers.1.qkv.weight"] * G  # by head, so two stretches
+
+
+def test_a_size_beyond_every_stored_dimension_is_refused_and_a_length_is_not():
+    stored = Memory({str(i): torch.zeros(3) for i in range(4)})
+    check_stored(small("llama", max_position_embeddings=2**24), stored, "FILE")
+    for key in ("vocab_size", "hidden_size", "ffn_hidden_size"):
+        with pytest.raises(ValueError, match=rf"FILE has {key}={2**62}, but the largest dimension of its tensors is 3"):
+            check_stored(small("bloom", n_heads=1, **{key: 2**62}), stored, "FILE")
 
 
 def test_a_number_that_is_not_finite_is_named_by_its_place_in_the_whole_tensor():

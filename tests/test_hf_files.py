@@ -408,6 +408,7 @@ WRONG = {
     "classes that are none": {"architectures": ["pipeline"]},
     "classes that are numbers": {"architectures": [5]},
     "a width that is a text": {"hidden_size": "wide"},
+    "a width that torch cannot count": {"hidden_size": 2**62},
     "a wrong dtype": {"dtype": "float31"},
 }
 
@@ -423,8 +424,10 @@ def test_verify_plan_refuses_a_config_json_that_is_none_with_one_message(tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"hidden_size": 2**62}, f"has hidden_size={2**62}, but the largest dimension of its tensors is 256"),
+        ({"vocab_size": 10**400}, "has vocab_size=1000"),
         ({"n_layer": 10**9}, "has n_layer=1000000000, but 29 tensors are stored beside it"),
-        ({"n_layer": 999}, "has n_layers=999 by its config.json, but 29 tensors"),
+        ({"n_layer": 999}, "has n_layers=999, but 29 tensors"),
         ({"n_layer": "many"}, "has n_layer='many', expected a number above 0 ([model] n_layers)"),
         ({"n_layer": -1}, "has n_layer=-1, expected a number above 0 ([model] n_layers)"),
         ({"model_type": []}, "has model_type=[]; expected the name of a family"),
@@ -451,7 +454,7 @@ def test_convert_from_a_checkpoint_builds_no_more_than_is_stored(tmp_path: Path,
     to_checkpoint.write(str(tmp_path / "in"), Memory(), config.Bloom(n_layers=10**9))
     names = ["--from", "dtmega", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]
     assert command(["convert", *names]) == 2
-    assert "n_layers=1000000000 of the model (its own config), but 1 tensors are stored" in capsys.readouterr().err
+    assert "(its own config) has n_layers=1000000000, but 1 tensors" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- mixtures

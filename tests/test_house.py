@@ -16,7 +16,7 @@ READING = (REPO / "docs" / "reading.md").read_text(encoding="utf-8")
 ROOMS: dict[str, tuple[int, set[str]]] = {
     "__init__": (0, set()),
     "declared": (0, set()),  # imports nothing of dtmega
-    "sections": (0, {"declared"}),
+    "sections": (0, {"declared", "strangers"}),
     "model_sections": (0, {"declared"}),
     "mixture": (0, set()),  # imports nothing of dtmega
     "config": (0, {"declared", "mixture", "model_sections", "sections"}),
@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "lock": (0, {"output"}),  # one process at a time
     "extras": (0, set()),  # libraries that may be missing; imports nothing of dtmega
     "output": (0, set()),  # lines for people; imports nothing of dtmega
-    "strangers": (0, set()),  # JSON of other people; imports nothing of dtmega
+    "strangers": (0, set()),  # JSON and TOML of other people; imports nothing of dtmega
     "formats": (1, set()),  # names and forms of other people's files, as data
     "processor": (0, set()),  # what this CPU is fast at; imports nothing of dtmega
     "keyed": (1, set()),  # randomness as a function; imports nothing of dtmega
@@ -47,11 +47,11 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "cost": (1, set()),
     "drift": (1, {"shards"}),
     "optim": (1, {"shards"}),  # the part of a parameter that is here
-    "starts": (1, set()),  # what a run was started with, each time
+    "starts": (1, {"job"}),  # what a run was started with, each time
     "trackers": (1, set()),  # libraries of others, imported by their threads only
     "cores": (1, set()),  # whether others use them; imports nothing of dtmega
     "peak": (1, {"cost"}),  # FLOP/s of a known GPU
-    "metrics": (1, {"cost", "peak", "trackers"}),
+    "metrics": (1, {"cost", "job", "peak", "trackers"}),
     "watch": (1, {"job"}),  # how it ends the process
     "data": (1, {"keyed"}),  # the order of samples
     "models": (2, set()),

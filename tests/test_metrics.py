@@ -172,6 +172,15 @@ def test_a_line_whose_bytes_are_damaged_is_dropped(start: Start, tmp_path: Path)
     assert path.read_text() == "".join(whole)
 
 
+@pytest.mark.parametrize("damage", ["null", "[]", "7", "{}", '{"step": null}', '{"step": 1e400}', "[" * 100_000])
+def test_a_line_that_is_no_record_of_a_step_is_dropped(start: Start, tmp_path: Path, damage: str):
+    whole = killed_run(start, tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(damage + "\n" + path.read_text())
+    start(start_step=5)
+    assert path.read_text() == "".join(whole)
+
+
 def test_a_whole_line_without_its_newline_does_not_swallow_the_next(start: Start, tmp_path: Path):
     killed_run(start, tmp_path, tail='{"step": 6, "val_loss": 4.0}')
     run = start(start_step=6)

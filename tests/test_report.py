@@ -441,6 +441,64 @@ def test_the_policy_names_the_two_scripts_by_their_digests_and_lets_nothing_be_f
     assert not [a for _, a in tags.tags if a.keys() & {"src", "href", "srcset", "action"}]
 
 
+def leaves(value: Any, *place: Any) -> list[tuple[Any, ...]]:
+    """The places of all values in a JSON object, but of configurations those of one section."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [place] if place else []
+    for key, child in inside:
+        if place != ("config",) or key == "batch":
+            found += leaves(child, *place, key)
+    return found
+
+
+@pytest.mark.parametrize(
+    "odd", [None, 10**400, 10**30, 2**53, -1, 1e308, "x", [None], {"a": None}], ids=lambda odd: f"{odd}"[:8]
+)
+def test_a_value_that_nothing_of_ours_writes_is_no_traceback(tmp_path: Path, odd: Any):
+    folder = write(tmp_path / "run", [step_line(step) for step in range(1, 5)])
+    start(folder, 0, pp=2, dp_shard=2, pipeline={"n_microbatches": 4})
+    start(folder, 2, pp=2, dp_shard=2)
+    score = {"step": 2, "date": "today", "results": {"arc": {"acc,none": 0.5}}, "n-shot": {"arc": 1}}
+    event = {
+        "step": 3,
+        "checkpoint": 3,
+        "checkpoint_stall_s": 0.5,
+        "skipped": True,
+        "sample_ids": [1, 2],
+        "val_loss": 1,
+    }
+    (folder / "evaluations").mkdir()
+    first, second = (folder / starts.NAME).read_text().splitlines()
+    files = {
+        "metrics.jsonl": ((folder / "metrics.jsonl").read_text(), event),
+        starts.NAME: (first + "\n", json.loads(second)),
+        job.EXIT: ("", {"code": 75, "reason": "x", "step": 3, "checkpoint": "y"}),
+        "sample.json": ("", {"step": 4, "text": "z"}),
+        "evaluations/a.json": ("", score),
+    }
+    for name, (before, value) in files.items():
+        path = folder / name
+        for place in leaves(value):
+            changed = json.loads(json.dumps(value))
+            inside = changed
+            for key in place[:-1]:
+                inside = inside[key]
+            inside[place[-1]] = odd
+            path.write_text(before + json.dumps(changed) + "\n")
+            assert drawn(folder).text, (name, place)
+        path.write_text(before + json.dumps(value) + "\n")
+
+
+def test_a_configuration_nested_too_deeply_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write(tmp_path / "run", [step_line(1)])
+    for toml in ("a = " + "[" * 500 + "]" * 500, "[train]\n" + ".".join("a" * 5000) + " = 1"):
+        (folder / "config.toml").write_text(toml)
+        assert drawn(folder).text
+        for argv in (["inspect", str(folder)], ["generate", str(folder), "--prompt", "x"]):
+            assert dtmega.main(argv) in (job.REFUSED, job.DAMAGED)
+            assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
     assert dtmega.main(["report", str(tmp_path)]) == job.REFUSED

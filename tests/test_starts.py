@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,8 @@ def test_each_start_is_read_back_with_its_own_layout(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "damage", [b'{"step": 0, "conf', b"\xff\x00\xfe", b"[1]", b'{"step": -1}', b"[" * 100_000, b'{"step": "0"}']
+    "damage",
+    [b'{"step": 0, "conf', b"\xff\x00\xfe", b"[1]", b"null", b'{"step": -1}', b"[" * 100_000, b'{"step": "0"}'],
 )
 def test_a_line_that_is_none_is_left_out_and_hides_no_other(tmp_path: Path, damage: bytes):
     start(tmp_path, 0)
@@ -41,6 +44,21 @@ def test_a_line_that_is_none_is_left_out_and_hides_no_other(tmp_path: Path, dama
     path.write_bytes(path.read_bytes() + damage)  # without a line end, as of a torn write
     start(tmp_path, 100)
     assert [s.step for s in starts.read(tmp_path)] == [0, 100]
+
+
+ODD = [None, 10**400, 10**30, -1, 0.5, "7", [], {}]
+
+
+@pytest.mark.parametrize("key", ["step", "steps", "parameters", "layout", "config"])
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd)[:12])
+def test_a_line_with_a_value_that_no_start_writes_is_left_out(tmp_path: Path, key: str, odd: Any):
+    start(tmp_path, 0)
+    line = json.loads((tmp_path / starts.NAME).read_text())
+    line[key] = {"layout": {"processes": odd}, "config": {"optim": {"lr": [odd]}}}.get(key, odd)
+    (tmp_path / starts.NAME).write_text(json.dumps(line) + "\n")
+    start(tmp_path, 100)
+    may_be = key == "config" and odd not in (None, 10**400, 10**30)
+    assert [s.step for s in starts.read(tmp_path)] == ([0, 100] if may_be else [100])
 
 
 def test_a_run_of_an_earlier_version_has_no_starts(tmp_path: Path):

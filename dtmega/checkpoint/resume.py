@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import tomli
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,6 +20,7 @@ from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.loss_scale import ScaleState
+from dtmega.sections import read_toml
 
 FINISHED = re.compile(r"step-\d{8}")
 Count = Annotated[int, Field(ge=0, lt=2**60)]
@@ -193,8 +193,8 @@ def _newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
 def _dir_of_run(run_dir: str) -> str:
     """`[checkpoint] dir` of the run in this directory; '' where there is none, or no run."""
     try:
-        table = tomli.loads(Path(run_dir, "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        table = read_toml(Path(run_dir, "config.toml"))
+    except ValueError:
         return ""
     section = table.get("checkpoint")
     found = section.get("dir") if isinstance(section, dict) else None

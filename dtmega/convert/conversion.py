@@ -31,6 +31,7 @@ from dtmega.convert.to_checkpoint import Training
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.family import Family
 from dtmega.formats.sources import Cast, Renamed
+from dtmega.formats.whole import check_stored
 from dtmega.hf.files.tensors import DTYPES
 from dtmega.megatron import write as for_megatron
 from dtmega.startup import Startup
@@ -128,11 +129,7 @@ def _described(args: argparse.Namespace, opened: Opened, family: Family) -> conf
         model = family.described(opened.model.model_copy(update=moved), opened.digest)
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
-    if model.n_layers > len(opened.source.tensors):
-        raise ValueError(
-            f"{args.source[1]}: n_layers={model.n_layers} of the model ({args.config or 'its own config'}), but "
-            f"{len(opened.source.tensors)} tensors are stored"
-        )
+    check_stored(model, opened.source, f"{args.source[1]} ({args.config or 'its own config'})")
     return model
 
 

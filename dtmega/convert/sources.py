@@ -15,6 +15,7 @@ from dtmega.convert.to_checkpoint import Training
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.foreign.dcp import DCPFolder
 from dtmega.formats.sources import Renamed, Source
+from dtmega.formats.whole import check_stored
 from dtmega.megatron import folder, recipe, vocabulary
 
 
@@ -92,10 +93,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
     theirs = {**contents.args, "padded_vocab_size": contents.rows}
     if contents.args or padded is None:
         padded = families.described("megatron", contents.weights.tensors, theirs, where, padded)
-    if padded.n_layers > len(contents.weights.tensors):  # before so many are built
-        raise ValueError(
-            f"{where} has n_layers={padded.n_layers}, but {len(contents.weights.tensors)} tensors (--config)"
-        )
+    check_stored(padded, contents.weights, where)
     n_ids = asked.vocab_size if asked else args.vocab_size
     if args.tokenizer and not n_ids:
         n_ids = vocabulary.ids(contents, load_tokenizer(args.tokenizer))

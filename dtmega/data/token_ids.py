@@ -11,6 +11,7 @@ import numpy as np
 
 from dtmega.data import cache_dir
 from dtmega.data.indexed import CHUNK, IndexedDataset
+from dtmega.strangers import read_object
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
@@ -44,10 +45,10 @@ def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
     real, stat = os.path.realpath(path), os.stat(path)
     state = {"path": real, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "dtype": dataset.dtype.str}
     memory = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        known = json.loads(memory.read_text())
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        known = read_object(memory)
         if known["state"] == state:
-            return known["low"], known["high"]
+            return int(known["low"]), int(known["high"])
     chunks = (dataset.tokens[start : start + CHUNK] for start in range(0, dataset.n_tokens, CHUNK))
     lows, highs = zip(*((int(ids.min()), int(ids.max())) for ids in chunks), strict=True)
     low, high = min(lows), max(highs)

@@ -16,6 +16,11 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
+# Sizes up to here are not held against the stored tensors: what is built of them on meta takes no memory.
+PLAUSIBLE_SIZE = 2**20
+# Nor are lengths, as most models have no tensor that is so long.
+PLAUSIBLE_LENGTH = 2**31
+LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
 
 class Names(NamedTuple):
@@ -112,6 +117,27 @@ def stored_copies(made: Names, stored: Mapping[str, str], where: str) -> dict[st
             lost = next(part for part in parts[known_as[0]] if part not in stored)
             raise ValueError(f"{where} has no '{lost}'")
     return copies
+
+
+def check_stored(model: config.Model, stored: Source, where: str) -> None:
+    """Refuse a model that cannot be the one whose tensors are stored, before it is built.
+
+    It would be built layer by layer until memory ends, or with more numbers in a tensor than torch can count.
+
+    Args:
+        stored: has the tensors, by anyone's names.
+        where: they are; for messages.
+
+    Raises:
+        ValueError: more layers than tensors, or a size beyond every dimension that is stored.
+    """
+    if model.n_layers > len(stored.tensors):
+        raise ValueError(f"{where} has n_layers={model.n_layers}, but {len(stored.tensors)} tensors")
+    largest = max(size for _, shape in stored.tensors.values() for size in shape or (1,))
+    for key, value in model.model_dump().items():
+        plausible = PLAUSIBLE_LENGTH if LENGTH.fullmatch(key) else PLAUSIBLE_SIZE
+        if type(value) is int and value > max(largest, plausible):
+            raise ValueError(f"{where} has {key}={value}, but the largest dimension of its tensors is {largest}")
 
 
 def as_ours(source: Source, form: Format, model: config.Model, build: Build, where: str) -> Copies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,6 +14,7 @@ from dtmega.pipelining.table import make_table, simulate
 
 MOST_RANKS = 256  # that are drawn
 MOST_ACTIONS = 3000
+MOST_SIMULATED = 100_000  # forwards, of which the time that is bubble is still told
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
 INK, FAINT = "#1d2733", "#5b6673"
@@ -22,7 +24,7 @@ def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
     """The size of each axis; None where they do not multiply to the processes."""
     sizes = {axis: layout.get(axis, 1) for axis in mesh.AXES}
     n = layout.get("processes", 0)
-    return sizes if n > 0 and min(sizes.values()) > 0 and np.prod([*sizes.values()]) == n else None
+    return sizes if n > 0 and min(sizes.values()) > 0 and math.prod(sizes.values()) == n else None
 
 
 def mesh_svg(sizes: dict[str, int]) -> str:
@@ -75,8 +77,10 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
         cfg = fitted(config.validate(values, "config.toml"), sizes)
         data_size = sizes["dp_replicate"] * sizes["dp_shard"]
         n_microbatches = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
-        table = make_table(cfg.pipeline, sizes["pp"], n_microbatches)
         name = cfg.pipeline.csv or cfg.pipeline.schedule
+        if n_microbatches * sizes["pp"] > MOST_SIMULATED:
+            return "", f"{name}: {sizes['pp']:,} stages and {n_microbatches:,} microbatches are too many to draw"
+        table = make_table(cfg.pipeline, sizes["pp"], n_microbatches)
         n_actions = sum(map(len, table))
         if n_actions > MOST_ACTIONS:
             bubble = simulate(table).bubble

@@ -6,7 +6,6 @@ stands twice the later line counts. A million lines take seconds.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.job import MAX_STEP
+from dtmega.metrics import parse_line
 
 MAX_LINE_BYTES = 16 * 2**20  # a file without line ends is not read into memory whole
 MAX_KEYS = 200  # of numbers; a damaged file could have a name for each line
@@ -67,7 +66,7 @@ def read(path: Path) -> Record:
     last_step = 0
     damaged_lines = 0
     for line in _lines(path):
-        record = _record(line)
+        record = parse_line(line)
         if record is None:
             damaged_lines += 1
             continue
@@ -106,18 +105,6 @@ def _lines(path: Path) -> Iterator[bytes]:
     with file:
         while line := file.readline(MAX_LINE_BYTES):
             yield line
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The object in a line, if it has a step."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    step = record.get("step")
-    return record if type(step) is int and 0 <= step <= MAX_STEP else None
 
 
 def _events(record: Mapping[str, Any]) -> Iterator[Event]:

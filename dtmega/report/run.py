@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tomli
 
 from dtmega import job, starts
 from dtmega.checkpoint import resume
-from dtmega.job import Ended
+from dtmega.job import MAX_STEP, Ended
 from dtmega.metrics import perplexity
 from dtmega.report import record, scores
 from dtmega.report.record import Event, Record, Series
 from dtmega.report.scores import Scores
+from dtmega.sections import read_toml
 from dtmega.starts import Start
 from dtmega.strangers import read_object
 
@@ -112,6 +112,7 @@ def _read(directory: Path, name: str) -> Run:
     anew = max((i for i, start in enumerate(every) if start.step == 0), default=0)
     config = _config(directory) or (every[-1].config if every else {})
     planned = config.get("train", {}).get("steps", 0)
+    planned = planned if type(planned) is int and 0 <= planned <= MAX_STEP else 0
     return Run(
         directory=directory,
         name=name,
@@ -119,7 +120,7 @@ def _read(directory: Path, name: str) -> Run:
         config=config,
         starts=every[anew:],
         parts=_parts(every, found.last_step),
-        end=every[-1].steps if every else planned if isinstance(planned, int) else 0,
+        end=every[-1].steps if every else planned,
         ended=Ended.read(directory),
         sample=_sample(directory, found.last_step),
         scores=of_checkpoints,
@@ -129,8 +130,8 @@ def _read(directory: Path, name: str) -> Run:
 
 def _config(directory: Path) -> Config:
     try:
-        table = tomli.loads((directory / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        table = read_toml(directory / "config.toml")
+    except ValueError:
         return {}
     return {section: keys for section, keys in table.items() if isinstance(keys, dict)}
 
@@ -149,21 +150,19 @@ def _start_of_checkpoint(directory: Path) -> list[Start]:
     """What the newest checkpoint of a run of an earlier version, which has no starts.jsonl, knows of its layout."""
     try:
         state = resume.state_of(resume.open_checkpoint(str(directory)))
-    except (ValueError, OSError):
-        return []
-    steps = state.config.get("train", {}).get("steps", 0)
-    return [
-        Start(
+        start = Start(
             step=0,
             time="",
             config=state.config,
             layout=state.layout,
             device="",
             parameters=0,
-            steps=steps,
+            steps=state.config.get("train", {}).get("steps", 0),
             versions=state.versions,
         )
-    ]
+    except (ValueError, OSError):
+        return []
+    return [start]
 
 
 def _parts(every: Sequence[Start], last_step: int) -> list[Part]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
+from dtmega.job import MAX_STEP
 from dtmega.report import record
 from dtmega.report.record import Event, Series
 from dtmega.strangers import read_object
@@ -100,7 +101,7 @@ def _of_harness(content: Mapping[str, Any]) -> Iterator[Score]:
     """The scores in a file of `dtmega evaluate`: {"step": 3, "results": {task: {"acc,none": 0.5, ...}}, ...}."""
     step = content.get("step")
     results = content.get("results")
-    if type(step) is not int or not 0 <= step <= record.MAX_STEP or not isinstance(results, dict):
+    if type(step) is not int or not 0 <= step <= MAX_STEP or not isinstance(results, dict):
         return
     for task, values in results.items():
         if not isinstance(values, dict):

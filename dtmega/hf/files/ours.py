@@ -8,7 +8,7 @@ from pathlib import Path
 from dtmega import config
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Translated
-from dtmega.formats.whole import SAME, Build, names, stored_copies
+from dtmega.formats.whole import SAME, Build, check_stored, names, stored_copies
 from dtmega.hf.files import config_json
 from dtmega.hf.files.folder import Folder, keys_of
 from dtmega.hf.files.tensors import TensorFiles
@@ -27,8 +27,7 @@ def opened(path: Path, form: Format, model: config.Model, build: Build) -> Folde
     theirs = config_json.read_plain(path)
     files = TensorFiles(path)
     form.check(theirs, f"{path}/{config_json.NAME}", model, files)
-    if model.n_layers > len(files.tensors):  # before so many are built
-        raise ValueError(f"{path} has n_layers={model.n_layers} by its config.json, but {len(files.tensors)} tensors")
+    check_stored(model, files, str(path))
     made = names(form, model, build)
     places = made.translation.theirs
     ignored = re.compile(f"({form.ignored})$")
