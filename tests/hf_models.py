@@ -22,6 +22,9 @@ _BIASED = {"attention_bias": True, "mlp_bias": True}
 _OPT = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 _T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+_MPT = {"d_model": 96, "n_layers": 2, "max_seq_len": 64}
+_XGLM = {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
+_GPT_NEO = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
 # name -> (model class, config class, keys); the first part of a name is the family
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
@@ -54,6 +57,19 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert decoder": ("BertLMHeadModel", "BertConfig", {**_SIZES, "is_decoder": True}),
     "t5 gated": (*MODELS["t5"][:2], {**_T5, "feed_forward_proj": "gated-gelu"}),
     "t5 encoder": ("T5EncoderModel", "T5Config", _T5),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+    # Of four blocks of heads each has two for each of two ranks.
+    "codegen": ("CodeGenForCausalLM", "CodeGenConfig", {**_GPT2, "n_head": 16, "rotary_dim": 2}),
+    "mpt": ("MptForCausalLM", "MptConfig", {**_MPT, "n_heads": 6, "attn_config": {"clip_qkv": 1.0}}),
+    "xglm": ("XGLMForCausalLM", "XGLMConfig", {**_XGLM, "pad_token_id": 1}),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT2),
+    "gpt_bigcode multi-head": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_GPT2, "multi_query": False}),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", {**_GQA, "use_qkv_bias": True}),
+    "stablelm parallel, norms": (
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {**_GQA, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GQA),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GQA, "pad_token_id": 0}),
     # Between head and loss: a soft cap, which their logits here come near to, a divisor, a factor.
@@ -74,7 +90,7 @@ _SLIDING = {**_GQA, "use_sliding_window": True, "sliding_window": 6, "max_window
 _KINDS = {**_GQA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2 sliding": (*MODELS["qwen2"][:2], _SLIDING),
-    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+    "gpt_neo": ("GPTNeoForCausalLM", "GPTNeoConfig", {**_GPT_NEO, "max_position_embeddings": 64}),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_GQA, "head_dim": 16}),
     # Each kind of layer has its own mask, and its own rotation.
     "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_KINDS, "head_dim": 16}),

@@ -227,8 +227,8 @@ def test_what_the_directory_or_the_keys_do_not_allow_is_one_message_and_exit_cod
     ("name", "world", "keys", "message"),
     [
         ("llama", 3, {"tp": 3}, r"tp=3 does not divide num_attention_heads=4.* \(\[mesh\] tp\)"),
-        ("gptj", 2, {"tp": 2}, "no plan for model_type 'gptj'"),
-        ("gptj", 2, {"pp": 2}, r"needs to know the ends of a model, and 'gptj' is none of llama, .* \(\[mesh\] pp\)"),
+        ("gpt_neo", 2, {"tp": 2}, "no plan for model_type 'gpt_neo'"),
+        ("gpt_neo", 2, {"pp": 2}, r"needs to know the ends of a model, and 'gpt_neo' is none of .* \(\[mesh\] pp\)"),
         ("llama", 4, {"pp": 4}, "4 stages cannot be cut from n_layers=2"),
     ],
 )

@@ -11,15 +11,28 @@ import pytest
 import torch
 
 from dtmega import config, families
-from dtmega.hf.families import KNOWN
+from dtmega.hf.families import KNOWN, LAYER_KEYS
 from dtmega.hf.model import HF, blocks_of
 from tests import hf_models
 from tests.hf_models import Case
 
 # Each has something to lose at a boundary that no other one has.
-DISTINCT = ["llama", "bloom", "gpt2", "gpt_neox", "opt", "gemma3_text", "granite", "smollm3"]
+DISTINCT = ["llama", "bloom", "gpt2", "gpt_neox", "opt", "gemma3_text", "granite", "smollm3", "xglm"]
 ALIKE = ["mistral", "qwen2", "qwen3", "arcee", "ernie4_5", "exaone4", "starcoder2", "gemma", "gemma2", "olmo", "olmo2"]
-ALIKE += ["olmo3", "phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
+ALIKE += [
+    "gptj",
+    "codegen",
+    "mpt",
+    "gpt_bigcode",
+    "stablelm",
+    "olmo3",
+    "phi",
+    "phi3",
+    "cohere",
+    "cohere2",
+    "glm",
+    "glm4",
+]
 CASES = [Case(name, tied=tied) for name in DISTINCT for tied in (True, False)]
 CASES += [Case("qwen2 sliding"), Case("opt projected, post-layernorm")]
 CASES += [Case(name) for name in (*ALIKE, *hf_models.MIXTURES)]
@@ -28,7 +41,7 @@ CASES += [Case(name) for name in (*ALIKE, *hf_models.MIXTURES)]
 def built(case: Case, folder: Path) -> tuple[HF, HF]:
     """The model under the house's contract, with values, of three layers; and the same untouched."""
     plain = hf_models.plain(case).config
-    key = next(key for key in ("num_hidden_layers", "n_layer") if key in plain.to_dict())
+    key = next(key for key in LAYER_KEYS if key in plain.to_dict())
     three = {**plain.to_dict(), key: 3}
     for by_layer in ("layer_types", "no_rope_layers"):
         if plain.to_dict().get(by_layer):
@@ -48,7 +61,8 @@ def test_every_family_that_can_be_cut_has_a_case():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}{'-tied' if case.tied else ''}")
 def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(case: Case, tmp_path: Path):
     whole, truth = built(case, tmp_path)
-    assert whole.longest == getattr(whole.hf.config, "max_position_embeddings", None)
+    longest = {"bloom": None, "mpt": whole.hf.config.to_dict().get("max_seq_len")}
+    assert whole.longest == longest.get(case.family, getattr(whole.hf.config, "max_position_embeddings", None))
     stages = [copy.deepcopy(whole) for _ in range(3)]
     pieces = families.of(whole.cfg).pieces(whole)
     embed, *layers, head = [piece.name for piece in pieces]

@@ -29,20 +29,23 @@ CAPPED, DIVIDED = Case("gemma2"), Case("granite", tied=False)
 NATIVE, PACKED = Case("olmo2", tied=False), Case("phi3", tied=False)
 MIXTURES = [Case(name, tied=name == "qwen3_moe") for name in hf_models.MIXTURES]
 _, OLMOE, QWEN3_MOE = MIXTURES
-GPT2, UNKNOWN = Case("gpt2"), Case("gptj", tied=False)
+CODEGEN = Case("codegen", tied=False)  # both of whose matrices in parts are cut
+XGLM = Case("xglm")
+GPT2, UNKNOWN = Case("gpt2"), Case("gpt_neo", tied=False)
 # The fused head is one for all families, and test_hf_plans.py has each of them on tp.
 ALONE = [case for case in CASES if case.name in ("bloom", "gpt2", "llama", "opt")]
 # In stages: a family with two kinds of layers, and one whose base model multiplies what comes in.
 STAGED = [Case("gemma3_text"), DIVIDED]
 OTHERS = ["arcee", "ernie4_5", "exaone4", "smollm3", "starcoder2", "gemma", "gemma2", "olmo", "olmo2", "olmo3"]
+OTHERS += ["gptj", "codegen", "mpt", "xglm", "gpt_bigcode", "stablelm parallel, norms"]
 OTHERS += ["phi", "phi3", "cohere", "cohere2", "glm", "glm4"]
 EVERY = [*CASES, *STAGED, *MIXTURES, *(Case(name, tied=i % 2 == 0) for i, name in enumerate(OTHERS))]
 # Layout -> what is trained there. Each family is cut into stages here; by tp in test_hf_plans.py, and here one of them.
 EVERYWHERE = {
     "1": [*(case for case in ALONE if case.name in ("llama", "opt")), GPT2, UNKNOWN, CAPPED, DIVIDED],
-    "tp 2": [GPT2, OLMOE, CAPPED],
+    "tp 2": [GPT2, OLMOE, CAPPED, CODEGEN],
     "pp 2": [*ALONE, *STAGED, QWEN3_MOE],
-    "dp 2": [GPT2, UNKNOWN, QWEN3_MOE],
+    "dp 2": [GPT2, XGLM, UNKNOWN, QWEN3_MOE],
     "tp 2 x dp 2": [GPT2, PACKED],
 }
 REPEATING = {"tp 2 x dp 2, recompute": CASES, "pp 2": EVERY, "pp 2 x tp 2": EVERY}
@@ -57,7 +60,7 @@ WRITERS = {
     "4 async": ("tp 2 x dp 2", GPT2),
     "1": ("1", GPT2),
     "pp": ("pp 2", GPT2),
-    "packed": ("tp 2 x dp 2", PACKED),
+    "packed": ("tp 2 x dp 2", CODEGEN),
     "experts": ("tp 2 x dp 2", QWEN3_MOE),
 }
 READERS = {
@@ -103,6 +106,7 @@ def measured() -> dict[str, list[Any]]:
         jobs[f"smoothing {layout}"] = Job(layout, hf_train.smoothing, (gpt2,))
     for layout in ("1", "dp 2"):
         jobs[f"bf16 {layout}"] = Job(layout, hf_train.rounded, (gpt2,))
+    jobs["bf16 positions"] = Job("1", hf_train.rounded, (directories[XGLM],))
     for layout in DRAWN:
         jobs[f"drawn {layout}"] = Job(layout, hf_train.drawn, (without_weights(),))
     for name, (layout, case) in WRITERS.items():
@@ -222,10 +226,11 @@ def test_label_smoothing_is_of_training_only():
             assert training != pytest.approx(evaluation, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["1", "dp 2"])
-def test_in_bf16_blocks_compute_in_it_and_what_is_trained_stays_fp32(layout: str):
-    expected = torch.load(truths()[1], weights_only=False)[GPT2]["losses"][0]
-    for found in measured()[f"bf16 {layout}"]:
+# Positions that are no parameters are added to what is embedded in bf16.
+@pytest.mark.parametrize(("job", "case"), [("1", GPT2), ("dp 2", GPT2), ("positions", XGLM)], ids=str)
+def test_in_bf16_blocks_compute_in_it_and_what_is_trained_stays_fp32(job: str, case: Case):
+    expected = torch.load(truths()[1], weights_only=False)[case]["losses"][0]
+    for found in measured()[f"bf16 {job}"]:
         assert found["loss"] == pytest.approx(expected, rel=1e-2)
         assert found["loss"] != pytest.approx(expected, rel=1e-6)
         assert (found["masters"], found["activations"]) == ({torch.float32}, {torch.bfloat16})

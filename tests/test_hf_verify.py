@@ -497,7 +497,7 @@ def test_under_torchrun_the_ranks_are_its_own_as_many_as_tp_and_the_first_one_pr
 
 
 def planned(name: str, tp: int, **keys: Any) -> Any:
-    model_class, config_class, known = hf_models.MODELS[name]
+    model_class, config_class, known = (hf_models.MODELS | hf_models.VARIANTS)[name]
     config = getattr(hf_models.transformers, config_class)(**{**known, "vocab_size": 131, **keys})
     with torch.device("meta"):
         return plan_for(getattr(hf_models.transformers, model_class)(config), tp)
@@ -544,6 +544,7 @@ def test_heads_of_keys_are_cut_or_copied_evenly_or_refused(name: str):
         ("bert", {"add_cross_attention": True, "is_decoder": True}, "cross-attention of this family is not cut"),
         ("bert", {"chunk_size_feed_forward": 2}, "its chunks are of the whole sequence"),
         ("opt", {"layerdrop": 0.1}, "ranks would skip different layers"),
+        ("xglm", {"layerdrop": 0.1}, "ranks would skip different layers"),
     ],
 )
 def test_options_of_a_family_that_cannot_be_cut_are_refused_with_the_reason(name: str, keys, reason: str):
@@ -551,6 +552,15 @@ def test_options_of_a_family_that_cannot_be_cut_are_refused_with_the_reason(name
     with pytest.raises(ValueError, match=f"{key}={keys[key]} of a {name} config: {reason}"):
         planned(name, 2, **keys)
     planned(name, 2)
+
+
+def test_heads_that_are_stored_in_blocks_are_shared_block_by_block_or_refused():
+    planned("codegen", 2, n_head=8)
+    for n_head in (4, 20):  # half a head of each block, and two and a half
+        with pytest.raises(
+            ValueError, match=rf"n_head={n_head} as 'codegen' stores heads, in 4 blocks of {n_head // 4} "
+        ):
+            planned("codegen", 2, n_head=n_head, n_embd=160, rotary_dim=4)
 
 
 @pytest.mark.parametrize(

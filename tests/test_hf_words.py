@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dtmega.hf.tp.generic import GlobalLinear
-from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow, PackedColumn
+from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow, MultiQueryColumn, PackedColumn, PackedRow
 from dtmega.hf.tp.regions import EnterHeads
 from dtmega.hf.tp.styles import GatheredColumn, SplitRow, Stack
 from dtmega.hf.tp.vocab import LogitsHead
@@ -25,6 +25,7 @@ from tests import ranks
 
 TP, B, S, D, F, V = 4, 2, 8, 8, 24, 11
 KV_HEADS = 2  # each of which two ranks need
+HEADS = 8
 Part = Callable[[Tensor, int], Tensor]
 
 
@@ -46,6 +47,11 @@ def of_each_part(n: int) -> Part:
 
 def head_of_keys(x: Tensor, rank: int) -> Tensor:
     return x.chunk(KV_HEADS, -1)[rank * KV_HEADS // TP]
+
+
+def queries_and_keys(x: Tensor, rank: int) -> Tensor:
+    queries, keys_and_values = x.split([HEADS, x.shape[-1] - HEADS], -1)
+    return torch.cat([queries.chunk(TP, -1)[rank], keys_and_values], -1)
 
 
 class Use(NamedTuple):
@@ -108,6 +114,11 @@ USES = {
     "conv row": Use(ConvRow, conv(), features, all_of),
     "conv row, cut": Use(ConvRow, conv(), features, tokens, cut=True),
     "packed conv": Use(ConvPacked, conv(), all_of, of_each_part(3), inside=True),
+    "packed row": Use(lambda s: PackedRow(s, 2), linear(), of_each_part(2), all_of),
+    "packed row, cut": Use(lambda s: PackedRow(s, 2), linear(bias=False), of_each_part(2), tokens, cut=True),
+    "queries and one head": Use(
+        lambda s: MultiQueryColumn(s, HEADS), linear(HEADS + 2), all_of, queries_and_keys, True
+    ),
     "norm": Use(Norm, lambda: nn.LayerNorm(D), all_of, all_of),
     "norm, cut": Use(Norm, lambda: nn.LayerNorm(D), tokens, tokens, cut=True),
     # Of heads: [B, S, H, K] after a view, here of one number for each; the last dim stays whole.

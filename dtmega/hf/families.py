@@ -11,11 +11,14 @@ at all too, but in no pipeline.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 # Words of tensor parallelism: how a module is cut.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
+QUERIES_AND_KEYS = "queries and keys"  # in one linear: an equal share for each head, or one head of keys for all
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
+EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
 # Words of a pipeline: what stands in the place of a module on a stage that does not have it.
 NOTHING = "nothing"  # nobody calls it there
@@ -23,10 +26,11 @@ PASS_ON = "pass on"  # a module that gives what it is given
 ZERO = "zero"  # a module that gives 0: learned positions, which the first stage has added already
 
 # Keys of config.json that say one thing, each as some families call it.
-LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
-HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head")
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
+HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
 FEED_FORWARD_KEYS = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+POSITION_KEYS = ("max_position_embeddings", "max_seq_len")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 # Causal whatever `is_decoder` says, which their config.json has too.
@@ -38,9 +42,27 @@ class Attention:
     """The module whose input all projections share; see `regions.EnterHeads` for the rest."""
 
     also: tuple[str, ...] = ()
-    alibi: bool = False
+    alibi: str | None = (
+        None  # keyword argument with a bias for each head, of which the first of `divide` counts those here
+    )
     divide: tuple[str, ...] = ()
     groups: str | None = None  # attribute with query heads per key head
+    kv_heads: str | None = None  # attribute with the number of key heads
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A linear that is `parts` matrices of the same size, of each of which a rank has its heads.
+
+    Attributes:
+        by_input: they stand side by side along the input (of what leaves the heads), not along the output.
+    """
+
+    parts: int
+    by_input: bool = False
+
+
+Word: TypeAlias = str | Attention | Packed
 
 
 @dataclass(frozen=True)
@@ -73,15 +95,19 @@ class Known:
             an encoder) is left out; a module of a block that no line names is refused. Modules outside of the blocks
             that no line names are computed whole on every rank.
         heads, kv_heads: keys of the config.
+        as_embedded: modules without parameters whose fp32 output is added to the embeddings, in their dtype.
+        head_blocks: number of blocks that heads are stored in, each of which tp shares.
         sizes: keys of the config that tp must divide, besides heads.
         refused: key of the config -> why a truthy value cannot be.
     """
 
     stacks: dict[str, str]
     ends: Ends | None = None
-    words: dict[str, str | Attention] = field(default_factory=dict)
+    words: dict[str, Word] = field(default_factory=dict)
+    as_embedded: tuple[str, ...] = ()
     heads: str = "num_attention_heads"
     kv_heads: str | None = None
+    head_blocks: int = 1
     sizes: tuple[str, ...] = ("intermediate_size",)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -92,7 +118,7 @@ class Known:
         return owner
 
 
-_WORDS_OF_LLAMA: dict[str, str | Attention] = {
+_WORDS_OF_LLAMA: dict[str, Word] = {
     "embed_tokens": VOCAB,
     "layers.*.input_layernorm": NORM,
     "layers.*.self_attn": Attention(groups="num_key_value_groups"),
@@ -120,9 +146,32 @@ _LIKE_LLAMA = replace(_LLAMA, words={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
-def _stack_of_t5(stack: str) -> dict[str, str | Attention]:
+def _like_gptj(projections: dict[str, Word]) -> dict[str, Word]:
+    """The words of GPT-J and what was made of it: attention and feed-forward read one norm, side by side."""
+    return {
+        "wte": VOCAB,
+        "h.*.ln_1": NORM,
+        "h.*.attn": Attention(divide=("num_attention_heads",)),
+        **{f"h.*.attn.{name}": word for name, word in projections.items()},
+        "h.*.mlp": FEED_FORWARD,
+        "h.*.mlp.fc_in": COLUMN,
+        "h.*.mlp.fc_out": ROW,
+    }
+
+
+_ENDS_OF_GPT2 = Ends(first={"wte": NOTHING, "wpe": ZERO}, last={"ln_f": PASS_ON})
+_GPTJ = Known(
+    stacks={"": "h"},
+    ends=Ends(first={"wte": NOTHING}, last={"ln_f": PASS_ON}),
+    heads="n_head",
+    sizes=("n_inner",),
+    words=_like_gptj({"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}),
+)
+
+
+def _stack_of_t5(stack: str) -> dict[str, Word]:
     """The words of T5's encoder or decoder, which are built alike."""
-    words: dict[str, str | Attention] = {"embed_tokens": VOCAB}
+    words: dict[str, Word] = {"embed_tokens": VOCAB}
     for attention, also in (("0.SelfAttention", ()), ("1.EncDecAttention", ("key_value_states",))):
         module = f"block.*.layer.{attention}"
         words[module] = Attention(divide=("n_heads",), also=also)
@@ -156,7 +205,7 @@ KNOWN: dict[str, Known] = {
             "word_embeddings": VOCAB,
             "h.*.input_layernorm": NORM,
             # BloomModel.num_heads stays: it makes the slopes of all heads, of which a rank takes its own.
-            "h.*.self_attention": Attention(alibi=True, divide=("num_heads",)),
+            "h.*.self_attention": Attention(alibi="alibi", divide=("num_heads",)),
             "h.*.self_attention.query_key_value": COLUMN,  # rows [head, (q, k, v), K]: a contiguous cut has whole heads
             "h.*.self_attention.dense": ROW,
             "h.*.post_attention_layernorm": NORM,
@@ -167,7 +216,7 @@ KNOWN: dict[str, Known] = {
     ),
     "gpt2": Known(
         stacks={"": "h"},
-        ends=Ends(first={"wte": NOTHING, "wpe": ZERO}, last={"ln_f": PASS_ON}),
+        ends=_ENDS_OF_GPT2,
         heads="n_head",
         sizes=("n_inner",),
         refused=_NO_CROSS,
@@ -217,6 +266,83 @@ KNOWN: dict[str, Known] = {
             "decoder.layers.*.final_layer_norm": NORM,
             "decoder.layers.*.fc1": ENTERING_COLUMN,
             "decoder.layers.*.fc2": ROW,
+        },
+    ),
+    "xglm": Known(
+        stacks={"": "layers"},
+        # Its embedding multiplies by itself, and its positions are a table that is no parameter.
+        ends=Ends(first={"embed_tokens": NOTHING, "embed_positions": ZERO}, last={"layer_norm": PASS_ON}),
+        as_embedded=("embed_positions",),
+        heads="attention_heads",
+        sizes=("ffn_dim",),
+        refused={**_NO_CROSS, "layerdrop": "ranks would skip different layers; set it to 0"},
+        words={
+            "embed_tokens": VOCAB,
+            "layers.*.self_attn_layer_norm": NORM,
+            "layers.*.self_attn": Attention(divide=("num_heads", "embed_dim")),
+            "layers.*.self_attn.q_proj": COLUMN,
+            "layers.*.self_attn.k_proj": COLUMN,
+            "layers.*.self_attn.v_proj": COLUMN,
+            "layers.*.self_attn.out_proj": ROW,
+            "layers.*.final_layer_norm": NORM,
+            "layers.*.fc1": ENTERING_COLUMN,
+            "layers.*.fc2": ROW,
+        },
+    ),
+    "gptj": _GPTJ,
+    # Trained on four cores, whose shares are still there: heads in 4 blocks, each [q | v | k] of a quarter of them.
+    "codegen": replace(
+        _GPTJ,
+        head_blocks=4,
+        words=_like_gptj({"qkv_proj": Packed(4 * 3), "out_proj": Packed(4, by_input=True)}),
+    ),
+    "gpt_bigcode": Known(
+        stacks={"": "h"},
+        ends=_ENDS_OF_GPT2,
+        heads="n_head",
+        kv_heads="num_key_value_heads",
+        sizes=("n_inner",),
+        refused=_NO_CROSS,
+        words={
+            "wte": VOCAB,
+            "h.*.ln_1": NORM,
+            "h.*.attn": Attention(divide=("num_heads", "embed_dim"), groups="num_key_value_groups"),
+            "h.*.attn.c_attn": QUERIES_AND_KEYS,
+            "h.*.attn.c_proj": ROW,
+            "h.*.ln_2": NORM,
+            "h.*.mlp": FEED_FORWARD,
+            "h.*.mlp.c_fc": COLUMN,
+            "h.*.mlp.c_proj": ROW,
+        },
+    ),
+    "mpt": Known(
+        stacks={"": "blocks"},
+        ends=Ends(first={"wte": NOTHING}, last={"norm_f": PASS_ON}),
+        heads="n_heads",
+        sizes=(),
+        words={
+            "wte": VOCAB,
+            "blocks.*.norm_1": NORM,
+            "blocks.*.attn": Attention(alibi="position_bias", divide=("n_heads",)),
+            "blocks.*.attn.Wqkv": Packed(3),
+            "blocks.*.attn.out_proj": ROW,
+            "blocks.*.norm_2": NORM,
+            "blocks.*.ffn": FEED_FORWARD,
+            "blocks.*.ffn.up_proj": COLUMN,
+            "blocks.*.ffn.down_proj": ROW,
+        },
+    ),
+    "stablelm": replace(
+        _LLAMA,
+        words={
+            **_WORDS_OF_LLAMA,
+            "layers.*.self_attn": Attention(
+                divide=("num_heads",), groups="num_key_value_groups", kv_heads="num_key_value_heads"
+            ),
+            "layers.*.self_attn.q_layernorm": EACH_HEADS_NORM,
+            "layers.*.self_attn.q_layernorm.norms.*": WHOLE,
+            "layers.*.self_attn.k_layernorm": EACH_HEADS_NORM,
+            "layers.*.self_attn.k_layernorm.norms.*": WHOLE,
         },
     ),
     "bert": Known(

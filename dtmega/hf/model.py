@@ -51,8 +51,10 @@ class HF(Model):
         self.cfg = cfg
         self.hf: Any = build(read_config(cfg.directory))
         self.is_first = self.is_last = True
-        self.longest = getattr(self.hf.config, "max_position_embeddings", None)
+        self.longest = longest(self.hf.config)
         known = families.KNOWN.get(self.hf.config.model_type)
+        for name in known.as_embedded if known is not None else ():
+            self.hf.base_model.get_submodule(name).register_forward_hook(self._as_embedded)
         self.has_past = known is not None and known.ends is not None  # of others nobody has looked what they keep
         self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
@@ -95,6 +97,9 @@ class HF(Model):
         logits = logits.view(-1, logits.shape[-1]).float()
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
         return {"lm": loss}
+
+    def _as_embedded(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out.to(self.hf.get_input_embeddings().weight.dtype)
 
     def blocks(self) -> list[nn.Module]:
         return list(blocks_of(self.hf).children())
@@ -160,6 +165,11 @@ class HF(Model):
 
     def full_name(self, name: str) -> str:
         return super().full_name(name).removeprefix("hf.")
+
+
+def longest(theirs: Any) -> int | None:
+    """The tokens of a sequence that a configuration allows; None: any number."""
+    return next((getattr(theirs, key) for key in families.POSITION_KEYS if getattr(theirs, key, None)), None)
 
 
 def blocks_of(hf: Any) -> nn.ModuleList:

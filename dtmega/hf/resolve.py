@@ -13,7 +13,7 @@ from dtmega.hf import families
 from dtmega.hf.directory import build, dropouts, read_config
 from dtmega.hf.files import config_json
 from dtmega.hf.files.tensors import has_weights
-from dtmega.hf.model import blocks_of
+from dtmega.hf.model import blocks_of, longest
 
 IDLE = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
 
@@ -48,12 +48,10 @@ def resolve(cfg: config.Config) -> config.Config:
             f"a product of means over a microbatch, which would change with the layout; it is not part of the loss "
             f"here. Set it to false (router_aux_loss_coef alone changes nothing) ([model] path)"
         )
-    longest = getattr(theirs, "max_position_embeddings", None)
-    if longest and cfg.data.seq_len > longest:
-        raise ValueError(
-            f"seq_len={cfg.data.seq_len} is more than the max_position_embeddings={longest} of {directory} "
-            f"([data] seq_len)"
-        )
+    most = longest(theirs)
+    if most and cfg.data.seq_len > most:
+        key = next(key for key in families.POSITION_KEYS if getattr(theirs, key, None))
+        raise ValueError(f"seq_len={cfg.data.seq_len} is more than the {key}={most} of {directory} ([data] seq_len)")
     for key in ("reset_position_ids", "reset_attention_mask"):
         if getattr(cfg.data, key):
             raise ValueError(f"[data] {key} is not for name = 'hf': the model computes positions and masks itself")

@@ -13,11 +13,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from dtmega.hf import families
-from dtmega.hf.families import Attention, Known
+from dtmega.hf.families import Attention, Known, Packed, Word
 from dtmega.hf.files.config_json import NOISE
-from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow
+from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow, MultiQueryColumn, PackedColumn, PackedRow
 from dtmega.hf.tp.regions import Counts, Ends, EnterHeads, Guard
-from dtmega.hf.tp.styles import Stack
+from dtmega.hf.tp.styles import NormOfEachHead, Stack
 from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import Style
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row, Whole, check_kv_heads
@@ -113,13 +113,21 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     return plan
 
 
-def _style(word: str | Attention, stack: Stack | None, known: Known, config: Any, tp: int) -> ParallelStyle:
+def _style(word: Word, stack: Stack | None, known: Known, config: Any, tp: int) -> ParallelStyle:
     heads = getattr(config, known.heads)
     kv_heads = (getattr(config, known.kv_heads) or heads) if known.kv_heads else heads
     if isinstance(word, Attention):
         assert stack is not None
-        groups = {word.groups: heads // tp // max(1, kv_heads // tp)} if word.groups else {}
-        return EnterHeads(stack, also=word.also, alibi=word.alibi, divide=word.divide, set=groups)
+        kv_here = max(1, kv_heads // tp)
+        counts = {word.groups: heads // tp // kv_here, word.kv_heads: kv_here}
+        named = {name: count for name, count in counts.items() if name is not None}
+        return EnterHeads(stack, also=word.also, alibi=word.alibi, divide=word.divide, set=named)
+    if isinstance(word, Packed):
+        assert stack is not None
+        return PackedRow(stack, word.parts) if word.by_input else PackedColumn(stack, word.parts)
+    if word == families.QUERIES_AND_KEYS:
+        assert stack is not None
+        return Column(stack) if kv_heads == heads else MultiQueryColumn(stack, heads)
     if word == families.FEED_FORWARD:
         assert stack is not None
         return Enter(stack)
@@ -139,6 +147,8 @@ def _style(word: str | Attention, stack: Stack | None, known: Known, config: Any
         families.HEAD_COLUMNS: lambda: HeadColumns(stack),
         families.NORM: lambda: Norm(stack),
         families.HEAD_NORM: lambda: Norm(stack, of_heads=True),
+        families.EACH_HEADS_NORM: lambda: NormOfEachHead(stack),
+        families.WHOLE: lambda: Whole(stack),
     }[word]()
 
 
@@ -203,6 +213,11 @@ def check_sizes(config: Any, known: Known, tp: int) -> None:
     heads = getattr(config, known.heads)
     if heads % tp:
         raise ValueError(f"tp={tp} does not divide {known.heads}={heads}: {heads} % {tp} = {heads % tp} ([mesh] tp)")
+    if heads % (known.head_blocks * tp):
+        raise ValueError(
+            f"tp={tp} does not divide {known.heads}={heads} as '{config.model_type}' stores heads, in "
+            f"{known.head_blocks} blocks of {heads / known.head_blocks:g} ([mesh] tp)"
+        )
     if known.kv_heads:
         check_kv_heads(getattr(config, known.kv_heads, None) or heads, tp, known.kv_heads)
     for key in known.sizes:

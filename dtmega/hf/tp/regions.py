@@ -44,7 +44,7 @@ class EnterHeads(Enter):
     """The hidden state enters an attention, which is told how many heads are here.
 
     Args:
-        alibi: the keyword argument `alibi` [B H, 1, S] is cut to this rank's heads.
+        alibi: keyword argument [B H, 1, S] or [H, 1, S] that is cut to this rank's heads; `divide[0]` counts them.
         divide: attributes that count heads or features, in which the module's views are written: a tp-th of each.
         set: attributes with new values.
     """
@@ -54,7 +54,7 @@ class EnterHeads(Enter):
         stack: Stack,
         *,
         also: tuple[str, ...] = (),
-        alibi: bool = False,
+        alibi: str | None = None,
         divide: tuple[str, ...] = (),
         set: dict[str, int] | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class EnterHeads(Enter):
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
         if self.alibi:
-            kwargs["alibi"] = _of_heads(kwargs["alibi"], module.num_heads, self.group)
+            kwargs[self.alibi] = _of_heads(kwargs[self.alibi], getattr(module, self.divide[0]), self.group)
 
 
 def _changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dtmega.hf.tp.dropout import RandomStream
 from dtmega.plans import base, mappings
 from dtmega.plans.base import local_part
-from dtmega.plans.styles import Column, Row
+from dtmega.plans.styles import Column, Row, check_kv_heads
 
 
 class Stack(base.Stack):
@@ -65,3 +67,36 @@ class SplitRow(Row):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return super().forward(module, mappings.part(x, self.group, -1))
+
+
+class NormOfEachHead(base.Style):
+    """A module with a LayerNorm for each head, `norms`: [B, H/tp, S, K] by those of this rank's heads.
+
+    Where heads are fewer than ranks, several ranks have one. The norms themselves are whole on every rank. Their
+    gradients are summed together, since a norm that one rank does not call cannot wait for it there.
+    """
+
+    cost = ("backward all-reduce of the weights", "backward all-reduce of the weights")
+
+    def check_class(self, module: nn.Module) -> None:
+        norms = getattr(module, "norms", None)
+        found = list(norms) if isinstance(norms, nn.ModuleList) else []
+        plain = all(type(norm) is nn.LayerNorm and norm.bias is None for norm in found)
+        if not found or not plain or len({(norm.normalized_shape, norm.eps) for norm in found}) > 1:
+            raise ValueError(
+                f"NormOfEachHead is for `norms`, LayerNorms of one size without bias: it does not know "
+                f"{type(module).__name__}"
+            )
+
+    def check(self, module: Any, tp: int) -> None:
+        super().check(module, tp)
+        check_kv_heads(len(module.norms), tp, f"norms of {type(module).__name__}")
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        tp, heads = self.group.size(), len(module.norms)
+        weights = torch.stack([local_part(norm.weight) for norm in module.norms])
+        weights = mappings.copy(weights, self.group)
+        first = self.group.rank() * heads // tp
+        here = max(1, heads // tp)
+        normed = F.layer_norm(x, module.norms[0].normalized_shape, eps=module.norms[0].eps)
+        return normed * weights[first : first + here].unsqueeze(1)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtmega.hf.families import EXPERT_KEYS, FEED_FORWARD_KEYS, HEAD_KEYS, HIDDEN_KEYS, LAYER_KEYS
+from dtmega.hf.families import EXPERT_KEYS, FEED_FORWARD_KEYS, HEAD_KEYS, HIDDEN_KEYS, KNOWN, LAYER_KEYS, POSITION_KEYS
 from dtmega.hf.files.config_json import NOISE
 
 VOCAB, HEAD_DIM, POSITIONS, WINDOW = 131, 16, 64, 6
-SIZES = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "n_positions": POSITIONS, "sliding_window": WINDOW}
+SIZES = {"vocab_size": VOCAB, "n_positions": POSITIONS, "sliding_window": WINDOW, "rotary_dim": HEAD_DIM // 2}
+SIZES |= dict.fromkeys(POSITION_KEYS, POSITIONS)
 TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
@@ -46,6 +47,8 @@ def tiny_config(config: Any, tp: int) -> Any:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     few_kv = 2 * tp if kv_heads == heads else tp if kv_heads % tp == 0 else kv_heads
     few = few_kv if kv_heads == heads else max(2 * few_kv, 2 * tp)
+    if known := KNOWN.get(config.model_type):
+        few, few_kv = few * known.head_blocks, few_kv * known.head_blocks
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
     small = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
@@ -54,7 +57,8 @@ def tiny_config(config: Any, tp: int) -> Any:
         new.layer_types = kinds if len(kinds) > 1 else kinds * 2
     put(HEAD_KEYS, few)
     put(("num_key_value_heads",), few_kv)
-    put(("head_dim", "d_kv"), HEAD_DIM)
+    if not getattr(config, "qk_rope_head_dim", None):  # latent attention has lengths of its own
+        put(("head_dim", "d_kv"), HEAD_DIM)
     put(HIDDEN_KEYS, small)
     put((*FEED_FORWARD_KEYS, "moe_intermediate_size"), 2 * small)
     experts = first(EXPERT_KEYS)
