@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM
 from dtmega.plans import parallelize_hf, plan_for
 from dtmega.shards import whole
 
+if len(sys.argv) != 3:
+    print("usage: torchrun --nproc-per-node 2 examples/hf_tp.py DIR OUT", file=sys.stderr)
+    sys.exit(2)
 source, target = sys.argv[1:]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group()

@@ -44,6 +44,9 @@ steps = 30
 # %%
 disable_progress_bar()
 if "ipykernel" not in sys.modules:
+    if len(sys.argv) != 4 or not sys.argv[3].isdigit():
+        print("usage: python examples/one_gpu.py DIR OUT STEPS", file=sys.stderr)
+        sys.exit(2)
     directory, out, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if not Path(directory).exists():
     torch.manual_seed(0)
