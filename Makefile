@@ -2,17 +2,19 @@
 # make test                                     install on first use, then lint, types and tests
 # make test-extras                              what needs a browser (Debian's chromium), trackers, lm-eval or a notebook
 # make docs                                     install on first use, then build the pages of docs/ as a site, in .site
+# make docs-serve [PORT=8000]                   show them at http://127.0.0.1:8000, with a search
 # make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
 # make test-oldest                              the tests on the oldest torch that pyproject.toml allows, in a venv of 5 GB
 # make bench [ARGS="--only step"]               speed beside other programs: prints a table, writes benchmarks.json and .png
 PYTHON ?= python3
+PORT ?= 8000
 
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 
 # Tests start some hundred processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test types tests docs site notebook test-extras test-full test-oldest bench
+.PHONY: train test types tests docs docs-serve site notebook test-extras test-full test-oldest bench
 
 train: .venv/installed
 	.venv/bin/python train.py --config bloom.toml $(ARGS)
@@ -29,12 +31,17 @@ test: .venv/installed-test
 types:
 	.venv/bin/basedpyright
 
-# A broken link or anchor fails.
+# A broken link or anchor fails, and so does a link to a folder, which a browser lists where the pages are on a disk.
 site:
 	NO_COLOR=1 .venv/bin/zensical build --strict > .site.log 2>&1 || { cat .site.log; exit 1; }
+	@! grep -oHE 'href="[^":]*/(#[^"]*)?"' .site/[a-z]*.html
 
 docs: .venv/installed-test site
-	@echo "open .site/index.html"
+	@echo "open $(CURDIR)/.site/index.html, or for the search, too: make docs-serve"
+
+# Until Ctrl-C, on this machine only. A browser lets no page of a disk search; a page that changes is built again.
+docs-serve: .venv/installed-test
+	.venv/bin/zensical serve --dev-addr 127.0.0.1:$(PORT)
 
 # Run the cells of examples/one_gpu.py and write the notebook beside it.
 notebook: .venv/installed-test
