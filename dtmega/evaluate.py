@@ -70,7 +70,7 @@ def show_sample(run: Run, step: int) -> bool:
     show = families.of(cfg.model).show
     asked = {"tokens": cfg.eval.sample_tokens, "seed": cfg.run.seed}
     options = {name: value for name, value in asked.items() if name in show.options}
-    options |= {key: getattr(cfg.data, key) for key in show.reads}
+    options |= families.sample_options(cfg)
     stopped = False
 
     def settle(token: Tensor) -> bool:

@@ -217,6 +217,18 @@ def objective(cfg: config.Config) -> Objective:
     return known[cfg.data.objective]
 
 
+def sample_options(cfg: config.Config) -> dict[str, Any]:
+    """The options of `Show.text` that follow from how a run was trained, by name.
+
+    Raises:
+        ValueError: as `objective`.
+    """
+    options = {key: getattr(cfg.data, key) for key in of(cfg.model).show.reads}
+    if objective(cfg).prompt_is_prefix:
+        options["prompt_is_prefix"] = True
+    return options
+
+
 def build(cfg: config.Config) -> Model:
     """The whole model on the default device, meta included, with values not yet initialised."""
     return of(cfg.model).build(cfg.model)

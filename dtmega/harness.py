@@ -29,7 +29,7 @@ from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from tqdm import tqdm
 
-from dtmega import mesh
+from dtmega import families, mesh
 from dtmega.models.generate import Drawing, generate, settled
 from dtmega.use import Used, agreed
 
@@ -106,6 +106,7 @@ class RunLM(TemplateLM):
         super().__init__()
         self._model, self._tokenizer, self.batch_size = used.model, used.tokenizer, batch_size
         self.max_length = used.model.longest or DEFAULT_LENGTH
+        self._prompt_is_prefix = families.objective(used.cfg).prompt_is_prefix
         self._device = next(used.model.parameters()).device
 
     @property
@@ -135,11 +136,16 @@ class RunLM(TemplateLM):
         read = [(context + follows)[-(self.max_length + 1) :][:-1] for _, context, follows in pairs]
         longest = max(map(len, read))
         # What fills up a shorter text stands behind it, and nothing before sees it.
-        rows = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in read], device=self._device)
-        logits = self._model(rows)[:, :, : self._tokenizer.vocab_size].float()
+        tokens = torch.tensor([text + [0] * (longest - len(text)) for text in read], device=self._device)
+        rows = {}
+        if self._prompt_is_prefix:
+            n_given = [len(text) - (len(follows) - 1) for text, (_, _, follows) in zip(read, pairs, strict=True)]
+            lengths = torch.tensor(n_given, device=self._device).unsqueeze(1)
+            rows["prefix"] = torch.arange(longest, device=self._device) < lengths
+        logits = self._model(tokens, **rows)[:, :, : self._tokenizer.vocab_size].float()
         answers = []
-        for (_, _, follows), tokens, row in zip(pairs, read, logits, strict=True):
-            of_them = row[len(tokens) - len(follows) : len(tokens)].log_softmax(-1)
+        for (_, _, follows), text, row in zip(pairs, read, logits, strict=True):
+            of_them = row[len(text) - len(follows) : len(text)].log_softmax(-1)
             wanted = torch.tensor(follows, device=self._device)
             total = of_them.gather(1, wanted.unsqueeze(1)).sum()
             answers.append((float(total), bool((of_them.argmax(-1) == wanted).all())))
@@ -186,7 +192,8 @@ class RunLM(TemplateLM):
         read = self.tok_encode(context)[-(self.max_length - n_tokens) :] or [self.prefix_token_id]
         ends = frozenset([self.eot_token_id])
         settle = _until(stops, self._tokenizer.decode)
-        drawing = Drawing(self._tokenizer.vocab_size, ends, settle=settle, **how)
+        how |= {"settle": settle, "prompt_is_prefix": self._prompt_is_prefix}
+        drawing = Drawing(self._tokenizer.vocab_size, ends, **how)
         said = generate(self._model, read, n_tokens, drawing)
         return postprocess_generated_text(self._tokenizer.decode(said), stop=stops, think_end_token=None)
 

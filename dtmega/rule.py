@@ -222,12 +222,13 @@ def attention_rule(
         causal: a query sees the keys up to its own place.
         window: it sees those less than so many places away; 0: however far.
         document_ids: [B, S] int; it sees those of its own document. Padding is a document of its own.
-        prefix: [B, T] bool; keys that all queries of a document see, those before them too.
+        prefix: [B, T] bool; keys that all queries of a document see, those before them too. With a past only of its
+            first tokens.
         slopes: [H], ALiBi: slope x (place of the key - place of the query) is added. Under tp this rank's heads.
         table: [H, 2 M + 1], relative positions: the entry of (place of the key - place of the query), clamped to
             -M ... M, is added; its gradient is computed. See `distance_buckets`. Under tp this rank's heads.
         key_places, key_document_ids: [B, T], where keys are not those of the same tokens.
-        past: tokens before these, which queries see as well; it takes in these. Once per forward, and without `prefix`.
+        past: tokens before these, which queries see as well; it takes in these. Once per forward.
         fused: False where no kernel is wanted on CUDA (attention dropout, lengths that come once): there the chunked
             formula waits for the device once, to see whether places are consecutive.
 
@@ -236,7 +237,7 @@ def attention_rule(
     """
     if past is not None:
         assert key_places is None, "a past is of the same tokens"
-        assert prefix is None, "a past has no prefix"
+        assert prefix is None or past.length == 0, "what was computed before has not seen a later prefix"
         key_places, key_document_ids = past.begin(places, document_ids)
     own = key_places is None
     query_places = places.to(torch.int32)

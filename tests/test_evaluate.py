@@ -22,7 +22,10 @@ from dtmega import evaluate, job, train
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.loader import TrainBatches
 from dtmega.metrics import Metrics
+from dtmega.models.generate import Drawing, generate
 from dtmega.parallelize import ShardedModel
+from dtmega.startup import Startup
+from dtmega.use import opened
 from tests import ranks
 from tests.layouts import DEBUG, write_text
 from tests.resumed import Record, Training, flags, train_all
@@ -196,6 +199,19 @@ def test_a_sample_is_of_tokens_that_the_tokenizer_has_though_the_model_has_more(
     assert alone(keys | more, tmp_path) == 0
     shown = capsys.readouterr().out.partition("a sample:\n")[2].partition("\nwritten:")[0]
     assert len(re.findall(r"w\d+", shown)) == keys["eval.sample_tokens"]  # what it has no word for is left out
+
+
+def test_the_sample_of_a_run_that_goes_on_from_prefixes_is_of_a_prompt_that_is_one(tmp_path, corpus, capsys):
+    keys = {"data__objective": "prefix-lm", "model__init_std": 0.3, "train__steps": 1, "eval__interval": 0}
+    assert run(tmp_path, corpus, **keys, eval__prompt="a prompt", eval__sample_tokens=8) == 0
+    shown = capsys.readouterr().out.partition("a sample:\n")[2].partition("\nwritten:")[0]
+    used = opened(str(tmp_path), None, {}, Startup())
+    said = {}
+    for is_prefix in (True, False):
+        drawing = Drawing(257, frozenset([256]), seed=used.cfg.run.seed, prompt_is_prefix=is_prefix)
+        new = generate(used.model, used.tokenizer.encode("a prompt"), 8, drawing)
+        said[is_prefix] = "a prompt" + used.tokenizer.decode(new)
+    assert shown == said[True] != said[False]
 
 
 def test_a_prompt_longer_than_the_model_can_read_is_said_and_fails_no_finished_run(tmp_path, corpus, capsys):

@@ -7,13 +7,19 @@ import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from dtmega import config
 from dtmega.__main__ import main as command
+from dtmega.data.tokenizer import load_tokenizer
+from dtmega.loss import IGNORED
 from tests import ranks
+from tests.test_definition import model_of
 from tests.test_train import run
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
@@ -142,6 +148,27 @@ def test_two_processes_give_the_scores_of_one_whatever_is_cut(folder, found):
     everywhere = ranks.run(2, on_layouts, asked(folder), str(folder / "two.json"))[0]
     for results in everywhere:
         assert scores(folder, results) == pytest.approx(scores(folder, found["results"]), rel=1e-5)
+
+
+def test_a_context_is_read_as_the_prefixes_were_that_a_run_was_trained_on():
+    from dtmega.harness import RunLM
+    from dtmega.models.generate import Drawing, generate
+
+    tokenizer = load_tokenizer("bytes")
+    model = model_of(vocab_size=tokenizer.vocab_size).eval()
+    cfg = config.validate({"train": {"steps": 1}, "data": {"objective": "prefix-lm"}}, "test")
+    used: Any = SimpleNamespace(model=model, tokenizer=tokenizer, cfg=cfg)
+    asked = RunLM(used, batch_size=2)
+    pairs = [(None, [5, 6, 7], [8, 9]), (None, [*range(20, 40)], [3]), (None, [4], [5, 6, 7])]
+    for (_, context, follows), (found, _) in zip(pairs, asked._loglikelihood_tokens(pairs), strict=True):
+        tokens = torch.tensor([context + follows])
+        prefix = (torch.arange(tokens.shape[1]) < len(context)).unsqueeze(0)
+        labels = torch.where(prefix, IGNORED, tokens).roll(-1)  # as in training
+        assert found == pytest.approx(-model(tokens, labels, prefix=prefix)["lm"].item(), rel=1e-5)
+    how = {"until": [], "max_gen_toks": 6, "do_sample": False}
+    (said,) = asked.generate_until([SimpleNamespace(args=("question", how))])
+    greedy = Drawing(tokenizer.vocab_size, frozenset(), temperature=0, prompt_is_prefix=True)
+    assert said == tokenizer.decode(generate(model, tokenizer.encode("question"), 6, greedy))
 
 
 def test_a_task_that_nobody_knows_and_a_place_for_the_scores_that_is_none_are_refused_in_a_line(folder, capsys):

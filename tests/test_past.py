@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,6 +126,35 @@ def test_prompts_of_several_lengths_say_together_what_each_says_alone_until_it_e
     assert generate_together(model, prompts, 12, drawing) == alone
     assert given == [(5, 88), *[(5, 1)] * (len(given) - 1)]
     assert len({len(new) for new in alone}) > 2
+
+
+class Kept(Drawing):
+    """A drawing that keeps the logits that each token was drawn by."""
+
+    logits: ClassVar[list[Tensor]] = []
+
+    def of(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        self.logits.append(logits)
+        return super().of(logits, generator)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@torch.no_grad()
+def test_a_prompt_that_is_a_prefix_has_the_logits_of_training_with_a_past_and_without(family: str):
+    model = DECODERS[family]().eval()
+    prompts = PROMPTS[1:]
+    kept = Kept(V, frozenset(), temperature=0, prompt_is_prefix=True)
+    said = [generate(model, prompt, 6, dataclasses.replace(kept, prompt_is_prefix=False)) for prompt in prompts]
+    for drawing in (kept, again(kept), dataclasses.replace(kept, multiple=3)):
+        kept.logits.clear()
+        together = generate_together(model, prompts, 6, drawing)
+        assert together != said  # of prompts that are read from left to right
+        for i, prompt in enumerate(prompts):
+            text = prompt + together[i]
+            prefix = torch.arange(len(text)) < len(prompt)
+            trained = model(torch.tensor([text]), prefix=prefix.unsqueeze(0))[0]
+            for step, logits in enumerate(kept.logits[i :: len(prompts)]):
+                torch.testing.assert_close(logits, trained[len(prompt) - 1 + step], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.full

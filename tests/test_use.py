@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from dtmega import config
 from dtmega.__main__ import main as command
 from dtmega.data.chat import Chat
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.data.tokenizer_json import to_json
-from dtmega.use import for_use
+from dtmega.startup import Startup
+from dtmega.use import for_use, opened
 from tests import ranks
 from tests.test_train import run
 
@@ -33,6 +36,7 @@ def finished(tmp_path_factory, corpus) -> Path:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "generation_config.json").write_text('{"eos_token_id": [256, 33]}')
     keys = {"model__name": "gpt", "model__max_position_embeddings": 64, "checkpoint__interval": 2}
+    keys |= {"model__init_std": 0.3}  # attention that makes a difference
     keys |= {"data__tokenizer": folder / "tokenizer.json", "train__steps": 4, "eval__interval": 0}
     assert run(folder / "run", corpus, **keys) == 0
     return folder / "run"
@@ -111,6 +115,34 @@ def test_two_processes_say_what_one_says_cut_over_layers_stages_or_shards(finish
     assert second == [""] * 3
 
 
+@pytest.fixture(scope="module")
+def of_prefixes(finished) -> Path:
+    """The same weights in a run that was trained to go on from prefixes."""
+    folder = finished.parent / "prefixes"
+    shutil.copytree(finished, folder)
+    toml = folder / "config.toml"
+    toml.write_text(toml.read_text().replace('objective = "auto"', 'objective = "prefix-lm"'))
+    return folder
+
+
+def test_a_run_that_was_trained_on_prefixes_reads_prompts_as_such_on_each_layout(finished, of_prefixes):
+    greedy = ["--tokens", "6", "--temperature", "0", "--prompt", "ABC", "--prompt", "hello there"]
+    used = opened(str(of_prefixes), None, {}, Startup())
+    truth = []
+    for prompt in ("ABC", "hello there"):
+        tokens = used.tokenizer.encode(prompt)
+        prefix = [True] * len(tokens)
+        for _ in range(6):
+            logits = used.model(torch.tensor([tokens]), prefix=torch.tensor([prefix]))  # as in training
+            tokens.append(int(logits[0, -1, : used.tokenizer.vocab_size].argmax()))
+            prefix.append(False)
+        truth.append(prompt + used.tokenizer.decode(tokens[len(prompt) :]) + "\n")
+    expected = "---\n".join(truth)
+    assert said(of_prefixes, *greedy) == expected != said(finished, *greedy)
+    first, _ = ranks.run(2, everywhere, ["generate", "--run", str(of_prefixes), *greedy])
+    assert first == [expected] * 3
+
+
 def test_lines_of_stdin_are_prompts_and_one_that_is_too_long_is_not_the_end(finished, monkeypatch):
     (finished.parent / "chat_template.jinja").rename(finished.parent / "aside")
     try:
@@ -123,7 +155,9 @@ def test_lines_of_stdin_are_prompts_and_one_that_is_too_long_is_not_the_end(fini
     assert talk == first + refused + last
 
 
-def test_a_conversation_is_what_its_template_makes_of_all_that_was_said(finished, monkeypatch):
+@pytest.mark.parametrize("trained", ["finished", "of_prefixes"])
+def test_a_conversation_is_what_its_template_makes_of_all_that_was_said(trained, request, monkeypatch):
+    finished = request.getfixturevalue(trained)
     first = "<user>Hi<assistant>"
     after_one = said("--run", finished, *FEW, "--prompt", first).removesuffix("\n")
     second = f"{after_one}<user>You<assistant>"

@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    from dtmega import families
     from dtmega.data.chat import Chat
     from dtmega.models.show import CONTINUATION
     from dtmega.startup import Refused
@@ -95,11 +96,12 @@ def command(args: argparse.Namespace) -> int:
                 chat = Chat.beside(used.tokenizer)
     except Refused as refused:
         return refused.exit_code
-    of_data = {key: getattr(used.cfg.data, key) for key in used.show.reads}
-    several = {"settle": agreed} if startup.size > 1 else {}
+    options = {**given, **families.sample_options(used.cfg)}
+    if startup.size > 1:
+        options["settle"] = agreed
 
     def shown(prompts: list[str]) -> list[str]:
-        return used.show.texts(used.model, used.tokenizer, prompts, **given, **of_data, **several)
+        return used.show.texts(used.model, used.tokenizer, prompts, **options)
 
     before = ""
     for first in range(0, len(step.told), args.batch_size):
@@ -112,7 +114,7 @@ def command(args: argparse.Namespace) -> int:
             _print(before + text)
             before = f"{BETWEEN}\n"
     if args.interactive:
-        _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(used, chat, given | several))
+        _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(used, chat, options))
     return job.DONE
 
 

@@ -34,6 +34,8 @@ class Objective(Protocol):
         reads: keys of [data] that it reads and not every objective does; the samples depend on them.
         sentences: it reads texts that are split into sentences, each a sequence of the data set.
         not_in_megatrons_order: why [data] order cannot be one of Megatron's; '' where it can.
+        prompt_is_prefix: a prompt is read both ways, as the prefixes of its samples are; False: each token sees those
+            before it.
         order: raise it when sample g of the same data, keys and seed becomes another: older runs are then refused.
     """
 
@@ -51,6 +53,9 @@ class Objective(Protocol):
 
     @property
     def not_in_megatrons_order(self) -> str: ...
+
+    @property
+    def prompt_is_prefix(self) -> bool: ...
 
     @property
     def order(self) -> int: ...
@@ -94,6 +99,7 @@ class NextToken:
     reads = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     sentences = False
     not_in_megatrons_order = ""
+    prompt_is_prefix = False
     order = 2
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -120,6 +126,7 @@ class Prefix(NextToken):
     aim = "next tokens behind a prefix"
     reads = (*NextToken.reads, "objective", "reweight_positions")
     not_in_megatrons_order = "lengths of prefixes are drawn by a generator of torch's there"
+    prompt_is_prefix = True
     order = 1
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -149,6 +156,7 @@ class Masked:
     reads = ("short_seq_prob", "mask_prob", "max_ngram")
     sentences = True
     not_in_megatrons_order = "a compiled helper draws while it cuts the samples there"
+    prompt_is_prefix = False
     order = 1
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -179,6 +187,7 @@ class Spans:
     reads: tuple[str, ...] = ("decoder_seq_len", "mask_prob", "mean_span", "sentinels")
     sentences = False
     not_in_megatrons_order = "Megatron's T5 hides spans otherwise"
+    prompt_is_prefix = False
     order = 1
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:

@@ -46,6 +46,7 @@ class Drawing:
         multiple: how many equal parts a sequence must divide into; more than 1 computes every token again for each.
         settle: called with the tokens as they are drawn, int64 [B], which it may overwrite; False ends the samples.
         keeps_past: False computes every token again for each.
+        prompt_is_prefix: each token of the prompt sees all of the prompt (`Objective.prompt_is_prefix`).
     """
 
     vocab_size: int
@@ -57,6 +58,7 @@ class Drawing:
     multiple: int = 1
     settle: Settle = settled
     keeps_past: bool = True
+    prompt_is_prefix: bool = False
 
     def of(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """A token, int64 [1], by fp32 logits [V]."""
@@ -95,21 +97,29 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, drawin
         longest = _longest(model, prompt, drawing.multiple, answered_elsewhere=False)
     device = next(model.parameters()).device
     width = max(map(len, prompts), default=0)
-    n_padding = torch.tensor([[width - len(prompt)] for prompt in prompts], device=device)
+    lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+    n_padding = width - lengths
     of_one_length = all(len(prompt) == width for prompt in prompts)
 
     def logits(texts: list[list[int]], past: Past | None) -> Tensor:
         if past is None:
-            padded = _padded(texts, 0, drawing.multiple, longest)  # changes nothing before it
+            # What fills up a shorter text stands behind it, and changes nothing before it.
+            padded = torch.tensor(_padded(texts, 0, drawing.multiple, longest), device=device)
             last = [len(text) - 1 for text in texts]
-            return model(torch.tensor(padded, device=device))[torch.arange(len(texts)), last]
+            rows = {}
+            if drawing.prompt_is_prefix:
+                rows["prefix"] = torch.arange(padded.shape[1], device=device) < lengths
+            return model(padded, **rows)[torch.arange(len(texts)), last]
         new = _unseen(texts, past, device)
         places = past.length + torch.arange(new.shape[1], device=device) - n_padding
-        if of_one_length:
-            return model(new, places=places, past=past)[:, -1]
-        documents = (places < 0).long()
-        positions = places.clamp(0, longest - 1)  # also of a sample that has ended where positions end
-        return model(new, places=places, position_ids=positions, document_ids=documents, past=past)[:, -1]
+        rows = {"places": places}
+        if drawing.prompt_is_prefix and past.length == 0:
+            rows["prefix"] = torch.ones_like(new, dtype=torch.bool)
+        if not of_one_length:
+            rows["document_ids"] = (places < 0).long()
+            # Clamped also for a sample that has ended where positions end.
+            rows["position_ids"] = places.clamp(0, longest - 1)
+        return model(new, past=past, **rows)[:, -1]
 
     with _evaluating(model):
         rooms = [min(n, longest - len(prompt)) for prompt in prompts]

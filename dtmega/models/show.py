@@ -27,8 +27,8 @@ class Show(NamedTuple):
     Attributes:
         options: those of `dtmega generate` that it reads; it has a default for each, and is called with no others.
         text: (model, tokenizer, prompt, **options) -> what to print; also takes `multiple` and `settle`, as `generate`
-            has them, and the keys of [data] that `reads` names. It raises a ValueError for a prompt that it can do
-            nothing with.
+            has them, and what `families.sample_options` says of the run. It raises a ValueError for a prompt that it
+            can do nothing with.
         reads: keys of [data], as the run had them.
         together: the same as `text` for several prompts, which share each forward; None: there is only one by one.
     """
