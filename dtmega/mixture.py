@@ -54,7 +54,7 @@ def parse(written: str) -> Mixture:
     """
     named = NAMED.fullmatch(written)
     if named is None:
-        raise ValueError(f"expected {FORM}, got '{written}'")
+        raise ValueError(f"expected {FORM}, such as 'wiki={written}', got '{written}'")
     name, sign, rest = named.groups()
     if sign == "=":
         if not rest:

@@ -6,6 +6,7 @@ strict: no string is taken for a number, and an error names where its value came
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -218,6 +219,13 @@ def _says_nothing(chosen: Chosen, section: str, k: str, value: Any) -> bool:
     return own not in owners and any(field.default == value for field in owners.values())
 
 
+def as_list(text: str) -> str:
+    """The list, as TOML has it, that was meant by a text such as `a,b` or `[a, b]`."""
+    items = [item.strip().strip("\"'") for item in text.strip().strip("[]").split(",")]
+    are_numbers = all(re.fullmatch(r"[+-]?[\d.]+([eE][+-]?\d+)?", item) for item in items)
+    return f"[{', '.join(item if are_numbers else json.dumps(item, ensure_ascii=False) for item in items)}]"
+
+
 def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Override]) -> str:
     """One of pydantic's errors in a line that begins with where it came from."""
     place = [str(part) for part in error["loc"]]
@@ -242,4 +250,7 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     small = str(error["input"]).lower()
     is_flag = bool in (field.annotation, *get_args(field.annotation))
     hint = f"; write {small}" if is_flag and small in ("true", "false") else ""
+    if error["type"] == "list_type" and isinstance(error["input"], str):
+        listed = as_list(error["input"])
+        hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
     return f"{where}: {expected}, got {error['input']!r:.{SHOWN}}{hint}"

@@ -128,17 +128,20 @@ LINES: list[tuple[str, dict[str, Any]]] = [
         {
             **{"input": ["a"], "tokenizer": "bytes", "output": "o", "json_key": "text", "append_eod": False},
             **{"split_documents": None, "split_sentences": None, "kind": None, "workers": N_CPUS, "strict": False},
+            **{"encoding": "", "overwrite": False},
         },
     ),
     (
         "tokenize --input a b --tokenizer t --output o/p --json-key body --append-eod --split-documents 1 "
-        "--split-sentences blocks --kind jsonl --workers 1 --strict",
+        "--split-sentences blocks --kind jsonl --workers 1 --strict --encoding Latin1 --overwrite",
         {
             **{"input": ["a", "b"], "tokenizer": "t", "output": "o/p", "json_key": "body", "append_eod": True},
             **{"split_documents": 1, "split_sentences": "blocks", "kind": "jsonl", "workers": 1, "strict": True},
+            **{"encoding": "iso8859-1", "overwrite": True},
         },
     ),
-    ("merge --input a b --output o/p", {"input": ["a", "b"], "output": "o/p"}),
+    ("merge --input a b --output o/p", {"input": ["a", "b"], "output": "o/p", "overwrite": False}),
+    ("merge --input a --output o.bin --overwrite", {"input": ["a"], "output": "o", "overwrite": True}),
     (
         "generate --run r --prompt p",
         {
@@ -398,7 +401,7 @@ def test_one_text_file_is_refused_with_the_cures_and_each_of_them_trains(tmp_pat
         assert words in said
     assert run(tmp_path / "train-only", prefix, **keys, data__split="1,0,0") == job.DONE
     for where in ("blank-lines", "500"):
-        assert command([*tokenize, "--split-documents", where]) == job.DONE
+        assert command([*tokenize, "--split-documents", where, "--overwrite"]) == job.DONE
         assert run(tmp_path / where, prefix, **keys) == job.DONE
 
 

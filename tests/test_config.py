@@ -407,6 +407,14 @@ def test_an_option_of_another_section_is_not_named_though_its_key_has_the_same_n
         ("--log.tensorboard=False", "--log.tensorboard: Input should be a valid boolean, got 'False'; write false"),
         ("--compile.enable=False", "--compile.enable: expected auto or true or false, got 'False'; write false"),
         ("--run.dir=", "--run.dir: String should have at least 1 character, got ''"),
+        (
+            "--data.validation=a,b",
+            """--data.validation: Input should be a valid list, got 'a,b'; write --data.validation '["a", "b"]'""",
+        ),
+        (
+            "--data.weights=0.3,1",
+            "--data.weights: Input should be a valid list, got '0.3,1'; write --data.weights '[0.3, 1]'",
+        ),
         ("--data.num_workers=999", "--data.num_workers: Input should be less than or equal to 64, got 999"),
     ],
 )

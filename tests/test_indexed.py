@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -346,6 +347,33 @@ def test_a_sequence_of_2_to_the_31_tokens_is_refused(tmp_path):
     endless = np.broadcast_to(np.uint8(1), (2**31,))  # of one byte
     with pytest.raises(ValueError, match=r"expected fewer than 2\*\*31 integers, got uint8 \[2147483648\]"):
         write(tmp_path / "a", [endless], "uint8")
+
+
+@pytest.mark.parametrize(
+    ("named", "meant"),
+    [
+        ("a.bin", "[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: a)"),
+        ("a,b", """several prefixes are a list, [data] path = ["a", "b"], or --data.path '["a", "b"]'"""),
+        ("[a, b]", """--data.path '["a", "b"]'"""),
+        ("alone", "alone.bin alone says nothing of its tokens; dtmega tokenize writes it with its .idx"),
+        ("none", "[data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize writes them"),
+        ("linked", "linked.idx: No such file or directory (it is a link to blobs/0, which is not there)"),
+        ("pointer", "pointer.idx is a pointer of Git LFS, not the file: run `git lfs pull`"),
+        (
+            "junk",
+            "this is no index of token files, or it was cut off; make the pair anew (dtmega tokenize --overwrite)",
+        ),
+    ],
+)
+def test_a_prefix_that_cannot_be_opened_is_refused_with_what_to_write_or_do(tmp_path, monkeypatch, named, meant):
+    monkeypatch.chdir(tmp_path)
+    for file in ("alone.bin", "linked.bin", "pointer.bin", "junk.bin"):
+        Path(file).write_bytes(b"\0\0")
+    Path("linked.idx").symlink_to("blobs/0")
+    Path("pointer.idx").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+    Path("junk.idx").write_bytes(bytes(100))
+    with pytest.raises(ValueError, match=re.escape(meant)):
+        IndexedDataset(named)
 
 
 def test_places_beyond_4_gib_are_written_and_read(tmp_path):

@@ -86,8 +86,11 @@ def test_parts_that_do_not_belong_together_are_refused_and_what_was_there_stays(
         ([f"{tmp_path}/none"], "none.idx: No such file"),
     ):
         capsys.readouterr()
-        assert main(["merge", "--input", *parts, "--output", there]) == job.REFUSED
+        assert main(["merge", "--input", *parts, "--output", there, "--overwrite"]) == job.REFUSED
         said = capsys.readouterr().err
         assert message in said, said
         assert said.endswith(f"; nothing was written to {there}\n")
         assert Path(f"{there}.idx").read_bytes() == before
+    assert main(["merge", "--input", plain, "--output", there]) == job.REFUSED
+    assert f"{there}.bin is there: expected another --output, or --overwrite" in capsys.readouterr().err
+    assert main(["merge", "--input", plain, "--output", there, "--overwrite"]) == job.DONE

@@ -23,6 +23,7 @@ import tiktoken
 import tokenizers
 import zstandard
 
+from dtmega import job
 from dtmega.__main__ import main as command
 from dtmega.data import text_files, tokenize
 from dtmega.data import tokenizer as tokenizer_module
@@ -30,13 +31,15 @@ from dtmega.data.indexed import IndexedDataset
 from dtmega.data.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_encoding, load_tokenizer
 
 ROOT = Path(tokenize.__file__).parents[2]
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 TEXTS = ["Hello, world", "Straße 12345\n\n\tdef f(x):\n        return x", "<|endoftext|> is text", "漢字 🙂"]
 
 
 def run(folder, *inputs, options=("--workers", 1), tokenizer="bytes"):
     """The command on files of `folder`; its exit code."""
     paths = [folder / name for name in inputs]
-    argv = ["tokenize", "--input", *paths, "--tokenizer", tokenizer, "--output", folder / "out", *options]
+    output = ["--output", folder / "out", "--overwrite"]
+    argv = ["tokenize", "--input", *paths, "--tokenizer", tokenizer, *output, *options]
     return command(list(map(str, argv)))
 
 
@@ -131,6 +134,27 @@ def test_fifty_thousand_local_ranks_are_cut_by_gpt2s_rule(tmp_path):
 def test_an_unknown_spec_names_what_is_possible(spec):
     with pytest.raises(ValueError, match=r"stdlib-wordpiece, bytes, bert:PATH .* a path to a \.tiktoken file .*gpt2"):
         load_tokenizer(spec)
+
+
+def test_a_spec_that_is_nearly_one_is_answered_with_the_one_to_write(tmp_path, json_path):
+    (tmp_path / "vocab.txt").write_text("[PAD]")
+    (tmp_path / "tokenizer.model").write_bytes(b"spm")
+    for spec, answer in (
+        (json_path.parent, f"is a folder: say {json_path}"),
+        (tmp_path, f"may make one: AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"),
+        (tmp_path / "vocab.txt", f"is bert:{tmp_path}/vocab.txt, or bert-cased:{tmp_path}/vocab.txt"),
+        (tmp_path / "tokenizer.model", f"AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"),
+        ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(answer)):
+            load_tokenizer(str(spec))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "ranks.tiktoken"])
+def test_a_tokenizer_that_is_a_pointer_of_git_lfs_is_refused_with_the_command_that_fetches_it(tmp_path, name):
+    (tmp_path / name).write_text(LFS_POINTER)
+    with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS, not the file: run `git lfs pull`"):
+        load_tokenizer(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("spec", ["missing.tiktoken", "missing.json"])
@@ -317,7 +341,62 @@ def test_a_part_that_is_no_utf8_is_skipped_and_shown_with_its_line(tmp_path, mon
     (tmp_path / "in.txt").write_bytes(b"a\n\nb\n\xff\n\nc\n\nd\n\n\n\xff\n")
     assert run(tmp_path, "in.txt", options=["--split-documents", "blank-lines", "--workers", 1]) == 0
     assert documents(tmp_path) == ["a\n\n", "c\n\n", "d\n\n\n"]
-    assert re.findall(r"in\.txt:(\d+): 'utf-8' codec can't decode", capsys.readouterr().err) == ["3", "11"]
+    assert re.findall(r"in\.txt:(\d+): expected UTF-8, got b'\\xff'", capsys.readouterr().err) == ["3", "11"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "cp1252", "gb18030", "UTF-8"])
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])  # the first two cut characters apart
+def test_text_of_another_encoding_is_the_text_that_python_decodes(tmp_path, monkeypatch, encoding, chunk):
+    texts = ["ä€ one\n", "two €\n\n", "three ä"]
+    (tmp_path / "in.txt").write_bytes("".join(texts).encode(encoding))
+    (tmp_path / "in.jsonl").write_bytes("".join(f'{{"text": "{text.strip()}"}}\n' for text in texts).encode(encoding))
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
+    assert run(tmp_path, "in.txt", "in.jsonl", options=["--workers", 1, "--encoding", encoding]) == 0
+    assert documents(tmp_path) == ["".join(texts), *(text.strip() for text in texts)]
+
+
+@pytest.mark.parametrize("after", ["more".encode("utf-16-le"), b"", b"\xdc"])
+def test_text_that_is_not_in_its_encoding_is_refused_with_file_and_byte(tmp_path, monkeypatch, capsys, after):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 3)
+    half_a_pair = b"\x00\xd8"  # a high surrogate, which a second one must follow
+    (tmp_path / "in.txt").write_bytes("text".encode("utf-16-le") + half_a_pair + after)
+    assert run(tmp_path, "in.txt", options=["--workers", 1, "--encoding", "utf-16-le"]) == job.REFUSED
+    assert re.search(r"in\.txt is not in utf-16-le: .* at byte 8 \(--encoding\)", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("encoding", ["base64", "klingon"])
+def test_an_encoding_that_is_none_of_text_is_refused(tmp_path, capsys, encoding):
+    with pytest.raises(SystemExit):
+        run(tmp_path, "in.txt", options=["--encoding", encoding])
+    assert "expected an encoding such as latin-1, cp1252 or utf-16" in capsys.readouterr().err
+
+
+def test_text_that_looks_like_utf16_is_refused_with_that_encoding(tmp_path, capsys):
+    (tmp_path / "in.txt").write_bytes("hello".encode("utf-16"))
+    assert run(tmp_path, "in.txt") == job.REFUSED
+    expected = "in.txt:1: expected UTF-8, got b'\\xff' at byte 0; --encoding names another, such as utf-16"
+    assert expected in capsys.readouterr().err
+
+
+def test_token_files_are_written_over_only_where_that_was_asked_for(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("a")
+    argv = ["tokenize", "--input", f"{tmp_path}/in.txt", "--tokenizer", "bytes", "--output", f"{tmp_path}/out.bin"]
+    assert command(argv) == 0
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx", "out.meta.json"]
+    (tmp_path / "in.txt").write_text("b")
+    assert command(argv) == job.REFUSED
+    assert f"{tmp_path}/out.bin is there: expected another --output, or --overwrite" in capsys.readouterr().err
+    assert documents(tmp_path) == ["a"]
+    assert command([*argv, "--overwrite"]) == 0
+    assert documents(tmp_path) == ["b"]
+
+
+def test_a_link_that_leads_nowhere_is_refused_with_where_it_leads(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").symlink_to("/no/such")
+    for name in ("in", "in/a.txt"):
+        assert run(tmp_path, name) == job.REFUSED
+        assert "in/a.txt cannot be read (it is a link to /no/such, which is not there)" in capsys.readouterr().err
 
 
 def test_a_text_cut_every_n_tokens_has_the_same_tokens(tmp_path):
@@ -495,7 +574,7 @@ MALFORMED = {
     b'["text"]': "expected an object with 'text' .* got list",
     b'{"text": 5}': "expected a string in 'text', got int",
     b'{"text": null}': "expected a string in 'text', got NoneType",
-    b'{"text": "\xff"}': ".*can't decode byte 0xff",
+    b'{"text": "\xff"}': r"expected UTF-8, got b'\\xff' at byte 10; --encoding names another, such as latin-1",
     b'{"text": "\\ud83d"}': ".*surrogates not allowed",
     b"[" * 100_000: "bad JSON",
 }
@@ -698,7 +777,7 @@ import multiprocessing, sys
 from dtmega.__main__ import main
 from dtmega.data import text_files
 
-def endless(files, column, at_blank_lines):
+def endless(files, column, at_blank_lines, encoding):
     for i in range(10**9):
         yield text_files.RecordBatch("in.jsonl", ".jsonl", i, b'{"text": "a"}', False, 0)
         if i == 20:

@@ -6,6 +6,7 @@ The bounds of a value stand beside its option, so that no command has to look at
 from __future__ import annotations
 
 import argparse
+import codecs
 import math
 import os
 from collections.abc import Callable
@@ -64,12 +65,25 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def prefix(text: str) -> str:
-    """A prefix of `.bin` and `.idx`, so not a folder."""
+    """A prefix of `.bin` and `.idx`, so not a folder. The name of either file stands for the prefix."""
+    text = text.removesuffix(".idx").removesuffix(".bin")
     if os.path.basename(text) in ("", ".", ".."):
         raise argparse.ArgumentTypeError(
             f"expected a prefix such as data/mine, for data/mine.bin and .idx, got '{text}'"
         )
     return text
+
+
+def encoding(text: str) -> str:
+    """The name of an encoding of text as Python knows it; '' for UTF-8."""
+    try:
+        name = codecs.lookup(text).name
+        "".encode(name)  # fails for codecs that are not of text, such as base64
+    except LookupError:
+        raise argparse.ArgumentTypeError(
+            f"expected an encoding such as latin-1, cp1252 or utf-16, got '{text}'"
+        ) from None
+    return "" if name in ("utf-8", "utf-8-sig") else name
 
 
 def places_to_cut(text: str) -> str | int:

@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the files that PREFIX names, if there are any"
+    )
 
 
 def command(args: argparse.Namespace) -> int:

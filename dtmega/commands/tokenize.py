@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from dtmega.commands.arguments import integer, places_to_cut, prefix
+from dtmega.commands.arguments import encoding, integer, places_to_cut, prefix
 from dtmega.commands.endings import write_output
 from dtmega.data import tokenize
 from dtmega.data.sentences import BLOCKS, PROSE
@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the files that PREFIX names, if there are any"
+    )
     parser.add_argument("--json-key", default="text", metavar="KEY", help="JSON key or parquet column (%(default)s)")
     parser.add_argument("--append-eod", action="store_true", help="close each document with the end-of-document id")
     parser.add_argument(
@@ -48,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kind", choices=("txt", "jsonl"), help="read all files as this, whatever their suffix (by suffix; - as txt)"
+    )
+    parser.add_argument(
+        "--encoding",
+        type=encoding,
+        default="utf-8",
+        metavar="NAME",
+        help="the encoding of the text: latin-1, cp1252, utf-16, gb18030, ... (%(default)s)",
     )
     parser.add_argument(
         "--workers", type=integer(1), default=_n_cpus(), metavar="N", help="processes (%(default)s, all there are)"

@@ -137,7 +137,7 @@ class Data(Section):
             try:
                 name = mixture.parse(written).name
             except ValueError as error:
-                raise ValueError(f"[data] validation has {mixture.FORM}: {error}") from None
+                raise ValueError(f"[data] validation: {error}") from None
             if name in taken or name in names:
                 raise ValueError(
                     f"[data] validation has {mixture.FORM}, each NAME once, of letters, digits and '_.-', and none of "

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from dtmega.data.idx_file import DTYPE_OF_CODE, HEADER, MAGIC, read_index
 from dtmega.durable import sync_folder
+from dtmega.sections import as_list
+from dtmega.strangers import check_not_a_pointer, dangling
 
 CHUNK = 1 << 20  # entries checked at a time: bounds the memory that opening a file of any size takes
 
@@ -47,7 +49,7 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, by_sequence: bool = False) -> None:
         self.prefix, self.by_sequence = str(prefix), by_sequence
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
-        index, data = _map(idx_path), _map(bin_path)
+        index, data = _map(self.prefix, ".idx"), _map(self.prefix, ".bin")
         found = read_index(idx_path, index)
         self.dtype, self.sizes, self.pointers = found.dtype, found.sizes, found.pointers
         self.document_index = found.document_index
@@ -136,15 +138,37 @@ class IndexedDataset:
         return partial(IndexedDataset, self.prefix, by_sequence=self.by_sequence), ()
 
 
-def _map(path: str) -> NDArray[np.uint8]:
+def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:
+    path = f"{prefix}{suffix}"
     try:
         # numpy refuses to map an empty file, which the .bin of a data set without tokens is.
-        return np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
+        content = np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
     except OSError as error:
-        raise ValueError(
-            f"{path}: {error.strerror} ([data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize "
-            f"writes them)"
-        ) from None
+        raise ValueError(f"{path}: {error.strerror}{dangling(path)} ({_meant(prefix)})") from None
+    check_not_a_pointer(content[:64].tobytes(), path)
+    return content
+
+
+def _meant(prefix: str) -> str:
+    """Explain [data] path to whoever has named files that are not there."""
+    if prefix.endswith((".bin", ".idx")):
+        return f"[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: {prefix[:-4]}"
+    if "," in prefix or prefix.startswith("["):
+        return f"several prefixes are a list, [data] path = {as_list(prefix)}, or --data.path '{as_list(prefix)}'"
+    if os.path.exists(f"{prefix}.bin"):
+        return f"{prefix}.bin alone says nothing of its tokens; dtmega tokenize writes it with its .idx"
+    return "[data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize writes them"
+
+
+def check_free(prefix: str, overwrite: bool) -> None:
+    """Refuse to write over token files, unless that was asked for.
+
+    Raises:
+        ValueError: there are some of that name.
+    """
+    for path in (f"{prefix}.bin", f"{prefix}.idx"):
+        if os.path.lexists(path) and not overwrite:
+            raise ValueError(f"{path} is there: expected another --output, or --overwrite to replace it")
 
 
 class IndexedWriter:

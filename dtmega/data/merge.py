@@ -13,7 +13,7 @@ import glob
 from collections.abc import Sequence
 
 from dtmega.data import record
-from dtmega.data.indexed import IndexedDataset, IndexedWriter
+from dtmega.data.indexed import IndexedDataset, IndexedWriter, check_free
 from dtmega.data.record import Record
 from dtmega.output import counted
 
@@ -28,6 +28,7 @@ def write(args: argparse.Namespace) -> str:
     prefixes = _prefixes(args.input)
     if args.output in prefixes:
         raise ValueError(f"--output {args.output} is one of the parts, which stay as they are")
+    check_free(args.output, args.overwrite)
     parts = [IndexedDataset(prefix) for prefix in prefixes]
     for part in parts:
         if part.dtype != parts[0].dtype:

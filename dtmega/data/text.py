@@ -110,7 +110,8 @@ def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) ->
     key = ", [data] sentinels" if n_added else ""
     raise ValueError(
         f"vocab_size={cfg.model.vocab_size} is smaller than the {n_own} ids of tokenizer "
-        f"'{cfg.data.tokenizer}'{added} ([model] vocab_size, [data] tokenizer{key})"
+        f"'{cfg.data.tokenizer}'{added}: take the model's own tokenizer, or raise the size, "
+        f"where it is not that of a [model] path ([model] vocab_size, [data] tokenizer{key})"
     )
 
 
@@ -162,12 +163,12 @@ class Corpora:
                 reverse.
         """
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
+        # The record first: ids outside the vocabulary are most often another tokenizer's, which it names.
+        has_record = made_here or record.check_tokenizer(dataset, cfg.data, tokenizer)
         n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
         check_token_ids(dataset, n_ids)
-        if made_here:
-            return True
-        has_record = record.check_tokenizer(dataset, cfg.data, tokenizer)
-        record.check_sentences(dataset, objective.sentences)
+        if not made_here:
+            record.check_sentences(dataset, objective.sentences)
         return has_record
 
 

@@ -6,13 +6,15 @@
     .parquet           each row of one column is one document
     -                  standard input, a .txt unless said otherwise
 
-A byte order mark at the start of a file is no part of its text.
+A byte order mark at the start of a file is no part of its text. Text in another encoding than UTF-8 becomes UTF-8 where
+the file is read, so that everything after it knows one encoding only.
 
 Reading cuts files into batches cheaply, in one process; what a record holds is found out later, in many.
 """
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import json
@@ -26,6 +28,7 @@ from itertools import pairwise
 from typing import IO, NamedTuple
 
 from dtmega import extras
+from dtmega.strangers import dangling
 
 KINDS = (".txt", ".jsonl", ".json", ".parquet")
 LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow"}  # of the optional extra dtmega[data]
@@ -111,6 +114,8 @@ def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
         for suffix, library in LIBRARIES.items():
             if path.endswith(suffix):
                 extras.check(library, "data", path)
+        if link := dangling(path):
+            raise ValueError(f"{path} cannot be read{link}; remove it, or name the files without it (--input)")
         files.append(File(path, its_kind, 0 if path == STDIN else os.path.getsize(path)))
     return files
 
@@ -131,15 +136,18 @@ def _kind(path: str) -> str:
     return inner if suffix in (".gz", ".zst") and inner != ".parquet" else suffix
 
 
-def read_batches(files: Sequence[File], column: str, *, at_blank_lines: bool = False) -> Iterator[RecordBatch]:
+def read_batches(
+    files: Sequence[File], column: str, *, at_blank_lines: bool = False, encoding: str = ""
+) -> Iterator[RecordBatch]:
     """Read all files as batches.
 
     Args:
         column: what to read of parquet files.
         at_blank_lines: each part of a .txt that blank lines end is a document.
+        encoding: name of the encoding of all text; '' = UTF-8.
 
     Raises:
-        ValueError: a file is damaged or cut off, or has no such column of strings.
+        ValueError: a file is damaged or cut off, has no such column of strings, or is not in the encoding.
     """
     before_bytes = 0
     for file in files:
@@ -147,26 +155,26 @@ def read_batches(files: Sequence[File], column: str, *, at_blank_lines: bool = F
         if file.kind == ".parquet":
             found = _read_parquet(file.path, column)
         elif file.kind == ".txt":
-            found = _read_parts(file.path) if is_cut else _read_whole(file.path)
+            found = _read_parts(file.path, encoding) if is_cut else _read_whole(file.path, encoding)
         else:
-            found = _read_lines(file.path)
+            found = _read_lines(file.path, encoding)
         for first, data, position in found:
             yield RecordBatch(file.path, file.kind, first, data, is_cut, before_bytes + position)
         before_bytes += file.n_bytes
 
 
-def _read_whole(path: str) -> Iterator[tuple[int, bytes, int]]:
+def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
     parts, position = [], 0
-    for chunk, position in _chunks(path):  # noqa: B007
+    for chunk, position in _chunks(path, encoding):  # noqa: B007
         parts.append(chunk)
         _check_size(path, 1, parts)
     yield 1, b"".join(parts), position
 
 
-def _read_lines(path: str) -> Iterator[tuple[int, bytes, int]]:
+def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
     """(first line, whole lines, bytes read so far): about CHUNK_BYTES of lines each, in the end what has no newline."""
     first, parts, position = 1, [], 0
-    for chunk, position in _chunks(path):
+    for chunk, position in _chunks(path, encoding):
         end = chunk.rfind(b"\n") + 1
         if end:
             data = b"".join([*parts, chunk[:end]])
@@ -178,11 +186,11 @@ def _read_lines(path: str) -> Iterator[tuple[int, bytes, int]]:
     yield first, b"".join(parts), position
 
 
-def _read_parts(path: str) -> Iterator[tuple[int, bytes, int]]:
+def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
     """Whole lines as `_read_lines` reads them, cut only where blank lines end a part of the text."""
     first, kept, position = 1, [], 0
     blanks = b""  # at the end of what has been read: the part ends after them, if there is another one
-    for _, lines, position in _read_lines(path):
+    for _, lines, position in _read_lines(path, encoding):
         read = blanks + lines
         text = read.rstrip(b" \t\r\n")
         blanks = read[len(text) :]
@@ -211,7 +219,38 @@ def _check_size(path: str, line: int, parts: list[bytes]) -> None:
         )
 
 
-def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
+def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
+    """The text of a file as UTF-8, unchecked if it was that, and how many bytes of the file have been read for it."""
+    if not encoding:
+        yield from _decompressed(path)
+        return
+    decoder = codecs.getincrementaldecoder(encoding)()
+    decoded_bytes = position = 0
+    for chunk, position in _decompressed(path):
+        yield _decoded(decoder, chunk, path, encoding, decoded_bytes), position
+        decoded_bytes += len(chunk)
+    yield _decoded(decoder, b"", path, encoding, decoded_bytes, is_last=True), position
+
+
+def _decoded(
+    decoder: codecs.IncrementalDecoder, chunk: bytes, path: str, encoding: str, before_bytes: int, is_last: bool = False
+) -> bytes:
+    """The next chunk of a text as UTF-8.
+
+    Raises:
+        ValueError: the file is not in the encoding.
+    """
+    kept_bytes = len(decoder.getstate()[0])  # of a character that the chunk before has begun
+    try:
+        return decoder.decode(chunk, is_last).encode()
+    except UnicodeError as error:
+        # A UTF-16 or UTF-32 that does not begin with its mark is a bare UnicodeError.
+        place, why = (error.start, error.reason) if isinstance(error, UnicodeDecodeError) else (0, str(error))
+        at = before_bytes - kept_bytes + place
+        raise ValueError(f"{path} is not in {encoding}: {why} at byte {at} (--encoding)") from None
+
+
+def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
     """Decompressed bytes, and how many bytes of the file have been read for them."""
     if path == STDIN:
         position = 0
@@ -313,7 +352,12 @@ def document(record: bytes | None, number: int, kind: str, key: str) -> str:
         raise ValueError(f"expected a string in '{key}', got null")
     # Files that are put together have a byte order mark in the middle; in JSON it is never text.
     starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
-    text = record.decode("utf-8-sig" if starts_file else "utf-8")
+    try:
+        text = record.decode("utf-8-sig" if starts_file else "utf-8")
+    except UnicodeDecodeError as error:
+        cure = "" if kind == ".parquet" else f"; --encoding names another, such as {_likely(record)}"
+        byte = record[error.start : error.start + 1]
+        raise ValueError(f"expected UTF-8, got {byte!r} at byte {error.start}{cure}") from None
     if kind in (".txt", ".parquet"):
         return text
     try:
@@ -329,3 +373,9 @@ def document(record: bytes | None, number: int, kind: str, key: str) -> str:
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
     value[key].encode()  # half a surrogate pair (\ud83d) is JSON but no text
     return value[key]
+
+
+def _likely(text: bytes) -> str:
+    """The encodings to try first of a text that is not UTF-8."""
+    is_wide = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text[:1000]
+    return "utf-16" if is_wide else "latin-1 or cp1252"

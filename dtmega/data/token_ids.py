@@ -36,7 +36,8 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
             sequence = dataset.sequence_of(start + i)
             raise ValueError(
                 f"{path}: expected ids in [0, {vocab_size}), got {ids[i]} in sequence {sequence} (all ids: {low} to "
-                f"{high}); raise [model] vocab_size, or tokenize the text with another tokenizer"
+                f"{high}): these are of another tokenizer. Tokenize the text with [data] tokenizer, or raise [model] "
+                f"vocab_size, where it is not that of a [model] path"
             )
 
 

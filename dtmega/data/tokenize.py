@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dtmega.data import sentences, text_files
-from dtmega.data.indexed import IndexedWriter, token_dtype
+from dtmega.data.indexed import IndexedWriter, check_free, token_dtype
 from dtmega.data.record import text_of
 from dtmega.data.tokenizer import load_tokenizer
 from dtmega.output import counted
@@ -46,13 +46,17 @@ def write(args: argparse.Namespace) -> str:
         OSError: something cannot be read or written, or a worker died.
     """
     start_s = time.perf_counter()
+    check_free(args.output, args.overwrite)
     files = text_files.find_files(args.input, args.kind)
     cut = args.split_documents
     if cut and all(file.kind != ".txt" for file in files):
         raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
+    if args.encoding and any(file.kind == ".parquet" for file in files):
+        raise ValueError(f"--encoding {args.encoding} is of text files; the strings of parquet are UTF-8")
     _check_sentences(args)
     tokenizer = load_tokenizer(args.tokenizer)
-    batches = text_files.read_batches(files, args.json_key, at_blank_lines=cut == text_files.BLANK_LINES)
+    at_blank_lines = cut == text_files.BLANK_LINES
+    batches = text_files.read_batches(files, args.json_key, at_blank_lines=at_blank_lines, encoding=args.encoding)
     job = Job(
         tokenizer=args.tokenizer,
         key=args.json_key,

@@ -26,7 +26,7 @@ import tiktoken
 import tokenizers
 
 from dtmega.data import wordpiece
-from dtmega.strangers import read_object
+from dtmega.strangers import check_not_a_pointer, dangling, download, read_object
 
 # cl100k_base's rule, written so that tiktoken and Hugging Face's `tokenizers` both read it: contractions; words with
 # one mark before them; digits by three; punctuation with its newlines; blank lines; indentation but for its last blank.
@@ -126,10 +126,26 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
         return _from_ranks_file(spec, Path(spec))
     if spec in tiktoken.list_encoding_names():
         return _from_tiktoken_name(spec)
-    raise ValueError(
-        f"unknown tokenizer '{spec}'; expected stdlib-8k, stdlib-wordpiece, bytes, bert:PATH or bert-cased:PATH of a "
-        f"vocab.txt, a path to a .tiktoken file or a tokenizer.json, or one of tiktoken's: "
-        f"{', '.join(tiktoken.list_encoding_names())}"
+    raise ValueError(f"unknown tokenizer '{spec}'{_meant(spec)}")
+
+
+def _meant(spec: str) -> str:
+    """The end of a message about a spec that names no vocabulary: what to write instead."""
+    path = Path(spec)
+    folder = path if path.is_dir() else path.parent
+    saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+    if spec and path.is_dir():
+        if (path / "tokenizer.json").exists():
+            return f", which is a folder: say {path / 'tokenizer.json'}"
+        return f", which is a folder without a tokenizer.json; transformers may make one: {saved}"
+    if path.suffix == ".model" and path.is_file():
+        return f", a file of SentencePiece; transformers may make a tokenizer.json of it, which is read here: {saved}"
+    if path.suffix == ".txt" and path.is_file():
+        return f": a vocab.txt of WordPieces is bert:{spec}, or bert-cased:{spec} where it has capital letters"
+    return (
+        f"; expected stdlib-8k, stdlib-wordpiece, bytes, bert:PATH or bert-cased:PATH of a vocab.txt, a path to a "
+        f".tiktoken file or a tokenizer.json, or one of tiktoken's: {', '.join(tiktoken.list_encoding_names())}"
+        f"{download(spec)}"
     )
 
 
@@ -272,9 +288,13 @@ def _eos_token(path: Path) -> list[str]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"tokenizer {path}: expected a file, got '{error.strerror}'") from None
+        raise ValueError(
+            f"tokenizer {path}: expected a file, got '{error.strerror}'{dangling(path)}{download(str(path.parent))}"
+        ) from None
+    check_not_a_pointer(content, path)
+    return content
 
 
 def _digest(*parts: bytes) -> str:
