@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
@@ -198,6 +200,136 @@ def test_the_padding_of_the_vocabulary_follows_their_tensor_parallel_size() -> N
     # megatron/tokenizer/tokenizer.py: a multiple of make_vocab_size_divisible_by x tensor_model_parallel_size.
     line = "pretrain_gpt.py --tensor-model-parallel-size 8 --make-vocab-size-divisible-by 64"
     assert tomli.loads(translate(line).toml)["model"]["pad_vocab_to_multiple"] == 512
+
+
+# Flags with values that are nobody's default -> what they are here, by Megatron-LM's and Megatron-DeepSpeed's
+# megatron/arguments.py. Of a GPT, where no other program is named.
+SAID: dict[str, dict[str, Any]] = {
+    "--num-layers 3 --hidden-size 24 --num-attention-heads 6 --ffn-hidden-size 40 --max-position-embeddings 77": {
+        **{"model.n_layers": 3, "model.hidden_size": 24, "model.n_heads": 6, "model.ffn_hidden_size": 40},
+        **{"model.max_position_embeddings": 77},
+    },
+    "--init-method-std 0.03 --layernorm-epsilon 1e-7 --hidden-dropout 0.2 --attention-dropout 0.3": {
+        **{"model.init_std": 0.03, "model.layer_norm_eps": 1e-7},
+        **{"model.hidden_dropout": 0.2, "model.attention_dropout": 0.3},
+    },
+    "--fp32-residual-connection --glu-activation swiglu": {"model.fp32_residual": True, "model.glu": "swiglu"},
+    "pretrain_bert.py --apply-residual-connection-post-layernorm": {
+        "model.apply_residual_connection_post_layernorm": True
+    },
+    "pretrain_bert.py --no-bias-gelu-fusion": {"model.gelu": "erf"},
+    "pretrain_bert.py --num-layers 2": {"model.gelu": "tanh"},
+    "--pad-vocab-size-to 50304": {"model.vocab_size": 50304},
+    "--num-layers 2": {
+        **{"model.pad_vocab_to_multiple": 128, "checkpoint.interval": 0, "data.tokenizer": "gpt2"},
+        **{"log.interval": 100, "data.split": "969, 30, 1"},
+    },
+    "--seq-length 33 --micro-batch-size 3 --global-batch-size 96 --rampup-batch-size 6 9 1000": {
+        **{"data.seq_len": 33, "batch.micro_batch_size": 3, "batch.global_batch_size": 96},
+        "batch.rampup": [6, 9, 1000],
+    },
+    "--train-iters 11 --lr-decay-iters 9 --lr-warmup-iters 2": {
+        **{"train.steps": 11, "optim.decay": 9, "optim.warmup": 2, "optim.unit": None}
+    },
+    "--train-samples 800 --lr-decay-samples 700 --lr-warmup-samples 60": {
+        **{"train.samples": 800, "optim.decay": 700, "optim.warmup": 60, "optim.unit": "samples"}
+    },
+    "--train-samples 800 --train-tokens 9000 --lr-decay-tokens 8000 --lr-warmup-samples 60 --seq-length 10": {
+        # learning_rates.py: the warm-up counts samples, and the decay goes on with the tokens that these had.
+        **{"train.tokens": 9000, "optim.decay": 8000, "optim.unit": "tokens", "optim.warmup": 600}
+    },
+    "--lr 3e-4 --min-lr 2e-5 --lr-decay-style cosine --lr-warmup-fraction 0.02": {
+        **{"optim.lr": 3e-4, "optim.min_lr": 2e-5, "optim.schedule": "cosine", "optim.warmup_fraction": 0.02}
+    },
+    "--start-weight-decay 0.02 --end-weight-decay 0.3 --weight-decay-incr-style cosine": {
+        **{"optim.start_weight_decay": 0.02, "optim.weight_decay": 0.3, "optim.weight_decay_schedule": "cosine"}
+    },
+    "--clip-grad 0.7 --adam-beta1 0.8 --adam-beta2 0.97 --adam-eps 1e-7": {
+        **{"optim.clip_grad": 0.7, "optim.beta1": 0.8, "optim.beta2": 0.97, "optim.eps": 1e-7}
+    },
+    "--fp16 --initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 500 --hysteresis 3": {
+        **{"precision.params": "float16", "precision.initial_loss_scale": 65536.0, "precision.min_loss_scale": 2.0},
+        **{"precision.loss_scale_window": 500, "precision.hysteresis": 3},
+    },
+    "--bf16 --seed 7": {"precision.params": "bfloat16", "run.seed": 7},
+    "--num-layers 4": {"precision.params": None, "recompute.mode": None, "fsdp.cpu_offload": None},
+    "--skip-train-iteration-range 101-200 301-400": {"train.skip_steps": [[101, 200], [301, 400]]},
+    "--kill-switch-path off --exit-interval 5 --exit-duration-in-mins 30": {
+        **{"train.kill_switch": "off", "train.exit_interval": 5, "train.exit_duration_min": 30.0}
+    },
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4": {"mesh.tp": 2, "mesh.pp": 4},
+    "--checkpoint-activations --checkpoint-num-layers 2": {"recompute.mode": "full", "recompute.layers": 2},
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 3": {
+        **{"recompute.mode": "full", "recompute.method": "block", "recompute.layers": 3}
+    },
+    "--recompute-granularity selective": {"recompute.mode": "selective"},
+    "--recompute-activations": {"recompute.mode": "selective"},
+    "--cpu-optimizer": {"fsdp.cpu_offload": True},
+    "--split 90,9,1 --num-workers 5 --data-path a": {"data.split": "90,9,1", "data.num_workers": 5, "data.path": "a"},
+    "--eod-mask-loss": {"data.eod_mask_loss": True, "data.reset_position_ids": None},
+    "--reset-position-ids": {"data.reset_position_ids": True, "data.reset_attention_mask": None},
+    "--reset-attention-mask": {"data.reset_attention_mask": True},
+    "pretrain_bert.py --mask-prob 0.2 --short-seq-prob 0.05": {"data.mask_prob": 0.2, "data.short_seq_prob": 0.05},
+    "pretrain_bert.py --vocab-file v.txt": {"data.tokenizer": "bert:v.txt"},
+    "pretrain_bert.py --tokenizer-type BertWordPieceCase --vocab-file v.txt": {"data.tokenizer": "bert-cased:v.txt"},
+    "--eval-interval 50 --eval-iters 6 --log-interval 3 --eval-only": {
+        **{"eval.interval": 50, "eval.steps": 6, "log.interval": 3, "eval.only": True}
+    },
+    "--log-params-norm": {"log.params_norm": True, "log.num_zeros": None},
+    "--log-num-zeros-in-grad": {"log.num_zeros": True},
+    "--save there --save-interval 40": {"checkpoint.dir": "there", "checkpoint.interval": 40},
+    "pretrain_t5.py --num-layers 2": {"model.scale_scores": True, "model.activation": "gelu_tanh"},
+    "pretrain_t5.py --kv-channels 5 --vocab-extra-ids 12 --decoder-seq-length 9": {
+        **{"model.kv_channels": 5, "data.sentinels": 12, "data.decoder_seq_len": 9}
+    },
+}
+
+
+@pytest.mark.parametrize("line", SAID)
+def test_each_flag_is_the_key_that_says_the_same(line: str) -> None:
+    toml = tomli.loads(translate(line if line.startswith("pretrain") else f"pretrain_gpt.py {line}").toml)
+    found = {f"{section}.{key}": value for section, keys in toml.items() for key, value in keys.items()}
+    expected = SAID[line]
+    assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ("pretrain_gpt.py --no-bias-gelu-fusion", "a gpt has the form of tanh"),
+        ("pretrain_gpt.py --embed-layernorm", "a gpt has none"),
+        ("pretrain_gpt.py --position-embedding-type rotary", "rotary positions is not built"),
+        ("pretrain_gpt.py --load there", "converted first"),
+        ("pretrain_gpt.py --load there --save elsewhere", "converted first"),
+        ("pretrain_gpt.py --load there --save there", ""),
+        ("pretrain_gpt.py --position-embedding-type alibi --embed-layernorm", ""),
+    ],
+)
+def test_a_flag_whose_meaning_is_another_here_is_named_and_no_other(line: str, left: str) -> None:
+    found = translate(line).left
+    assert [left in each for each in found] == [True] * bool(left), found
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+def test_weights_to_start_with_are_asked_for_where_theirs_were_loaded_without_an_optimizer(flag: str) -> None:
+    assert (
+        "# init_from =   # lacks: the weights of there, converted"
+        in translate(f"pretrain_gpt.py {flag} --load there").toml
+    )
+
+
+def test_the_words_of_a_script_are_those_that_a_shell_gives_the_program() -> None:
+    script = (
+        'A="--num-layers \\"3\\" ; --hidden-size 24"\n'  # quotes and a semicolon in quotes
+        "EMPTY=\n"
+        "LIST=(--seed 7 --fp16)\n"
+        "run tools/pretrain_gpt.py $A $EMPTY ${LIST[*]} \\\n"
+        '  --lr ${LR:-0.5} --min-lr ${MIN-0.25} \'a b\' "c \\" ; d"\n'
+    )
+    told = ["bash", "-c", "run() { printf '%s\\n' \"$@\"; }\n" + script]
+    expected = subprocess.run(told, check=True, capture_output=True, text=True, env={}).stdout.splitlines()
+    assert shell.words(script) == ["run", *expected]
+    assert shell.words(script.replace("\n", "\r\n")) == ["run", *expected]
 
 
 def test_scores_are_scaled_by_the_layer_where_theirs_are_which_is_in_float16_unless_a_flag_says_no() -> None:

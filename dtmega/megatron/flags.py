@@ -134,7 +134,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _same("min-lr", "optim.min_lr", "0.0"),
         _same("lr-decay-style", "optim.schedule", "linear", "update 1 has a rate above 0 here"),
         _other("lr-decay-iters lr-decay-samples lr-decay-tokens", 1, "optim.decay optim.unit", "its unit is a key"),
-        _other("lr-warmup-iters lr-warmup-samples", 1, "optim.warmup optim.unit", "its unit is a key"),
+        _other(
+            "lr-warmup-iters lr-warmup-samples",
+            1,
+            "optim.warmup optim.unit",
+            "its unit is a key; beside --lr-decay-tokens the tokens of these samples",
+        ),
         _same("lr-warmup-fraction", "optim.warmup_fraction"),
         _gone("warmup", 1, "theirs of old: use --lr-warmup-fraction"),
         _same("weight-decay", "optim.weight_decay", "0.01"),

@@ -311,9 +311,15 @@ def _schedule(draft: _Draft) -> None:
         draft.keys["optim.decay"] = decay
     if unit != UNITS[0]:
         draft.keys["optim.unit"] = unit
-    warmup = draft.number(f"lr-warmup-{unit}") if unit != "tokens" else None
-    if warmup:
+    # Theirs has no warm-up in tokens: a run that decays with them warms up for samples, all of them of one length.
+    warmup = draft.number("lr-warmup-samples" if unit == "tokens" else f"lr-warmup-{unit}")
+    seq_len = draft.keys.get("data.seq_len")
+    if warmup and unit != "tokens":
         draft.keys["optim.warmup"] = warmup
+    elif warmup and seq_len:
+        draft.keys["optim.warmup"] = warmup * seq_len
+    elif warmup:
+        draft.lacking["optim.warmup"] = f"the tokens of --lr-warmup-samples {warmup}, each of --seq-length"
     if draft.value("optimizer") == "sgd":
         draft.keys["optim.name"] = "sgd"
     for key in config.UNREAD[draft.keys.get("optim.name", "adamw")]:
