@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError, KeyboardInterrupt) as error:
         message, code = endings.explained(error)
     output.say(f"dtmega {args.command}: {message}")
+    job.tell_agent(message)
     return code
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtmega import config, processor
 from dtmega.output import counted
-from dtmega.rendezvous import meet
+from dtmega.rendezvous import LARGEST_WORLD, meet, number, place
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
@@ -89,16 +88,17 @@ class World:
 
 
 def world_size() -> int:
-    """Processes of the process group, or that the launcher started; 1 without either."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes of the process group, or that the launcher started; 1 without either.
+
+    Raises:
+        ValueError: what the launcher says cannot be.
+    """
+    return dist.get_world_size() if dist.is_initialized() else place()[1]
 
 
 def rank() -> int:
-    if dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    """The number of this process, from 0; errors as of `world_size`."""
+    return dist.get_rank() if dist.is_initialized() else place()[0]
 
 
 def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
@@ -161,7 +161,7 @@ def pick_device(wanted: str) -> torch.device:
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local_rank, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank, here = number("LOCAL_RANK", 0, 0, LARGEST_WORLD), torch.cuda.device_count()
     if local_rank >= here:
         raise ValueError(
             f"local rank {local_rank} needs GPU number {local_rank}, but this machine has {here} "
@@ -187,8 +187,7 @@ def start(
         store: what `rendezvous` gave, if it was called before.
 
     Raises:
-        RuntimeError: not all ranks came in time.
-        ValueError: the caller has made other groups before, not on every rank as many.
+        ValueError: as `rendezvous.meet`; or the caller has made other groups before, not on every rank as many.
     """
     on_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     if on_gpu:
@@ -270,7 +269,7 @@ def rendezvous(timeout_s: float) -> Store:
     """A store that only the processes of this attempt of the job use; that of the process group if there is one.
 
     Raises:
-        ValueError, RuntimeError: as `rendezvous.meet`.
+        ValueError: as `rendezvous.meet`.
     """
     return store() if dist.is_initialized() else meet(rank(), world_size(), timedelta(seconds=timeout_s))
 

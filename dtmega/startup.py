@@ -30,6 +30,7 @@ import xxhash
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 from dtmega import __version__, config, job, mesh, output
+from dtmega.rendezvous import GivenUp
 
 PATIENCE_S = 10.0  # once a rank has refused: how long the others, who may never come, are waited for
 LONGEST_POLL_S = 0.5
@@ -102,6 +103,9 @@ class Startup:
         store: where the ranks meet, from the end of the first step on.
         timeout_s: how long a rank waits for the others while none of them says that it works.
         beat: called when this rank, or one that it waits for, says that it works.
+
+    Raises:
+        Refused: what the launcher says of this process cannot be; it has been printed.
     """
 
     def __init__(
@@ -110,8 +114,11 @@ class Startup:
         program: str = "dtmega",
         explain: Callable[[ValueError | OSError, str], tuple[str, int]] = explained,
     ) -> None:
-        self.rank, self.size, self.timeout_s = mesh.rank(), mesh.world_size(), timeout_s
         self._program, self._explain = program, explain
+        try:
+            self.rank, self.size, self.timeout_s = mesh.rank(), mesh.world_size(), timeout_s
+        except ValueError as error:
+            raise self._refuse(job.REFUSED, str(error)) from None
         self.store: Store | None = None
         self.beat: Callable[[], object] = int
         self._meeting: Store | None = None
@@ -127,8 +134,8 @@ class Startup:
             what: must be the same on all ranks, for the message if `Step.same` is not.
 
         Raises:
-            Refused: on every rank, if any raised in this step, or if they differ; it has been printed.
-            RuntimeError: the others did not come.
+            Refused: on every rank, if any raised in this step, or if they differ, or on those that did come, if not all
+                did; it has been printed.
         """
         step, refusal = Step(), None
         try:
@@ -154,7 +161,7 @@ class Startup:
         verdict = self._judge(store, step, what) if self.rank == 0 else self._hear(store, refusal, what)
         if verdict["exit_code"]:
             self._leave(store)
-            raise Refused(verdict["exit_code"], verdict["reason"])
+            raise self._refuse(verdict["exit_code"], verdict["reason"], said=True)
         step.told = verdict["told"]
 
     def at_work(self, items: Iterable[T]) -> Iterator[T]:
@@ -206,12 +213,11 @@ class Startup:
                 # A store may see several starts, of a program that calls the trainer twice.
                 n_starts = self.store.add(f"startup/{self.rank}", 1)
                 self._meeting = PrefixStore(f"startup/{n_starts}", self.store)
-        except (ValueError, RuntimeError):
-            # Nobody to meet: what this rank has to say must not be lost by that.
-            if refusal is not None:
-                output.say(f"{self._program}: {refusal.reason}")
-                raise Refused(refusal.exit_code, refusal.reason) from None
-            raise
+        except (ValueError, RuntimeError) as error:  # torch's are of a store that is gone
+            if refusal is not None:  # what this rank has to say must not be lost because it meets nobody
+                raise self._refuse(refusal.exit_code, refusal.reason) from None
+            said = isinstance(error, GivenUp)
+            raise self._refuse(job.REFUSED, str(error).partition("\n")[0], said=said) from None
         self._n_steps += 1
         return PrefixStore(str(self._n_steps), self._meeting)
 
@@ -222,9 +228,7 @@ class Startup:
         came = [rank for rank in range(self.size) if complete or store.check([f"report/{rank}"])]
         if not refused:
             absent = [rank for rank in range(self.size) if rank not in came]
-            raise RuntimeError(
-                f"{output.name_ranks(absent)} did not come to the end of the step '{what}' in {self.timeout_s:g} s"
-            )
+            raise self._not_there(store, absent, what)
         texts = store.multi_get([f"report/{rank}" for rank in came])
         reports = {rank: json.loads(text) for rank, text in zip(came, texts, strict=True)}
         refusals: dict[tuple[str, int], list[int]] = {}
@@ -254,10 +258,23 @@ class Startup:
         """The other ranks: wait for the verdict."""
         if not self._wait(store, "verdict", patient=lambda: refusal is None):
             if refusal is None:
-                raise RuntimeError(f"rank 0 did not come to the end of the step '{what}' in {self.timeout_s:g} s")
+                raise self._not_there(store, [0], what)
             self._say_once(store, refusal.reason, f"{output.name_ranks([self.rank])}: ")
             return {"exit_code": refusal.exit_code, "reason": refusal.reason}
         return json.loads(store.get("verdict"))
+
+    def _refuse(self, exit_code: int, reason: str, *, said: bool = False) -> Refused:
+        """What to raise, once the reason is said to people, unless it is already, and to torchrun."""
+        if not said:
+            output.say(f"{self._program}: {reason}")
+        job.tell_agent(reason)
+        return Refused(exit_code, reason)
+
+    def _not_there(self, store: Store, absent: list[int], what: str) -> Refused:
+        """What to raise where ranks are waited for in vain, of which the first one that waits tells."""
+        reason = f"{output.name_ranks(absent)} did not come to the end of the step '{what}' in {self.timeout_s:g} s"
+        self._say_once(store, reason, "")
+        return self._refuse(job.FAILED, reason, said=True)
 
     def _say_once(self, store: Store, reason: str, who: str) -> None:
         """Rank 0 says all there is; a rank that it does not come for says its own."""

@@ -485,11 +485,15 @@ def test_under_torchrun_the_ranks_are_its_own_as_many_as_tp_and_the_first_one_pr
     groups = Mock()
     monkeypatch.setattr(command, "dist", groups)
     monkeypatch.setattr(command, "_verification", lambda *_: Verification({("plain", "loss"): 1.0}))
+    monkeypatch.setattr(command, "meet", lambda *asked: asked)
     for rank in (0, 1):
-        groups.get_rank.return_value = rank
+        monkeypatch.setenv("RANK", str(rank))
         assert dtmega_main(["verify-plan", str(directory), "--tp", "2"]) == 1
         assert ("WRONG" in capsys.readouterr().out) == (rank == 0)
-    groups.init_process_group.assert_called_with("gloo", timeout=command.TIMEOUT)
+        store = (rank, 2, command.TIMEOUT)
+        groups.init_process_group.assert_called_with(
+            "gloo", store=store, rank=rank, world_size=2, timeout=command.TIMEOUT
+        )
     assert groups.destroy_process_group.call_count == 2
 
 

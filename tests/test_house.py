@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "loss": (1, {"head_gradient", "pages", "softmax"}),  # one kernel for one device and for a vocabulary cut over ranks
     "rendezvous": (1, set()),  # imports nothing of dtmega
     "mesh": (1, {"rendezvous"}),  # the process group begins with the store of the rendezvous
-    "startup": (1, {"job", "mesh"}),  # ranks meet in the store that mesh.py opens
+    "startup": (1, {"job", "mesh", "rendezvous"}),  # ranks meet in the store that mesh.py opens
     "recompute": (2, {"models"}),  # of a stage
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
     "past": (1, set()),  # keys and values of tokens before; imports nothing of dtmega

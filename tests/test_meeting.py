@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import threading
 import time
@@ -85,7 +86,19 @@ def test_who_does_not_come_and_does_not_work_is_named(pair):
             take(one, {})
 
     error, _ = both(pair, do)
-    assert str(error) == "rank 1 did not come to the end of the step 'step' in 0.3 s"
+    assert str(error) == "exit code 1: rank 1 did not come to the end of the step 'step' in 0.3 s"
+
+
+def test_torchrun_is_told_why_a_command_is_refused(pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def do(one: Startup) -> None:
+        with one.step("step"):
+            if one.rank == 1:
+                raise ValueError("no such file")
+
+    assert [type(error) for error in both(pair, do)] == [Refused, Refused]
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "rank 1: no such file"
 
 
 def test_a_refusal_is_not_kept_back_by_a_rank_that_never_comes(pair, monkeypatch, capsys):
@@ -270,7 +283,7 @@ def test_a_rank_that_rank_0_does_not_come_for_says_so(pair):
             take(one, {})
 
     _, error = both(pair, do)
-    assert str(error) == "rank 0 did not come to the end of the step 'step' in 0.3 s"
+    assert str(error) == "exit code 1: rank 0 did not come to the end of the step 'step' in 0.3 s"
 
 
 def test_a_rank_that_refuses_and_that_rank_0_does_not_come_for_leaves_with_its_own_code(pair, monkeypatch, capsys):
@@ -338,7 +351,7 @@ def test_who_refuses_waits_ten_seconds_for_the_others_and_who_does_not_ten_minut
             if refuses:
                 raise ValueError("no such file")
 
-    with pytest.raises(Refused if refuses else RuntimeError):
+    with pytest.raises(Refused, match="exit code 2" if refuses else "exit code 1"):
         come()
     # The second ten are for others to read the verdict.
     limit_s = 20 if refuses else 600
@@ -371,5 +384,6 @@ def test_who_meets_nobody_still_says_its_own_reason(monkeypatch, capsys, error):
     with pytest.raises(Refused, match="exit code 3"), Startup(program="dtmega test").step("step"):
         raise Coded("not intact")
     assert capsys.readouterr().err == "dtmega test: not intact\n"
-    with pytest.raises(type(error), match=re.escape(str(error))), Startup().step("step"):
+    with pytest.raises(Refused, match=f"exit code 2: {re.escape(str(error))}"), Startup().step("step"):
         pass
+    assert capsys.readouterr().err == f"dtmega: {error}\n"

@@ -55,9 +55,8 @@ def command(args: argparse.Namespace) -> int:
     from dtmega.convert.conversion import convert
     from dtmega.startup import Refused, Startup
 
-    startup = Startup(program="dtmega convert", explain=lambda error, what: explained(error))
     try:
-        convert(args, startup)
+        convert(args, Startup(program="dtmega convert", explain=lambda error, what: explained(error)))
     except Refused as refused:
         return refused.exit_code
     return job.DONE

@@ -38,8 +38,8 @@ def command(args: argparse.Namespace) -> int:
     from dtmega.report.scores import FOLDER
     from dtmega.startup import Refused
 
-    startup = started("dtmega evaluate")
     try:
+        startup = started("dtmega evaluate")
         with startup.step("tasks"):
             with extras.needed("eval", "dtmega evaluate"):
                 from dtmega import harness

@@ -77,8 +77,8 @@ def command(args: argparse.Namespace) -> int:
 
     given = {name: value for name in SHOWN_BY if (value := getattr(args, name)) is not None}
     chat = None
-    startup = started("dtmega generate")
     try:
+        startup = started("dtmega generate")
         with startup.step("options"):
             if (args.path is None) == (args.run is None):
                 raise ValueError("expected one run: dtmega generate RUN, or --run PATH")

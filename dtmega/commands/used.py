@@ -27,7 +27,11 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def started(program: str) -> Startup:
-    """The processes of a command, which say in one line why they do not go on."""
+    """The processes of a command, which say in one line why they do not go on.
+
+    Raises:
+        Refused: as `Startup`.
+    """
     from dtmega.startup import Startup
 
     return Startup(program=program, explain=lambda error, what: explained(error))

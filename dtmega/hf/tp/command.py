@@ -19,6 +19,7 @@ from dtmega.hf.files import config_json
 from dtmega.hf.tp.parallel import parallelize_hf, plan_for
 from dtmega.hf.tp.verify import Verification, verify
 from dtmega.output import counted
+from dtmega.rendezvous import meet, place
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -59,13 +60,13 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
     """
     made = plan_for(on_meta(directory), tp, **options)
     if "WORLD_SIZE" in os.environ:
-        if int(os.environ["WORLD_SIZE"]) != tp:
-            raise ValueError(
-                f"torchrun started {counted(int(os.environ['WORLD_SIZE']), 'process')}, expected --tp {tp}"
-            )
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        rank, size = place()
+        if size != tp:
+            raise ValueError(f"torchrun started {counted(size, 'process')}, expected --tp {tp}")
+        store = meet(rank, size, TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         verification = _verification(directory, tp, options)
-        leads = dist.get_rank() == 0
+        leads = rank == 0
         _leave()
     else:
         with tempfile.TemporaryDirectory() as folder:
