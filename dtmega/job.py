@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from dtmega import durable, output
-from dtmega.lock import Lock
+from dtmega.lock import Lock, is_held
 from dtmega.strangers import read_object
 
 DONE = 0
@@ -89,6 +89,19 @@ class Claim:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def is_claimed(folder: Path) -> bool | None:
+    """True if a process has the right to write in this folder, False if the process that last had it is gone.
+
+    None if that cannot be found out: nobody ever had it, the file system has no locks, or the process was on another
+    machine.
+    """
+    path = folder / LOCK
+    held = is_held(path)
+    if held is False and _read_lock(path).get("host") != socket.gethostname():
+        return None
+    return held
 
 
 class Ended(NamedTuple):

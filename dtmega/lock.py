@@ -83,3 +83,23 @@ class Lock:
                 raise
             output.say(f"{self._path} cannot be locked ({error.strerror}): a second writer would not be noticed")
         return True
+
+
+def is_held(path: Path) -> bool | None:
+    """True if a process holds the lock on this file, False if none does, None if that cannot be found out.
+
+    A free lock is taken for a moment. Whoever wants it in that moment finds it taken, and has to try again.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system that has no locks
+        return None
+    finally:
+        os.close(fd)
+    return False

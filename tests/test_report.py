@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from dtmega import __main__ as dtmega
 from dtmega import config, job, starts, train
-from dtmega.report import curves, layout, page, record, run, scores
+from dtmega.report import curves, layout, markup, page, record, run, scores
 from dtmega.report.record import Series
+from dtmega.report.write import default_output as page_file
 from tests.test_train import arguments
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'<b>"
@@ -72,6 +73,8 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
+        if tag not in ("wbr", "time") and ("class", "word") not in attrs:  # those stand within a word or a line
+            self.said.append(" ")
         if tag == "script":
             self.scripts.append("")
 
@@ -83,7 +86,7 @@ class Tags(HTMLParser):
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.said).split())
+        return " ".join("".join(self.said).split())
 
 
 def drawn(*folders: Path, figures: dict[str, str] | None = None) -> Tags:
@@ -91,6 +94,11 @@ def drawn(*folders: Path, figures: dict[str, str] | None = None) -> Tags:
     runs = run.read([str(folder) for folder in folders])
     figures = {"curves": "{}", "tail": "{}"} if figures is None else figures
     return Tags(page.page(runs, figures, "/* plotly */", ["#123456"] * len(runs)))
+
+
+def numbers_of(array: Any) -> list[float]:
+    """The numbers of an axis in a figure's JSON, which plotly packs."""
+    return np.frombuffer(base64.b64decode(array["bdata"]), array["dtype"]).tolist() if "bdata" in array else array
 
 
 def test_every_number_of_every_line_is_in_its_series(tmp_path: Path):
@@ -239,7 +247,7 @@ def test_a_run_of_an_earlier_version_has_the_layout_of_its_newest_checkpoint_or_
         dist.destroy_process_group()
     (tmp_path / starts.NAME).unlink()
     said = drawn(tmp_path).text
-    assert "finished" in said
+    assert "Finished after step 2 of 2" in said
     assert "steps 1 to 2 1 process ; dtmega" in said
     shutil.rmtree(tmp_path / "checkpoints")
     assert "steps 1 to 2 Not recorded" in drawn(tmp_path).text
@@ -261,9 +269,10 @@ def test_two_runs_stand_beside_each_other_with_the_keys_that_differ(tmp_path: Pa
         write(tmp_path / name, [step_line(1, loss=lr)])
         start(tmp_path / name, 0, optim={"lr": lr}, run={"dir": name})
     said = drawn(tmp_path / "a", tmp_path / "b").text
-    assert "Between the runs key a b optim.lr 0.25 0.125 Sample" not in said
-    assert "Between the runs key a b optim.lr 0.25 0.125 Configuration" in said
-    assert "training loss 0.25 0.125" in said
+    assert "Configuration between the runs key a b optim.lr 0.25 0.125 Numbers a b training loss 0.25 0.125" in said
+    differences, equal = said.split("equal: steps, tokens, ")
+    assert "0.125" not in equal.partition("Layout")[0]
+    assert "steps 1 of 120" not in differences
 
 
 @pytest.mark.parametrize(
@@ -279,6 +288,51 @@ def test_the_sample_is_that_of_the_run_if_it_can_be_read(tmp_path: Path, raw: by
     (write(tmp_path, [step_line(1), step_line(2)]) / "sample.json").write_bytes(raw)
     assert run.read([str(tmp_path)])[0].sample == shown
     assert ("Sample" in drawn(tmp_path).text) == bool(shown)
+
+
+def test_a_long_sample_is_cut_and_the_rest_is_behind_a_click(tmp_path: Path):
+    words = " ".join(f"<{number}>" for number in range(40_000))
+    write(tmp_path, [step_line(1)])
+    (tmp_path / "sample.json").write_text(json.dumps({"step": 1, "text": words}))
+    said = drawn(tmp_path).said
+    left_out = len(words) - markup.MOST_LETTERS
+    assert f"{len(words) - 1000:,} more letters, the last {left_out:,} not in this page" in said
+    shown, rest = words[:1000], words[1000 : markup.MOST_LETTERS]
+    assert shown in said
+    assert rest in said
+
+
+def test_a_sample_of_many_lines_is_cut_after_some_of_them():
+    tags = Tags(markup.cut("\n".join("abcdefghijklmnopqrstuvwxyz"), keep="\n"))
+    assert [text for text in tags.said if text.strip()] == [
+        "\n".join("abcdefghijklmno") + "\n",
+        "21 more letters",
+        "\n".join("pqrstuvwxyz"),
+    ]
+    assert [tag for tag, _ in tags.tags] == ["pre", "details", "summary", "pre"]
+    assert "details" not in [tag for tag, _ in Tags(markup.cut("abc")).tags]
+
+
+@pytest.mark.parametrize("lines", [[step_line(1)], [{"step": 0, "val_loss": 9.0}, step_line(1)]])
+def test_a_run_of_one_step_has_its_cards_and_no_figure_of_slow_steps(tmp_path: Path, lines: list[Any]):
+    pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
+    start(write(tmp_path, lines), 0)
+    assert dtmega.main(["report", str(tmp_path)]) == 0
+    tags = Tags((tmp_path / "report.html").read_text(encoding="utf-8"))
+    cards = [attributes for _, attributes in tags.tags if attributes.get("class") == "number"]
+    assert len(cards) >= 11
+    assert "1 of 120 steps" in tags.text
+    assert "Slow steps" not in tags.text
+    assert len(tags.scripts) == 3
+
+
+def test_a_comparison_does_not_take_the_place_of_the_page_of_one_run(tmp_path: Path):
+    runs = [str(write(tmp_path / name, [step_line(1)])) for name in ("a", "b", "c")]
+    outputs = [page_file(runs[:1]), page_file(runs[:2]), page_file([runs[0], runs[2]]), page_file(runs)]
+    names = ["report.html", "report-with-b.html", "report-with-c.html", "report-with-b-c.html"]
+    assert outputs == [tmp_path / "a" / name for name in names]
+    many = page_file([runs[0], *(f"{'ü' * 60}{number}" for number in range(9))])
+    assert len(many.name.encode()) < 230
 
 
 def scored(folder: Path, step: int, task: str = "mine", **values: Any) -> None:
@@ -342,29 +396,29 @@ def test_what_is_no_score_of_a_checkpoint_is_left_out(tmp_path: Path, content: d
     assert "Scores" not in drawn(folder).text
 
 
-WHEN = "2026-11-23T14:03:20+00:00"
+WHEN, SAID = "2026-11-23T14:03:20+00:00", "2026-11-23 14:03:20 UTC"
 
 
 @pytest.mark.parametrize(
     ("told", "steps", "said", "marked"),
     [
-        ((0, "finished"), 120, "· finished · newest checkpoint runs/x/checkpoints/step-00000060", []),
-        ((0, "[train] exit_interval"), 60, "ended after step 60 with exit code 0: [train] exit_interval", [60]),
-        ((75, "a signal asked for it"), 60, "ended after step 60 with exit code 75: a signal asked for it", [60]),
+        ((0, "finished"), 120, "Finished after step 120 of 120 ·", []),
+        ((0, "[train] exit_interval"), 60, "Stopped after step 60 of 120: [train] exit_interval (exit code 0) ·", [60]),
+        ((75, "a signal came"), 60, "Stopped after step 60 of 120: a signal came (exit code 75) ·", [60]),
         (
             (2, "no such file"),
             60,
-            f"stopped after step 60; the last start was refused at {WHEN} with exit code 2: no such file",
+            f"Stopped after step 60 of 120; the last start was refused at {SAID} with exit code 2: no such file ·",
             [],
         ),
         (
             (3, "damaged"),
             120,
-            f"· finished; the last start was refused at {WHEN} with exit code 3",
+            f"Finished after step 120 of 120; the last start was refused at {SAID} with exit code 3: damaged ·",
             [],
         ),
-        ((76, "not saved: disk full"), 120, "ended after step 120 with exit code 76: not saved: disk full", [120]),
-        (None, 60, "going on or killed, last line written", []),
+        ((76, "disk full"), 120, "Stopped after step 120 of 120: disk full (exit code 76) ·", [120]),
+        (None, 60, "Going on at step 60 of 120, last written ", []),
     ],
 )
 def test_how_a_run_has_ended_is_said_and_marked(
@@ -536,15 +590,17 @@ def test_the_figures_hold_the_numbers_of_the_file_and_the_steps_at_which_it_rest
     write(tmp_path, [*lines, {"step": 10, "val_loss": 3.5}, {"step": 30, "test_loss": 3.25}])
     start(tmp_path, 0)
     start(tmp_path, 12)
-    figure = plots.over_steps(run.read([str(tmp_path)]))
+    figure = json.loads(plots.over_steps(run.read([str(tmp_path)])))
     curves_of_file = {key: [line[key] for line in lines] for key in KEYS}
-    drawn_curves = [list(trace.y) for trace in figure.data]
+    drawn_curves = [numbers_of(trace["y"]) for trace in figure["data"]]
     assert all(values in drawn_curves for values in curves_of_file.values())
     assert [3.5] in drawn_curves
     assert [3.25] in drawn_curves
-    assert {line.x0 for line in figure.layout.shapes} == {12.5}
-    # Each panel has its line: loss, events, and six numbers.
-    assert len(figure.layout.shapes) == 8
+    for form in ("layout", "narrow"):
+        shapes = figure[form]["shapes"]
+        assert {line["x0"] for line in shapes} == {12.5}
+        # Each panel has its line: loss, events, and six numbers.
+        assert len({line["xref"] for line in shapes}) == len(shapes) == 8
 
 
 @pytest.mark.parametrize("n", [10_000, pytest.param(1_000_000, marks=pytest.mark.full)])
@@ -562,9 +618,9 @@ def test_a_page_of_many_steps_is_written_where_it_is_asked_for_and_has_the_one_s
     tags = Tags(written[0].read_text(encoding="utf-8"))
     assert len(tags.scripts) == 4
     loss = next(trace for trace in json.loads(tags.scripts[0])["data"] if trace.get("yaxis", "y") == "y")
-    values = np.frombuffer(base64.b64decode(loss["y"]["bdata"]), loss["y"]["dtype"])
-    assert values.max() == 1234.5678
-    assert values.size <= 2 * curves.BUCKETS + 2
+    values = numbers_of(loss["y"])
+    assert max(values) == 1234.5678
+    assert len(values) <= 2 * curves.BUCKETS + 2
     assert written[0].stat().st_size < 6.5e6
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "report.html"]
 

@@ -16,13 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="run directories, such as runs/bloom; several are compared"
     )
-    parser.add_argument("--output", metavar="FILE", help="the page to write (default: report.html in the first run's)")
+    default = "report.html in the run's directory; of several runs report-with-OTHERS.html in the first one's"
+    parser.add_argument("--output", metavar="FILE", help=f"the page to write (default: {default})")
     parser.add_argument("--png", action="store_true", help="write the curves as a picture, too, beside the page")
 
 
 def command(args: argparse.Namespace) -> int:
     from dtmega.report import write
 
-    for path in write.write(args.runs, Path(args.output or Path(args.runs[0], "report.html")), png=args.png):
+    output = Path(args.output) if args.output else write.default_output(args.runs)
+    for path in write.write(args.runs, output, png=args.png):
         print(path)
     return job.DONE

@@ -9,6 +9,7 @@ from dtmega import config
 from dtmega.pipelining.table import Table, TimedAction, make_table, microbatches_in, simulate, stages_in
 
 UNIT, ROW, GAP, LEFT, TOP = 26, 40, 8, 74, 76  # pixels: one forward, a rank's row, between rows, labels, title
+LEGEND_TOP = 36  # pixels above the legend, which the title takes
 MIDDLE = 0.35  # between the two fills: a rank's only stage, and the legend
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 # Fill of a rank's first stage and of its last one; stages between are mixed. Text is black or white by what it is on.
@@ -34,13 +35,21 @@ def draw(table: Table, path: str, name: str) -> None:
         ValueError: the file cannot be written.
     """
     try:
-        Path(path).write_text(svg(table, name), encoding="utf-8")
+        Path(path).write_text(svg(table, described(table, name)), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write the schedule to {path}: {error.strerror} ([pipeline] draw)") from None
 
 
-def svg(table: Table, name: str) -> str:
-    """The table's timeline as an SVG element; its title says which fraction of time is bubble.
+def described(table: Table, name: str) -> str:
+    """Name and sizes of the schedule, and the fraction of time that is bubble, as a title."""
+    n_stages = sum(map(len, stages_in(table)))
+    bubble = 100 * simulate(table).bubble
+    sizes = f"{len(table)} ranks, {n_stages} stages · {microbatches_in(table)} microbatches"
+    return f"{name} · {sizes} · bubble {bubble:.1f} %"
+
+
+def svg(table: Table, title: str) -> str:
+    """The table's timeline as an SVG element, under its title, or none if that is ''.
 
     A cell is as long as its action takes (F = I = W = 1, B = 2; transfers take none) and shows the microbatch, below it
     the stage. The darker its colour, the later its stage among those of the rank.
@@ -49,13 +58,11 @@ def svg(table: Table, name: str) -> str:
     end = max(step.end for row in timeline.rows for step in row)
     # At least as wide as the legend and the title.
     width, bottom = max(LEFT + end * UNIT + 20, 880), TOP + len(table) * (ROW + GAP)
-    title = (
-        f"{name} · {len(table)} ranks, {sum(map(len, held))} stages · {microbatches_in(table)} microbatches · "
-        f"bubble {100 * timeline.bubble:.1f} %"
-    )
+    top = 0 if title else LEGEND_TOP
+    height = bottom + 34 - top
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 34}" width="{width}" '
-        f'height="{bottom + 34}" font-family="Helvetica, Arial, sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top} {width} {height}" width="{width}" '
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif">',
         f'<rect width="{width}" height="{bottom + 34}" fill="#ffffff"/>',
         f'<text x="16" y="28" font-size="17" font-weight="bold" fill="#1d2733">{escape(title)}</text>',
         *_legend({action.kind for row in table for action in row}),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega import output
-from dtmega.report.record import Event, Series
+from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
 BUCKETS = 2000  # of a curve, two points each: a screen has fewer columns
@@ -76,19 +76,22 @@ def few(events: list[Event], most: int = MARKS) -> list[Event]:
     return [events[i] for i in np.linspace(0, len(events) - 1, most).astype(int)]
 
 
+COUNT, PERCENT, BYTES = "count", "%", "B"  # kinds of numbers that have ticks of their own
+
+
 class Panel(NamedTuple):
     """A picture of one number.
 
     Attributes:
         key: of the series.
-        tick: how plotly writes a number of its axis (d3-format), and what stands behind it.
+        unit: COUNT, PERCENT, BYTES, or '' for a plain number.
         log: its axis is logarithmic.
         mean: the noise of single steps hides the course, which a running mean shows.
     """
 
     key: str
     title: str
-    tick: tuple[str, str] = ("", "")
+    unit: str = ""
     log: bool = False
     mean: bool = True
 
@@ -96,11 +99,11 @@ class Panel(NamedTuple):
 LOSS = Panel("loss", "Loss: faint each step, solid the running mean, circles validation")
 PANELS = (
     Panel("grad_norm", "Gradient norm", log=True),
-    Panel("lr", "Learning rate", ("~e", ""), mean=False),
-    Panel("tokens_per_s", "Tokens per second", ("~s", "")),
-    Panel("mfu", "Model FLOPs utilisation (MFU)", ("~%", "")),
-    Panel("step_time_s", "Step time", ("~s", "s"), log=True),
-    Panel("peak_memory_bytes", "Peak memory of rank 0", ("~s", "B"), mean=False),
+    Panel("lr", "Learning rate", mean=False),
+    Panel("tokens_per_s", "Tokens per second", COUNT),
+    Panel("mfu", "Model FLOPs utilisation (MFU)", PERCENT),
+    Panel("step_time_s", "Step time (s)", log=True),
+    Panel("peak_memory_bytes", "Peak memory of rank 0", BYTES, mean=False),
 )
 MOST_OTHERS = 8  # numbers that some runs have: a loss that is a part of the whole, [log] params_norm, ...
 
@@ -114,11 +117,6 @@ def panels(series: Iterable[str]) -> list[Panel]:
         *(panel for panel in PANELS if panel.key in there),
         *(Panel(key, key, mean=False) for key in others[:MOST_OTHERS]),
     ]
-
-
-def is_validation(key: str) -> bool:
-    """True for the loss on the validation split (val_loss), or on a set of [data] validation (val_NAME_loss)."""
-    return key.startswith("val_") and key.endswith("_loss")
 
 
 def marked_steps(run: Run) -> list[int]:

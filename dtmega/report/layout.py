@@ -65,7 +65,7 @@ def _text(x: float, y: float, text: str, size: int, ink: str, anchor: str = "mid
 
 
 def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int]) -> tuple[str, str]:
-    """The schedule's SVG, or '' and the reason why there is none: no pipeline, too large, of another version.
+    """The schedule's SVG and its title, or '' and why there is none: no pipeline, too large, of another version.
 
     Args:
         values: the configuration, by section.
@@ -85,6 +85,6 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
         if n_actions > MOST_ACTIONS:
             bubble = simulate(table).bubble
             return "", f"{name}: {n_actions:,} actions are too many to draw; {bubble:.1%} of the time is bubble"
-        return draw.svg(table, name), ""
+        return draw.svg(table, ""), draw.described(table, name)
     except ValueError as error:
         return "", f"the schedule cannot be drawn: {error}"

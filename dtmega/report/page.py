@@ -10,17 +10,17 @@ import base64
 import hashlib
 import html
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
 
-from dtmega import job, mesh
-from dtmega.report import layout, scores
-from dtmega.report.markup import json_in_html, names, swatch, table, text
-from dtmega.report.run import Config, Part, Run, layout_in_words, numbers, percentile, seconds, short
+from dtmega import mesh
+from dtmega.report import compare, layout, scores, verdict
+from dtmega.report.markup import breakable, cut, json_in_html, names, swatch, table, text, times, whole
+from dtmega.report.run import Part, Run, duration, layout_in_words, moment, numbers, percentile, seconds, short
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -35,6 +35,8 @@ MOST_EVENTS = 50  # of a run that are listed
 NOTABLE = ("restart", "skipped", "failed checkpoint", "end", "refused start")
 WHAT_IS_NOTABLE = "Restarts, refused starts, skipped steps, failed checkpoints, an end before the last step"
 MOST_SCORES = 300  # that are listed
+# How a state is coloured; the others are a person's to look at.
+TONES = {"finished": "good", "going on": "neutral", "not begun": "neutral", "killed": "bad", "stalled": "bad"}
 
 
 def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: Sequence[str]) -> str:
@@ -48,6 +50,7 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
     scripts = [plotly, (HERE / "page.js").read_text(encoding="utf-8")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     policy = POLICY.format(scripts=" ".join(f"'sha256-{digest}'" for digest in digests))
+    now = datetime.now(timezone.utc)
     title = runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs)
     parts = [
         "<!DOCTYPE html>",
@@ -57,12 +60,12 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
         f"<title>{text(title)}</title>",
         f"<style>\n{(HERE / 'page.css').read_text(encoding='utf-8')}</style>",
         "</head><body><main>",
-        *_head(runs, title, colours),
+        *_head(runs, title, colours, now),
         "<noscript><section>The figures need JavaScript, which is in this file.</section></noscript>",
         '<section><div id="curves"></div></section>',
         *(_tail(runs, colours) if "tail" in figures else []),
         *_layouts(runs, colours),
-        *_differences(runs, colours),
+        *_changes(runs),
         *_notable(runs, colours),
         *_scores(runs, colours),
         *_samples(runs, colours),
@@ -78,25 +81,34 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
     return "\n".join(parts) + "\n"
 
 
-def _head(runs: Sequence[Run], title: str, colours: Sequence[str]) -> list[str]:
+def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime) -> list[str]:
+    """The name, the verdict on each run, and the numbers: cards of one run, differences of several."""
+    out = [f"<h1>{text(title)}</h1>"]
+    for run, colour in zip(runs, colours, strict=True):
+        out += _verdict(run, now, swatch(colour) + text(run.name) + ": " if len(runs) > 1 else "")
     if len(runs) > 1:
-        every = [numbers(run) for run in runs]
-        labels = list(dict.fromkeys(chain.from_iterable(every)))
-        rows = [[text(label), *(text(of_run.get(label, "–")) for of_run in every)] for label in labels]
-        rows.append(["layout", *(text(_layout(run)) for run in runs)])
-        rows.append(["state", *(text(_state(run)) for run in runs)])
-        rows.append(["newest checkpoint", *(text(_newest_checkpoint(run) or "–") for run in runs)])
-        compared = table(["", *names(runs, colours)], rows)
-        return [f"<h1>{text(title)}</h1>", f"<section>{compared}</section>", *_damage(runs)]
+        return [*out, *_damage(runs), *compare.differences(runs, colours)]
     (run,) = runs
     cards = "".join(f'<div class="number"><b>{_value(value)}</b><span>{text(label)}</span></div>'
                     for label, value in numbers(run).items())  # fmt: skip
-    return [
-        f"<h1>{text(title)}</h1>",
-        f'<p class="lead">{text(" · ".join(_about(run)))}</p>',
-        f'<div class="numbers">{cards}</div>',
-        *_damage(runs),
-    ]
+    about = " · ".join(map(breakable, _about(run)))
+    return [*out, f'<p class="lead">{about}</p>', f'<div class="numbers">{cards}</div>', *_damage(runs)]
+
+
+def _verdict(run: Run, now: datetime, who: str) -> list[str]:
+    """The verdict as a line, and the reason in a second one if the loss is taken to diverge.
+
+    Args:
+        who: the name of the run as HTML, or ''.
+    """
+    found = verdict.judge(run, now)
+    tone = TONES.get(found.state, "unsure")
+    state = f'<strong class="{tone}">{found.state.capitalize()}</strong>'
+    if found.diverging:
+        state += ' and <strong class="bad">diverging</strong>'
+    facts = "".join(f" · {whole(fact)}" for fact in verdict.facts(run))
+    line = f'<p class="verdict">{who}{state} {times(text(found.why))}{facts}</p>'
+    return [line, f'<p class="bad">Diverging: {text(found.diverging)}.</p>'] if found.diverging else [line]
 
 
 def _value(value: str) -> str:
@@ -111,40 +123,10 @@ def _about(run: Run) -> list[str]:
     if start is not None:
         found += [f"{short(start.parameters)} parameters"] if start.parameters else []
         found += [str(run.config.get("precision", {}).get("params", ""))]
-        found += [_layout(run), f"torch {start.versions.get('torch', '?')}"]
-    checkpoint = _newest_checkpoint(run)
-    found += [_state(run), f"newest checkpoint {checkpoint}" if checkpoint else ""]
+        found += [run.layout, f"torch {start.versions.get('torch', '?')}"]
+    checkpoint = run.newest_checkpoint
+    found += [f"newest checkpoint {checkpoint}" if checkpoint else ""]
     return [part for part in found if part]
-
-
-def _layout(run: Run) -> str:
-    start = run.parts[-1].start
-    if start is None:
-        return "layout not recorded"
-    return layout_in_words(start.layout) + (f" on {start.device}" if start.device else "")
-
-
-def _state(run: Run) -> str:
-    """The words for how far a run is: exit.json tells, which one that is going on or was killed does not have."""
-    ended = run.ended
-    if run.refused and ended is not None:
-        so_far = "finished" if run.is_done else f"stopped after step {ended.step:,}"
-        return f"{so_far}; {run.refused}"
-    if run.is_done and (ended is None or ended.code == job.DONE):
-        return "finished"
-    if ended is not None:
-        return f"ended after step {ended.step:,} with exit code {ended.code}: {ended.reason}"
-    if run.written is None:
-        return "nothing written yet"
-    return f"going on or killed, last line written {run.written:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _newest_checkpoint(run: Run) -> str:
-    """The path of the one that exit.json names, else the step of the newest that the record tells of; or ''."""
-    if run.ended is not None:
-        return run.ended.checkpoint
-    saved = [event.text for event in run.record.events if event.kind == "checkpoint"]
-    return saved[-1].partition(";")[0].removeprefix("of ") if saved else ""
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
@@ -169,14 +151,10 @@ def _tail(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
             rows.setdefault(label, []).append(seconds(percentile(series, percent)))
         slowest = int(np.argmax(series.values))
         rows.setdefault("slowest", []).append(f"{seconds(series.values[slowest])}, step {series.steps[slowest]:,}")
-        rows.setdefault("all steps", []).append(_hours(float(series.values.sum())))
+        rows.setdefault("all steps", []).append(duration(float(series.values.sum())))
     headings = names([run for run, _ in timed], colours) if len(runs) > 1 else ["step time"]
     percentiles = table(["", *headings], [[label, *map(text, values)] for label, values in rows.items()])
     return [f'<section><h2>Slow steps</h2><div class="split"><div id="tail"></div>{percentiles}</div></section>']
-
-
-def _hours(value: float) -> str:
-    return f"{value / 3600:.3g} h" if value >= 3600 else f"{value / 60:.3g} min" if value >= 60 else seconds(value)
 
 
 def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
@@ -192,64 +170,37 @@ def _drawn(part: Part) -> list[str]:
     start = part.start
     if start is None:
         return ['<p class="note">Not recorded: the run is of an earlier version and has no checkpoint.</p>']
-    began = f", started {start.time}" if start.time else ""
+    began = f", started {moment(start.time)}" if start.time else ""
     versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
     device = f" on {start.device}" if start.device else ""
-    about = f'<span class="note">{text(began)}; {text(versions)}</span>'
+    about = f'<span class="note">{times(text(began))}; {text(versions)}</span>'
     out = [f"<p>{text(layout_in_words(start.layout))}{text(device)}{about}</p>"]
     sizes = layout.sizes_of(start.layout)
     if sizes is None or start.layout["processes"] == 1:
         return out
     if start.layout["processes"] <= layout.MOST_RANKS:
-        out.append(f'<div class="wide">{layout.mesh_svg(sizes)}</div>')
+        out.append(f'<div class="wide drawing">{layout.mesh_svg(sizes)}</div>')
         groups = text(mesh.describe_groups(sizes), keep="\n")
         out.append(f"<details><summary>the ranks of every group</summary><pre>{groups}</pre></details>")
-    drawing, why_not = layout.schedule(start.config, sizes)
+    drawing, about_it = layout.schedule(start.config, sizes)
     if drawing:
-        out.append(f'<div class="wide">{drawing}</div>')
+        out.append(f"<h3>{text(about_it)}</h3>")
+        out.append(f'<div class="wide drawing">{drawing}</div>')
     elif sizes["pp"] > 1:
-        out.append(f'<p class="note">{text(why_not)}</p>')
+        out.append(f'<p class="note">{text(about_it)}</p>')
     return out
 
 
-def _differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
+def _changes(runs: Sequence[Run]) -> list[str]:
+    """The keys that differ between the parts of each run."""
     out = []
-    if len(runs) > 1:
-        out += ["<h3>Between the runs</h3>"]
-        out += [_difference_table([run.config for run in runs], names(runs, colours))]
     for run in runs:
         if len(run.parts) > 1:
             whose = f" of {text(run.name)}" if len(runs) > 1 else ""
             configs = [part.start.config if part.start else {} for part in run.parts]
             headings = [f"steps {part.first:,} to {part.last:,}" for part in run.parts]
-            out += [f"<h3>Between the parts{whose}</h3>", _difference_table(configs, headings)]
-    return ["<section><h2>Differences in configuration</h2>", *out, "</section>"] if out else []
-
-
-def _difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
-    rows = [
-        [f'<span class="key">{text(key)}</span>', *(text(_toml(value)) for value in values)]
-        for key, values in differences(configs)
-    ]
-    return table(["key", *headings], rows) if rows else '<p class="note">None.</p>'
-
-
-def differences(configs: Sequence[Config]) -> list[tuple[str, list[Any]]]:
-    """The keys whose values are not the same everywhere, and these; None where one has no such key.
-
-    Where a run writes, `run.dir`, is left out: it names the run.
-    """
-    keys = dict.fromkeys((section, key) for config in configs for section in config for key in config[section])
-    found = [
-        (f"{s}.{k}", [config.get(s, {}).get(k) for config in configs]) for s, k in keys if (s, k) != ("run", "dir")
-    ]
-    return [(key, values) for key, values in found if any(value != values[0] for value in values)]
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return "–"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+            out += [f"<h3>Between the parts{whose}</h3>", compare.difference_table(configs, headings)]
+    return ["<section><h2>Changes of configuration</h2>", *out, "</section>"] if out else []
 
 
 def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
@@ -259,7 +210,7 @@ def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
         left_out += max(len(events) - MOST_EVENTS, 0)
         for event in events[-MOST_EVENTS:]:
             who = [swatch(colours[number]) + text(run.name)] if len(runs) > 1 else []
-            rows.append([*who, f"{event.step:,}", text(event.kind), text(event.text)])
+            rows.append([*who, f"{event.step:,}", text(event.kind), times(text(event.text))])
     if not rows:
         return []
     headings = [*(["run"] if len(runs) > 1 else []), "step", "event", ""]
@@ -289,17 +240,22 @@ def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
     for number, run in enumerate(runs):
         if run.sample:
             out += [f"<h3>{swatch(colours[number])}{text(run.name)}</h3>"] if len(runs) > 1 else []
-            out += [f'<pre class="sample">{text(run.sample, keep=chr(10) + chr(9))}</pre>']
+            out.append(cut(run.sample, keep="\n\t"))
     return ["<section><h2>Sample</h2>", *out, "</section>"] if out else []
 
 
 def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
+    """Every key of each run; of several runs also what is equal in all of them."""
+    folded = []
+    if len(runs) > 1:
+        folded.append(("equal in all runs", compare.equal_keys([run.config for run in runs])))
+    for run, colour in zip(runs, colours, strict=True):
+        folded.append((f"every key of {swatch(colour)}{text(run.name)}" if len(runs) > 1 else "every key", run.config))
     out = []
-    for number, run in enumerate(runs):
-        if run.config:
-            toml = tomli_w.dumps({section: _known(keys) for section, keys in run.config.items()})
-            who = swatch(colours[number]) + text(run.name) if len(runs) > 1 else "every key"
-            out.append(f"<details><summary>{who}</summary><pre>{text(toml, keep=chr(10))}</pre></details>")
+    for summary, config in folded:
+        toml = tomli_w.dumps({section: _known(keys) for section, keys in config.items()})
+        if toml:
+            out.append(f"<details><summary>{summary}</summary><pre>{text(toml, keep=chr(10))}</pre></details>")
     return ["<section><h2>Configuration</h2>", *out, "</section>"] if out else []
 
 

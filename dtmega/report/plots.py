@@ -6,16 +6,19 @@ What a person or a file has named goes through `written`: plotly takes some of H
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]  # an extra
+from plotly.io.json import to_json_plotly  # pyright: ignore[reportMissingImports]  # an extra
 from plotly.subplots import make_subplots  # pyright: ignore[reportMissingImports]  # an extra
 
 from dtmega.report import curves
 from dtmega.report.colours import colour, darker, faint
-from dtmega.report.curves import LOSS, Panel
-from dtmega.report.record import Event, Series
+from dtmega.report.curves import BYTES, COUNT, LOSS, PERCENT, Panel
+from dtmega.report.record import Event, Series, is_validation, validation_name
 from dtmega.report.run import Run
 
 INK, FAINT, GRID = "#1d2733", "#5b6673", "#e6eaee"
@@ -31,42 +34,68 @@ SYMBOLS = {
     "score": "star",
     "end": "square-x",
 }
+PLAIN = "~g"  # of d3-format: 0.05, 0.5, 5000, 1e-7
+FEW_STEPS = 8
+NARROW_LETTERS = 29  # of a title in a window of 390 pixels, beside lanes with the longest name
 LANES = {"skipped": "skipped steps"}  # of events whose plural has no s alone
 
 
-def over_steps(runs: Sequence[Run]) -> go.Figure:
-    """Loss, events, and each other number in a panel of its own; all share the axis of steps."""
+def over_steps(runs: Sequence[Run]) -> str:
+    """Loss, events, and each other number in a panel of its own; all share the axis of steps.
+
+    Returns:
+        JSON of a plotly figure, with a second layout as "narrow": the same panels below each other, for a phone.
+    """
     panels = curves.panels(key for run in runs for key in run.record.series)
     kinds = [kind for kind in SYMBOLS if any(event.kind == kind for run in runs for event in run.events)]
-    rows = -(-len(panels) // 2)
-    heights = [LOSS_HEIGHT, LANE_HEIGHT * max(len(kinds), 1) + 8, *[ROW_HEIGHT] * rows]
-    inner = sum(heights) + GAP * (len(heights) - 1)
-    titles = [LOSS.title, "Events", *(written(panel.title) for panel in panels)]
-    last_row = [{}, {} if len(panels) % 2 == 0 else None]
-    figure = make_subplots(
-        rows=len(heights),
-        cols=2,
-        specs=[[{"colspan": 2}, None]] * 2 + ([*[[{}, {}]] * (rows - 1), last_row] if rows else []),
-        row_heights=heights,
-        vertical_spacing=GAP / inner,
-        horizontal_spacing=BETWEEN,
-        subplot_titles=titles,
-    )
+    figure = _empty(runs, panels, kinds, columns=2)
     for number, run in enumerate(runs):
         _add_losses(figure, run, number, alone=len(runs) == 1)
         _add_events(figure, run, number, len(runs), kinds)
         for place, panel in enumerate(panels):
             _add_curve(figure, run, number, panel, row=3 + place // 2, column=1 + place % 2)
-        _add_restarts(figure, run, number)
+    # The panels are numbered row by row, so a trace has its axes under the same names in both layouts.
+    narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
+    return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
+
+
+def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], columns: int) -> go.Figure:
+    """The panels with titles, axes and restarts, and no curve yet.
+
+    Args:
+        panels: those below loss and events.
+        kinds: of events, one lane each.
+        columns: of `panels`; loss and events are as wide as all of them.
+    """
+    rows = -(-len(panels) // columns)
+    heights = [LOSS_HEIGHT, LANE_HEIGHT * max(len(kinds), 1) + 8, *[ROW_HEIGHT] * rows]
+    inner = sum(heights) + GAP * (len(heights) - 1)
+    whole_width = [{"colspan": columns}, *[None] * (columns - 1)]
+    cells: list[list[dict[str, int] | None]] = [[{} for _ in range(columns)] for _ in range(rows)]
+    if len(panels) < rows * columns:
+        cells[-1][-1] = None
+    loss_title = LOSS.title if columns > 1 else LOSS.title.partition(":")[0]
+    letters = curves.MOST_LETTERS if columns > 1 else NARROW_LETTERS
+    figure = make_subplots(
+        rows=len(heights),
+        cols=columns,
+        specs=[whole_width, whole_width, *cells],
+        row_heights=heights,
+        vertical_spacing=GAP / inner,
+        horizontal_spacing=BETWEEN if columns > 1 else 0,
+        subplot_titles=[loss_title, "Events", *(written(panel.title, letters) for panel in panels)],
+    )
     _style(figure, inner + 2 * EDGE)
     click = "toggleitem" if len(runs) == 1 else "togglegroup"
     figure.update_layout(legend={"y": 1 + 26 / inner, "groupclick": click})  # above the title of the loss
-    for place, title in enumerate(figure.select_annotations()):
-        in_second_column = place >= 2 and place % 2 == 1
+    titles: Any = figure.select_annotations()
+    for place, title in enumerate(titles):
+        in_second_column = columns > 1 and place >= 2 and place % 2 == 1
         x = (1 + BETWEEN) / 2 if in_second_column else 0
         title.update(x=x, xanchor="left", yshift=4, font={"size": 13.5, "color": INK, "weight": 600})
+    figure.update_yaxes(row=1, col=1, tickformat=PLAIN)
     for place, panel in enumerate(panels):
-        _style_axis(figure, panel, row=3 + place // 2, column=1 + place % 2)
+        _style_axis(figure, runs, panel, row=3 + place // columns, column=1 + place % columns)
     figure.update_yaxes(
         row=2,
         col=1,
@@ -78,13 +107,18 @@ def over_steps(runs: Sequence[Run]) -> go.Figure:
     )
     figure.update_xaxes(matches="x", title={"standoff": 6})
     figure.update_layout(xaxis={"matches": None})  # the one that the others match
+    last_step = max(run.record.last_step for run in runs)
+    if last_step < FEW_STEPS:
+        figure.update_xaxes(dtick=1)  # there is no step 0.5
     figure.update_xaxes(title_text="step", row=2 + rows)
+    for number, run in enumerate(runs):
+        _add_restarts(figure, run, number)
     return figure
 
 
 def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> None:
     _add_curve(figure, run, number, LOSS, row=1, column=1, legend="training" if alone else written(run.name))
-    validations = [key for key in run.record.series if curves.is_validation(key)]
+    validations = [key for key in run.record.series if is_validation(key)]
     for place, key in enumerate([*sorted(validations), "test_loss"]):
         if key not in run.record.series:
             continue
@@ -92,7 +126,7 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
         mode = "lines+markers" if series.steps.size <= curves.CIRCLES else "lines"
         mode = "markers" if key == "test_loss" else mode
         symbol = "star" if key == "test_loss" else ("circle", "square", "diamond", "cross")[place % 4]
-        label = key.removesuffix("_loss").replace("val_", "validation ").replace("val", "validation")
+        label = "test" if key == "test_loss" else validation_name(key)
         name = written(label if alone else f"{run.name}, {label}")
         figure.add_scatter(
             x=_whole(series.steps),
@@ -176,16 +210,21 @@ def _add_restarts(figure: go.Figure, run: Run, number: int) -> None:
             opacity=0.7,
             row="all",
             col="all",
+            exclude_empty_subplots=False,
         )
 
 
-def tail(runs: Sequence[Run]) -> go.Figure:
-    """Which share of the steps takes at least how long."""
+def has_tail(run: Run) -> bool:
+    """True if the times of this run's steps can be compared: there are two at least."""
+    return "step_time_s" in run.record.series and run.record.series["step_time_s"].steps.size > 1
+
+
+def tail(runs: Sequence[Run]) -> str:
+    """The share of the steps that take at least so long, as JSON of a plotly figure."""
     figure = go.Figure()
-    for number, run in enumerate(runs):
-        series = run.record.series.get("step_time_s")
-        if series is None:
-            continue
+    timed = [(number, run) for number, run in enumerate(runs) if has_tail(run)]
+    for number, run in timed:
+        series = run.record.series["step_time_s"]
         slow = curves.tail(series)
         figure.add_scatter(
             x=slow.values,
@@ -198,9 +237,10 @@ def tail(runs: Sequence[Run]) -> go.Figure:
         )
     _style(figure, 300)
     figure.update_layout(hovermode="closest", margin={"t": 30, "b": 48})
-    figure.update_xaxes(type="log", title_text="step time", tickformat="~s", ticksuffix="s", dtick="D2")
+    dtick = _log_ticks([run.record.series["step_time_s"].values for _, run in timed], most_decades=1.5)
+    figure.update_xaxes({"type": "log", "title_text": "step time (s)", "dtick": dtick, "nticks": 8, "tickformat": PLAIN})
     figure.update_yaxes(type="log", title_text="share of steps at least as slow", tickformat="~%", dtick=1)
-    return figure
+    return str(figure.to_json())
 
 
 def _style(figure: go.Figure, height: int) -> None:
@@ -238,23 +278,42 @@ def _style(figure: go.Figure, height: int) -> None:
     figure.update_yaxes(**axis)
 
 
-def _style_axis(figure: go.Figure, panel: Panel, *, row: int, column: int) -> None:
-    tickformat, suffix = panel.tick
-    figure.update_yaxes(
-        tickformat=tickformat,
-        ticksuffix=suffix,
-        type="log" if panel.log else "linear",
-        rangemode="tozero",
-        row=row,
-        col=column,
-    )
+def _style_axis(figure: go.Figure, runs: Sequence[Run], panel: Panel, *, row: int, column: int) -> None:
+    axis = {"type": "log" if panel.log else "linear", "rangemode": "tozero"}
+    figure.update_yaxes(axis | _ticks(panel.unit), row=row, col=column)
     if panel.log:
-        figure.update_yaxes(dtick="D2", row=row, col=column)  # 1, 2, 5: others would stand on each other
+        values = [run.record.series[panel.key].values for run in runs if panel.key in run.record.series]
+        figure.update_yaxes(dtick=_log_ticks(values, most_decades=3), row=row, col=column)
 
 
-def written(text: str) -> str:
+def _ticks(unit: str) -> dict[str, Any]:
+    """The form of an axis's numbers: 0.05 and 5000, as counts 0.5 and 12k, 12.5%, 400MB."""
+    if unit == PERCENT:
+        return {"tickformat": "~%"}
+    if unit in (COUNT, BYTES):
+        # The prefixes of SI are read for large numbers; "500m" for 0.5 is not.
+        small = {"dtickrange": [None, 0.999], "value": PLAIN}
+        return {"tickformat": "~s", "tickformatstops": [small], "ticksuffix": unit if unit == BYTES else ""}
+    return {"tickformat": PLAIN}
+
+
+def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str | None:
+    """The distance of ticks on a logarithmic axis, as plotly has it: powers of ten, or also 2 and 5, or its own choice.
+
+    Args:
+        values: all that are drawn.
+        most_decades: that the axis has room for with three ticks each.
+    """
+    positive = np.concatenate([each[each > 0] for each in values])
+    decades = float(np.log10(positive.max() / positive.min())) if positive.size else 0.0
+    if decades > most_decades:
+        return math.ceil(decades / 5)
+    return "D2" if decades > 0.6 else None
+
+
+def written(text: str, most: int = curves.MOST_LETTERS) -> str:
     """Other people's text as plotly shows it letter by letter: it takes <b>, <a href> and entities for markup."""
-    return html.escape(curves.plain(text), quote=False)
+    return html.escape(curves.plain(text, most), quote=False)
 
 
 def _lines(event: Event) -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]  # an extra
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  # an extra
-from matplotlib.ticker import EngFormatter, PercentFormatter  # pyright: ignore[reportMissingImports]  # an extra
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter  # pyright: ignore[reportMissingImports]  # an extra
 
 from dtmega.report import curves
 from dtmega.report.colours import colour, darker
-from dtmega.report.curves import LOSS, Panel
-from dtmega.report.run import Run
+from dtmega.report.curves import BYTES, LOSS, PERCENT, Panel
+from dtmega.report.record import is_validation, validation_name
+from dtmega.report.run import Run, short
 
 DPI = 110
 WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
@@ -51,8 +52,8 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
         axes.plot(*shown, color=colour(number), alpha=alpha, linewidth=width, label=None if faint else name)
         if faint:
             axes.plot(*mean, color=colour(number), linewidth=1.8, label=name)
-    for key in filter(curves.is_validation, series if panel is LOSS else ()):
-        label = f"{name}, {curves.plain(key.removesuffix('_loss'))}"
+    for key in filter(is_validation, series if panel is LOSS else ()):
+        label = f"{name}, {curves.plain(validation_name(key))}"
         marker = "o" if series[key].steps.size <= curves.CIRCLES else ""
         form = {"marker": marker, "markersize": 5, "markerfacecolor": "white", "linestyle": ":", "linewidth": 1.2}
         axes.plot(*curves.thinned(series[key]), color=darker(colour(number)), label=label, **form)
@@ -62,15 +63,21 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
 
 def _style(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title.partition(":")[0], loc="left", fontsize=10, fontweight="bold")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if panel.log:
         axes.set_yscale("log")
-    tick, unit = panel.tick
-    if tick == "~%":
+    unit = panel.unit if panel.unit == BYTES else ""
+    if panel.unit == PERCENT:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-    elif tick == "~s" and not panel.log:
-        axes.yaxis.set_major_formatter(EngFormatter(unit))
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{_tick(value, place)} {unit}".strip()))
     axes.grid(color="#e6eaee", linewidth=0.8)
     axes.tick_params(labelsize=8, colors="#5b6673")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
+
+
+def _tick(value: float, _: int) -> str:
+    """0.5, 12 K, 450 M: prefixes for large numbers only."""
+    return short(value) if abs(value) >= 1000 else f"{value:g}"

@@ -48,6 +48,7 @@ class Record(NamedTuple):
         series: by key, as in the file: loss, grad_norm, val_loss, ...
         tokens: that the run had read after each step.
         events: in the order of the file.
+        not_finite: steps that were skipped since their loss or gradient norm is no finite number.
         last_step: the largest step of any line; 0 in an empty file.
         damaged_lines: how many were left out.
     """
@@ -55,6 +56,7 @@ class Record(NamedTuple):
     series: dict[str, Series]
     tokens: Series
     events: list[Event]
+    not_finite: list[int]
     last_step: int
     damaged_lines: int
 
@@ -63,6 +65,7 @@ def read(path: Path) -> Record:
     """The record in this file; an empty one if the file is not there yet."""
     columns: dict[str, tuple[array[int], array[float]]] = {}
     events: list[Event] = []
+    not_finite: list[int] = []
     last_step = 0
     damaged_lines = 0
     for line in _lines(path):
@@ -87,14 +90,27 @@ def read(path: Path) -> Record:
             column[0].append(step)
         if "checkpoint" in record or "skipped" in record or "loss" not in record:
             events += _events(record)
+        if _is_not_finite(record):
+            not_finite.append(step)
     every = {key: _series(*column) for key, column in columns.items()}
     return Record(
         series={key: series for key, series in every.items() if key not in NOT_MEASURED and series.steps.size},
         tokens=every.get("tokens", _series(array("q"), array("d"))),
         events=events,
+        not_finite=not_finite,
         last_step=last_step,
         damaged_lines=damaged_lines,
     )
+
+
+def is_validation(key: str) -> bool:
+    """True for the loss on the validation split (val_loss), or on a set of [data] validation (val_NAME_loss)."""
+    return key.startswith("val_") and key.endswith("_loss")
+
+
+def validation_name(key: str) -> str:
+    """val_loss -> validation, val_code_loss -> validation code"""
+    return key.removesuffix("_loss").replace("val", "validation", 1).replace("_", " ", 1)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -105,6 +121,17 @@ def _lines(path: Path) -> Iterator[bytes]:
     with file:
         while line := file.readline(MAX_LINE_BYTES):
             yield line
+
+
+def _is_not_finite(record: Mapping[str, Any]) -> bool:
+    """True for a step that was skipped since a number of it is not finite, which JSON cannot hold: it is null there.
+
+    float16's scale is meant to overflow the gradients now and then: only its losses count.
+    """
+    if record.get("skipped") is not True:
+        return False
+    keys = ("loss",) if "loss_scale" in record else ("loss", "grad_norm")
+    return any(key in record and record[key] is None for key in keys)
 
 
 def _events(record: Mapping[str, Any]) -> Iterator[Event]:

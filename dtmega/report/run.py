@@ -14,7 +14,7 @@ from dtmega.checkpoint import resume
 from dtmega.job import MAX_STEP, Ended
 from dtmega.metrics import perplexity
 from dtmega.report import record, scores
-from dtmega.report.record import Event, Record, Series
+from dtmega.report.record import Event, Record, Series, is_validation
 from dtmega.report.scores import Scores
 from dtmega.sections import read_toml
 from dtmega.starts import Start
@@ -31,6 +31,20 @@ class Part(NamedTuple):
     start: Start | None
 
 
+class Best(NamedTuple):
+    """The best of a run's validations.
+
+    Attributes:
+        key: name of the validation loss in the record.
+        loss: its smallest value.
+        step: the first step at which it was measured.
+    """
+
+    key: str
+    loss: float
+    step: int
+
+
 class Run(NamedTuple):
     """A run directory, read.
 
@@ -44,6 +58,7 @@ class Run(NamedTuple):
         sample: what the finished model made of the prompt, or ''.
         scores: evaluations of its checkpoints.
         written: when its record was last written, or None.
+        is_claimed: True if a process writes here, as `job.is_claimed`.
     """
 
     directory: Path
@@ -57,6 +72,7 @@ class Run(NamedTuple):
     sample: str
     scores: Scores
     written: datetime | None
+    is_claimed: bool | None
 
     @property
     def is_done(self) -> bool:
@@ -69,8 +85,24 @@ class Run(NamedTuple):
         ended = self.ended
         if ended is None or ended.code not in job.NOT_STARTED:
             return ""
-        at = f" at {ended.time}" if ended.time else ""
+        at = f" at {moment(ended.time)}" if ended.time else ""
         return f"the last start was refused{at} with exit code {ended.code}: {ended.reason}"
+
+    @property
+    def layout(self) -> str:
+        """The newest layout, in words."""
+        start = self.parts[-1].start
+        if start is None:
+            return "layout not recorded"
+        return layout_in_words(start.layout) + (f" on {start.device}" if start.device else "")
+
+    @property
+    def newest_checkpoint(self) -> str:
+        """The path of the one that exit.json names, else the step of the newest that the record tells of; or ''."""
+        if self.ended is not None:
+            return self.ended.checkpoint
+        saved = [event.text for event in self.record.events if event.kind == "checkpoint"]
+        return saved[-1].partition(";")[0].removeprefix("of ") if saved else ""
 
     @property
     def events(self) -> list[Event]:
@@ -101,9 +133,9 @@ def names(directories: Sequence[str]) -> list[str]:
 
 
 def _read(directory: Path, name: str) -> Run:
+    is_claimed = job.is_claimed(directory)  # before exit.json is read: a run gives the claim back after writing it
     path = directory / "metrics.jsonl"
-    there = path.exists()
-    if not there and not (directory / "config.toml").exists():
+    if not path.exists() and not (directory / "config.toml").exists():
         raise ValueError(f"{directory} is not a run directory: it has no metrics.jsonl and no config.toml")
     found = record.read(path)
     of_checkpoints = scores.read(directory, found.last_step)
@@ -124,8 +156,15 @@ def _read(directory: Path, name: str) -> Run:
         ended=Ended.read(directory),
         sample=_sample(directory, found.last_step),
         scores=of_checkpoints,
-        written=datetime.fromtimestamp(path.stat().st_mtime, timezone.utc) if there else None,
+        written=_written(path, directory / starts.NAME, directory / job.LOCK),
+        is_claimed=is_claimed,
     )
+
+
+def _written(*paths: Path) -> datetime | None:
+    """The time at which one of these files was last written; None if there is none of them."""
+    times = [path.stat().st_mtime for path in paths if path.exists()]
+    return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
 
 def _config(directory: Path) -> Config:
@@ -175,7 +214,7 @@ def _parts(every: Sequence[Start], last_step: int) -> list[Part]:
 
 
 def _restarted(start: Start) -> str:
-    return f"started again after step {start.step} on {layout_in_words(start.layout)}, {start.time}"
+    return f"started again after step {start.step} on {layout_in_words(start.layout)}, {moment(start.time)}"
 
 
 def layout_in_words(layout: Mapping[str, int]) -> str:
@@ -193,13 +232,13 @@ def numbers(run: Run) -> dict[str, str]:
     found["steps"] = f"{last_step:,} of {run.end:,}" if run.end else f"{last_step:,}"
     if run.record.tokens.values.size:
         found["tokens"] = short(run.record.tokens.values[-1])
-    # Of a weighted sum of several losses there is no perplexity.
-    one_loss = not any(key.startswith("val_") and not key.endswith("_loss") for key in series)
     for key, label in (("loss", "training loss"), ("val_loss", "validation loss"), ("test_loss", "test loss")):
         if key in series:
             last = series[key].values[-1]
-            ppl = f" (ppl {perplexity(last):.4g})" if one_loss and key != "loss" else ""
-            found[label] = f"{last:.4g}{ppl}"
+            found[label] = loss_in_words(run, last) if key != "loss" else f"{last:.4g}"
+    best = best_validation(run)
+    if best is not None:
+        found["best validation loss"] = f"{best.loss:.4g} (step {best.step:,})"
     for key, label, write in (
         ("tokens_per_s", "tokens/s, median", short),
         ("mfu", "MFU, median", lambda value: f"{value:.1%}"),
@@ -209,12 +248,30 @@ def numbers(run: Run) -> dict[str, str]:
             found[label] = write(percentile(series[key], 50))
     if "step_time_s" in series:
         found["99th percentile"] = seconds(percentile(series["step_time_s"], 99))
+        found["time in steps"] = duration(float(series["step_time_s"].values.sum()))
     if "peak_memory_bytes" in series:
         found["peak memory, rank 0"] = gibibytes(series["peak_memory_bytes"].values.max())
     kinds = [event.kind for event in run.events]
     found["restarts"] = str(kinds.count("restart"))
     found["skipped steps"] = str(kinds.count("skipped"))
     return found
+
+
+def best_validation(run: Run) -> Best | None:
+    """The smallest validation loss, on the split or else on the first named set; None if nothing was validated."""
+    keys = sorted(filter(is_validation, run.record.series))
+    if not keys:
+        return None
+    key = "val_loss" if "val_loss" in keys else keys[0]
+    steps, losses = run.record.series[key]
+    place = int(np.argmin(losses))
+    return Best(key, float(losses[place]), int(steps[place]))
+
+
+def loss_in_words(run: Run, loss: float) -> str:
+    """4.23 (ppl 68.72); a weighted sum of several losses has no perplexity."""
+    is_sum = any(key.startswith("val_") and not is_validation(key) for key in run.record.series)
+    return f"{loss:.4g}" + ("" if is_sum else f" (ppl {perplexity(loss):.4g})")
 
 
 def percentile(series: Series, percent: float) -> float:
@@ -232,6 +289,21 @@ def short(value: float) -> str:
 
 def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def duration(value: float) -> str:
+    """7,260 -> 2.02 h, from seconds."""
+    if value >= 3600:
+        return f"{value / 3600:.3g} h"
+    return f"{value / 60:.3g} min" if value >= 60 else seconds(value)
+
+
+def moment(time: str) -> str:
+    """2026-11-23T23:27:33+00:00 -> 2026-11-23 23:27:33 UTC; a text that is no such time stays as it is."""
+    try:
+        return f"{datetime.fromisoformat(time).astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError):
+        return time
 
 
 def gibibytes(value: float) -> str:

@@ -8,6 +8,18 @@ from pathlib import Path
 from dtmega import durable, extras
 from dtmega.report import run
 
+MOST_NAME_BYTES = 200  # a file system's 255, less what is put before it while the page is written
+
+
+def default_output(directories: Sequence[str]) -> Path:
+    """report.html in the directory of a run; for several runs a page beside it, named after the others."""
+    first, *others = directories
+    name = "-".join(Path(other).resolve().name for other in others)
+    name = f"report-with-{name}.html" if others else "report.html"
+    if len(name.encode()) > MOST_NAME_BYTES:
+        name = f"report-with-{len(others)}-others.html"
+    return Path(first, name)
+
 
 def write(directories: Sequence[str], output: Path, png: bool = False) -> list[Path]:
     """Write the page of these runs to `output`, and with `png` the picture beside it; returns what was written.
@@ -25,9 +37,9 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     from dtmega.report import page, plots
     from dtmega.report.colours import colour
 
-    figures = {"curves": str(plots.over_steps(runs).to_json())}
-    if any("step_time_s" in of_run.record.series for of_run in runs):
-        figures["tail"] = str(plots.tail(runs).to_json())
+    figures = {"curves": plots.over_steps(runs)}
+    if any(plots.has_tail(of_run) for of_run in runs):
+        figures["tail"] = plots.tail(runs)
     colours = [colour(number) for number in range(len(runs))]
     with durable.replaced(output) as file:
         file.write(page.page(runs, figures, get_plotlyjs(), colours))

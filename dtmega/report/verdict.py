@@ -1,0 +1,132 @@
+"""The verdict on a run, in one line: how it stands, whether its loss rises, and what it has come to.
+
+docs/report.md says the rules in words.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega import job
+from dtmega.report.curves import plain
+from dtmega.report.record import Record, validation_name
+from dtmega.report.run import Run, best_validation, duration, loss_in_words, percentile, short
+
+LEAST_WINDOW = 10  # steps of the smallest mean that is compared
+SHARE_OF_FALL = 0.1
+SHARE_OF_BEST = 0.02
+STANDARD_ERRORS = 5
+NEWEST_STEPS = 10
+MOST_NOT_FINITE = 4  # of the newest steps; float16 finds its scale in fewer
+SILENT_STEPS = 20
+TIMEOUT_S = 600.0  # the default of [run] timeout_s, for a configuration that does not say it
+MOST_LETTERS = 300  # of a reason
+
+
+class Verdict(NamedTuple):
+    """How a run stands.
+
+    Attributes:
+        state: "finished", "stopped", "killed", "stalled", "going on" or "not begun".
+        why: the step it has come to, and what is known about its end.
+        diverging: the reason to take its loss for diverging, or ''.
+    """
+
+    state: str
+    why: str
+    diverging: str
+
+
+def judge(run: Run, now: datetime) -> Verdict:
+    """The verdict on a run at this moment."""
+    state, why = _state(run, now)
+    return Verdict(state, why, diverging(run.record))
+
+
+def facts(run: Run) -> list[str]:
+    """Best validation loss and its step, time spent, tokens and speed, as far as the record has them."""
+    found = []
+    best = best_validation(run)
+    if best is not None:
+        found.append(f"best {validation_name(best.key)} loss {loss_in_words(run, best.loss)} at step {best.step:,}")
+    series = run.record.series
+    if "step_time_s" in series:
+        found.append(f"{duration(float(series['step_time_s'].values.sum()))} of steps")
+    if run.record.tokens.values.size:
+        found.append(f"{short(run.record.tokens.values[-1])} tokens")
+    if "tokens_per_s" in series:
+        found.append(f"{short(percentile(series['tokens_per_s'], 50))} tokens/s")
+    return found
+
+
+def _state(run: Run, now: datetime) -> tuple[str, str]:
+    """The state, and the words behind it."""
+    last_step, ended = run.record.last_step, run.ended
+    progress = f"step {last_step:,} of {run.end:,}" if run.end else f"step {last_step:,}"
+    if run.refused:
+        # That start has changed nothing, so the run stands as it stood before.
+        refused = plain(run.refused, MOST_LETTERS)
+        return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
+    if ended is not None:
+        if run.is_done and ended.code == job.DONE:
+            return "finished", f"after {progress}"
+        return "stopped", f"after {progress}: {plain(ended.reason, MOST_LETTERS)} (exit code {ended.code})"
+    if run.is_done and not run.is_claimed:
+        return "finished", f"after {progress}"
+    if run.written is None:
+        return "not begun", "yet: nothing is written"
+    if run.is_claimed is False:
+        return "killed", f"after {progress}: its process is gone and has left no exit.json"
+
+    silent_s = max((now - run.written).total_seconds(), 0.0)
+    if silent_s > patience_s(run):
+        alive = "; its process is still there" if run.is_claimed else ""
+        return "stalled", f"after {progress}: nothing written for {duration(silent_s)}{alive}"
+    return "going on", f"at {progress}, last written {duration(silent_s)} before this page"
+
+
+def patience_s(run: Run) -> float:
+    """The seconds without a new line after which a run without exit.json is taken for stalled."""
+    timeout_s = run.config.get("run", {}).get("timeout_s")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
+        timeout_s = TIMEOUT_S
+    times = run.record.series.get("step_time_s")
+    steps_s = SILENT_STEPS * percentile(times, 50) if times is not None else 0.0
+    return max(float(timeout_s), steps_s)
+
+
+def diverging(record: Record) -> str:
+    """The reason to take the loss of this record for diverging, or ''."""
+    newest = [step for step in record.not_finite if step > record.last_step - NEWEST_STEPS]
+    if len(newest) > MOST_NOT_FINITE:
+        return f"of the last {NEWEST_STEPS} steps {len(newest)} had a loss or gradient norm that is not finite"
+
+    losses = record.series.get("loss")
+    if losses is None:
+        return ""
+    window = max(losses.values.size // 10, LEAST_WINDOW)
+    if losses.values.size < 2 * window:
+        return ""
+    # A loss beyond all bounds would leave no digits of the others in their sum.
+    values = np.clip(losses.values, -1e6, 1e6)
+    means = _means(values, window)
+    last = float(means[-1])
+    earlier = means[: values.size - 2 * window + 1]  # those that share no step with the last one
+    place = int(np.argmin(earlier))
+    best, first = float(earlier[place]), float(earlier[0])
+    standard_error = float(np.std(values[place : place + window])) / window**0.5
+    clearly = max(SHARE_OF_FALL * (first - best), SHARE_OF_BEST * abs(best), STANDARD_ERRORS * standard_error)
+    if last - best <= clearly:
+        return ""
+    best_step = losses.steps[place + window - 1]
+    return f"the mean loss of the last {window} steps is {last:.4g}, up from {best:.4g} at step {best_step:,}"
+
+
+def _means(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """The mean of each `window` values that follow each other, [n - window + 1]."""
+    sums = np.cumsum(np.append(0.0, values))
+    return (sums[window:] - sums[:-window]) / window
