@@ -99,9 +99,13 @@ def is_claimed(folder: Path) -> bool | None:
     """
     path = folder / LOCK
     held = is_held(path)
-    if held is False and _read_lock(path).get("host") != socket.gethostname():
+    if held is not False:
+        return held
+    try:
+        host = read_object(path).get("host")
+    except ValueError:
         return None
-    return held
+    return False if host == socket.gethostname() else None
 
 
 class Ended(NamedTuple):

@@ -333,6 +333,7 @@ def test_a_comparison_does_not_take_the_place_of_the_page_of_one_run(tmp_path: P
     assert outputs == [tmp_path / "a" / name for name in names]
     many = page_file([runs[0], *(f"{'ü' * 60}{number}" for number in range(9))])
     assert len(many.name.encode()) < 230
+    assert page_file([runs[0], "\udcff"]).name == "report-with-\udcff.html"  # a name that is no UTF-8
 
 
 def scored(folder: Path, step: int, task: str = "mine", **values: Any) -> None:

@@ -238,7 +238,7 @@ def tail(runs: Sequence[Run]) -> str:
     _style(figure, 300)
     figure.update_layout(hovermode="closest", margin={"t": 30, "b": 48})
     dtick = _log_ticks([run.record.series["step_time_s"].values for _, run in timed], most_decades=1.5)
-    figure.update_xaxes({"type": "log", "title_text": "step time (s)", "dtick": dtick, "nticks": 8, "tickformat": PLAIN})
+    figure.update_xaxes(type="log", title_text="step time (s)", dtick=dtick, nticks=8, tickformat=PLAIN)
     figure.update_yaxes(type="log", title_text="share of steps at least as slow", tickformat="~%", dtick=1)
     return str(figure.to_json())
 
@@ -305,7 +305,7 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
         most_decades: that the axis has room for with three ticks each.
     """
     positive = np.concatenate([each[each > 0] for each in values])
-    decades = float(np.log10(positive.max() / positive.min())) if positive.size else 0.0
+    decades = float(np.log10(positive.max()) - np.log10(positive.min())) if positive.size else 0.0
     if decades > most_decades:
         return math.ceil(decades / 5)
     return "D2" if decades > 0.6 else None

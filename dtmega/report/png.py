@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]  # an extra
 from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  # an extra
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter  # pyright: ignore[reportMissingImports]  # an extra
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter  # pyright: ignore[reportMissingImports]  # an extra
 
 from dtmega.report import curves
 from dtmega.report.colours import colour, darker
@@ -36,7 +36,7 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
             _draw_curve(axes, run, number, panel)
         _style(axes, panel)
         if panel is LOSS:
-            axes.legend(frameon=False, fontsize=9, loc="upper right")
+            axes.legend(frameon=False, fontsize=9, loc="best")
     figure.savefig(path)
     return path
 
@@ -49,7 +49,9 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
         mean, _ = curves.running_mean(series[panel.key])
         faint = panel.mean and mean.steps.size > 0
         alpha, width = (0.3, 0.8) if faint else (1.0, 1.4)
-        axes.plot(*shown, color=colour(number), alpha=alpha, linewidth=width, label=None if faint else name)
+        marker = "." if shown.steps.size == 1 else ""
+        label = None if faint else name
+        axes.plot(*shown, color=colour(number), alpha=alpha, linewidth=width, marker=marker, label=label)
         if faint:
             axes.plot(*mean, color=colour(number), linewidth=1.8, label=name)
     for key in filter(is_validation, series if panel is LOSS else ()):
@@ -64,14 +66,17 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
 def _style(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title.partition(":")[0], loc="left", fontsize=10, fontweight="bold")
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if panel.log:
         axes.set_yscale("log")
+        bottom, top = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 1000 * bottom else (1,)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     unit = panel.unit if panel.unit == BYTES else ""
     if panel.unit == PERCENT:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
     else:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{_tick(value, place)} {unit}".strip()))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: _tick(value, place) + unit))
     axes.grid(color="#e6eaee", linewidth=0.8)
     axes.tick_params(labelsize=8, colors="#5b6673")
     axes.spines[["top", "right"]].set_visible(False)
@@ -79,5 +84,5 @@ def _style(axes: Axes, panel: Panel) -> None:
 
 
 def _tick(value: float, _: int) -> str:
-    """0.5, 12 K, 450 M: prefixes for large numbers only."""
+    """0.5, 12 K, 450 M: a letter for large numbers only."""
     return short(value) if abs(value) >= 1000 else f"{value:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def default_output(directories: Sequence[str]) -> Path:
     first, *others = directories
     name = "-".join(Path(other).resolve().name for other in others)
     name = f"report-with-{name}.html" if others else "report.html"
-    if len(name.encode()) > MOST_NAME_BYTES:
+    if len(os.fsencode(name)) > MOST_NAME_BYTES:
         name = f"report-with-{len(others)}-others.html"
     return Path(first, name)
 
