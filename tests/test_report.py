@@ -436,9 +436,9 @@ def test_how_a_run_has_ended_is_said_and_marked(
 
 
 def test_without_a_told_end_the_newest_checkpoint_is_that_of_the_record(tmp_path: Path):
-    write(tmp_path, [step_line(1), {"step": 1, "checkpoint": 1, "checkpoint_stall_s": 0.5}])
+    write(tmp_path, [step_line(1), *({"step": i, "checkpoint": i, "checkpoint_stall_s": 0.5} for i in (1, 2))])
     (tmp_path / job.EXIT).write_text('{"code": "75"}')
-    assert "newest checkpoint step 1 " in drawn(tmp_path).text
+    assert "newest checkpoint step 2 " in drawn(tmp_path).text
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths():
