@@ -11,7 +11,10 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
     python3 -m venv /opt/dtmega && \
     /opt/dtmega/bin/pip install --no-cache-dir --no-index --find-links /wheels 'dtmega[data,hf]'
 
-ENV PATH=/opt/dtmega/bin:$PATH
+# Whoever it runs as, `--user` included, may write to the working folder and has a home and a name there.
+RUN mkdir -m 1777 /workspace
+ENV PATH=/opt/dtmega/bin:$PATH HOME=/workspace USER=dtmega
+USER 1000:1000
 WORKDIR /workspace
 ENTRYPOINT ["dtmega"]
 CMD ["--help"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -38,6 +39,14 @@ ABANDON_S = 5.0  # the same, where the process is ended in the middle of the run
 MLFLOW_METRICS = 1000
 MLFLOW_PARAMS = 100
 MLFLOW_VALUE = 6000  # characters
+
+MASK = "***"
+# Names of keys whose values are nobody else's to see; "tokens" and "tokenizer" are none.
+SECRET = re.compile(
+    r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
+)
+URL_USER = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+URL_QUERY = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^?#\s]+\?)[^\s]+")
 
 
 class Row(NamedTuple):
@@ -82,7 +91,7 @@ class Wandb:
             resume="allow",
             dir=config.run.dir,
             mode=mode,
-            config=config.model_dump(),
+            config=masked(config.model_dump()),
             settings=self._wandb.Settings(
                 silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True
             ),
@@ -117,7 +126,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(config.log.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(config.log.project)
         self.id = self._client.create_run(experiment_id, run_name=Path(config.run.dir).name).info.run_id
-        keys = config.model_dump()
+        keys = masked(config.model_dump())
         parameters = [
             self._entities.Param(f"{section}.{key}", str(value)[:MLFLOW_VALUE])
             for section, values in keys.items()
@@ -156,7 +165,7 @@ class Trackio:
             embed=False,
             auto_log_cpu=False,
             auto_log_gpu=False,
-            config=config.model_dump(),
+            config=masked(config.model_dump()),
         )
 
     def send(self, rows: list[Row]) -> None:
@@ -165,6 +174,18 @@ class Trackio:
 
     def close(self, finished: bool) -> None:
         self._run.finish()
+
+
+def masked(value: Any) -> Any:
+    """A configuration for others to see: without values of keys named like a secret, and credentials in URLs."""
+    if isinstance(value, Mapping):
+        return {key: MASK if SECRET.search(str(key)) else masked(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inside) for inside in value]
+    if not isinstance(value, str):
+        return value
+    without_user = URL_USER.sub(rf"\1{MASK}@", value)
+    return URL_QUERY.sub(rf"\1{MASK}", without_user)
 
 
 def _nothing(*words: object, **options: object) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -201,6 +202,28 @@ def test_a_run_that_is_ended_from_outside_its_main_thread_is_closed_and_waits_fo
         "rank 0: a signal came, at step 0 in start (exit code 76)",
         "wandb did not close in 0.2 s: it may lack the last steps",
     ]
+
+
+@pytest.mark.parametrize("name", trackers.TRACKERS)
+def test_no_tracker_is_sent_the_credentials_in_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    library = MagicMock()
+    monkeypatch.setattr(trackers, "import_module", lambda name: library)
+    url = "s3://USER:hunter2@bucket/run?X-Amz-Signature=hunter3"
+    cfg = settings(tmp_path, name).model_copy(update={"checkpoint": config.Checkpoint(dir=url)})
+    trackers.TRACKERS[name](cfg, "")
+    sent = str(library.mock_calls)
+    assert "s3://***@bucket/run?***" in sent
+    assert "hunter" not in sent
+
+
+def test_values_of_keys_that_are_named_like_secrets_are_masked_and_no_key_of_ours_is():
+    names = ("password", "api_key", "WANDB_API_KEY", "secret-key", "access_token", "credentials")
+    plain = {"tokenizer": "bytes", "tokens": 3, "list": [{"keys": 1, "token": "x"}], "url": "see https://a.b/c"}
+    sent = trackers.masked({"section": {**dict.fromkeys(names, "x"), **plain}})
+    assert sent == {"section": {**dict.fromkeys(names, "***"), **plain, "list": [{"keys": 1, "token": "***"}]}}
+    ours = config.load(["--config", "bloom.toml"]).model_dump()
+    assert trackers.masked(ours) == ours
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtmega import config
+from dtmega import config, mesh
 from dtmega.__main__ import main as command
 from dtmega.data.chat import Chat
 from dtmega.data.tokenizer import load_tokenizer
@@ -162,10 +162,27 @@ def test_a_conversation_is_what_its_template_makes_of_all_that_was_said(trained,
     after_one = said("--run", finished, *FEW, "--prompt", first).removesuffix("\n")
     second = f"{after_one}<user>You<assistant>"
     after_two = said("--run", finished, *FEW, "--prompt", second)
-    refused = "(the chat template refuses this conversation: never)\n"
+    template = finished.parent / "chat_template.jinja"
+    refused = f"({template}: the chat template refuses this conversation: never)\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nno\nYou\n"))
     talk = said("--run", finished, "--interactive", *FEW)
     assert talk == after_one.removeprefix(first) + "\n" + refused + after_two.removeprefix(second)
+
+
+def conversation(argv: list[str]) -> str:
+    """What one of several processes prints of a conversation, of which the first one alone has the lines."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.setattr("sys.stdin", io.StringIO("no\nHi\n" if mesh.rank() == 0 else ""))
+        assert command([*argv, "--interactive", "--mesh.tp", "2"]) == 0
+    return output.getvalue()
+
+
+def test_a_template_that_refuses_on_the_first_process_is_no_end_on_any(finished):
+    first, second = ranks.run(2, conversation, ["generate", "--run", str(finished), *FEW])
+    template = finished.parent / "chat_template.jinja"
+    refused = f"({template}: the chat template refuses this conversation: never)\n"
+    answer = said("--run", finished, *FEW, "--prompt", "<user>Hi<assistant>").removeprefix("<user>Hi<assistant>")
+    assert (first, second) == (refused + answer, "")
 
 
 def test_what_ends_a_turn_is_what_ends_a_document_and_what_the_directory_names(finished):

@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtmega import job
 from dtmega.commands.arguments import integer, number, temperature
@@ -22,6 +22,8 @@ from dtmega.commands.used import add_where, open_run, started
 if TYPE_CHECKING:
     from dtmega.data.chat import Chat, Message
     from dtmega.use import Used
+
+Told = TypeVar("Told")
 
 SHOWN_BY = ("tokens", "temperature", "top_k", "top_p", "seed")  # options that are the families'
 BETWEEN = "---"  # the samples of several prompts
@@ -94,6 +96,8 @@ def command(args: argparse.Namespace) -> int:
                 raise ValueError(f"{option} means nothing to a model of name = '{used.cfg.model.name}'")
             if args.interactive and used.show is CONTINUATION:
                 chat = Chat.beside(used.tokenizer)
+                if chat is not None and startup.rank == 0:
+                    chat.start()
     except Refused as refused:
         return refused.exit_code
     options = {**given, **families.sample_options(used.cfg)}
@@ -114,7 +118,11 @@ def command(args: argparse.Namespace) -> int:
             _print(before + text)
             before = f"{BETWEEN}\n"
     if args.interactive:
-        _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(used, chat, options))
+        try:
+            _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(used, chat, options))
+        finally:
+            if chat is not None:
+                chat.close()
     return job.DONE
 
 
@@ -162,7 +170,9 @@ class _Conversation:
         from dtmega.models.generate import generate
 
         asked = [*self._messages, {"role": "user", "content": text}]
-        said = generate(self._used.model, self._chat.ids(asked), self._n_tokens, self._drawing)
+        # One process has the template: limits of time are not the same everywhere.
+        ids = _from_first(lambda: self._chat.ids(asked))
+        said = generate(self._used.model, ids, self._n_tokens, self._drawing)
         answer = self._used.tokenizer.decode(said)
         self._messages = [*asked, {"role": "assistant", "content": answer}]
         return answer
@@ -187,17 +197,29 @@ def _read_line() -> str:
     return sys.stdin.readline()
 
 
-def _from_first(read: Callable[[], str]) -> str:
-    """Read on the first process; all of them return it."""
+def _from_first(read: Callable[[], Told]) -> Told:
+    """Read on the first process; all of them return it.
+
+    Raises:
+        ValueError: reading has raised it; on all of them.
+    """
     from dtmega import mesh
 
     if mesh.world_size() == 1:
         return read()
     import torch.distributed as dist
 
-    told = [read() if mesh.rank() == 0 else ""]
+    told: list[Any] = [None, None]
+    if mesh.rank() == 0:
+        try:
+            told[0] = read()
+        except ValueError as error:
+            told[1] = str(error)
     dist.broadcast_object_list(told, src=0)
-    return told[0]
+    found, refused = told
+    if refused is not None:
+        raise ValueError(refused)
+    return found
 
 
 def _print(text: str) -> None:

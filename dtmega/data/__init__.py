@@ -2,6 +2,7 @@
 
     tokenize.py, text_files.py, sentences.py, merge.py    texts -> `.bin/.idx`; corpus.py: the text that Python carries
     tokenizer.py, wordpiece.py, tokenizer_json.py         vocabularies; exported.py: that of an exported model
+    chat.py, tokenizer_trial.py, confined.py              conversations; what a stranger's file does, within limits
     indexed.py, idx_file.py, record.py, token_ids.py      the files, and how they were made
     order.py, samples.py, blend.py, prefixes.py           sample g of a text, and of several
     denoising/                                            samples of BERT and T5

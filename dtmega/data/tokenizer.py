@@ -17,7 +17,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
-from dtmega.data import wordpiece
+from dtmega.data import tokenizer_trial, wordpiece
 from dtmega.strangers import check_not_a_pointer, dangling, download, read_object
 
 # cl100k_base's rule, written so that tiktoken and Hugging Face's `tokenizers` both read it: contractions; words with
@@ -209,10 +210,8 @@ def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> 
 
 def _from_json(spec: str) -> Tokenizer:
     content = _read(Path(spec))
-    try:
-        loaded = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{spec}: expected a Hugging Face tokenizer.json, got '{error}'") from None
+    tokenizer_trial.check(spec, _digest(content))
+    loaded = tokenizers.Tokenizer.from_buffer(content)
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     eods = [token for token in (*_eos_token(Path(spec)), *HF_EODS) if token in vocabulary]
     if not eods:
@@ -230,18 +229,20 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
         # Fast: without the offsets into the text, which take a third of the time.
-        return [found.ids for found in loaded.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with _refusals(spec):
+            return [found.ids for found in loaded.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode(text: str) -> list[int]:
         return encode_all([text])[0]
 
     def decode(ids: Sequence[int]) -> str:
-        return loaded.decode(list(ids), skip_special_tokens=False)
+        with _refusals(spec):
+            return loaded.decode(list(ids), skip_special_tokens=False)
 
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
     for name, i in by_name.items():
-        if i in encode(f" {name} "):
+        if i is not None and i in encode(f" {name} "):
             raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
     added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = {i for i in by_name.values() if i is not None}
@@ -266,6 +267,17 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
         eos_id=vocabulary.get("[EOS]"),
         sentinel_ids=_sentinels(vocabulary),
     )
+
+
+@contextmanager
+def _refusals(spec: str) -> Iterator[None]:
+    """Make one kind of error of those of the library: a bare Exception, and a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{spec}: the tokenizer refuses this text: {error}") from None
+        raise
 
 
 def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
