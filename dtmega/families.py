@@ -243,10 +243,17 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The whole model's parameters, tied ones once, by their names in checkpoints and in order."""
+    """The whole model's tensors, tied ones once, by their names in checkpoints and in order."""
     with torch.device("meta"):
         built = of(model).build(model)
-    return {built.full_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}
+
+
+def stored_buffers(model: config.Model) -> frozenset[str]:
+    """Names of the whole model's tensors that no training changes, and whose dtype no conversion changes."""
+    with torch.device("meta"):
+        built = of(model).build(model)
+    return frozenset(built.full_name(name) for name, _ in built.stored_buffers())
 
 
 def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.Model]:

@@ -133,6 +133,12 @@ class ShardedModel:
             for name, parameter in model.named_parameters():
                 yield model.full_name(name), parameter
 
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, and behind each stage's parameters its stored buffers: all that a checkpoint has of the model."""
+        for model in self.stages.values():
+            for name, tensor in model.stored_tensors():
+                yield model.full_name(name), tensor
+
     def weights(self) -> list[Tensor]:
         """Local parts of parameters such that over the `shards` group each element comes once."""
         return [local(p.detach()) for p in self._counted()]
@@ -153,22 +159,23 @@ class ShardedModel:
 
     def _counted(self) -> list[nn.Parameter]:
         first_tp_rank = self.world.coordinate("tp") == 0
-        return [p for p in self.owned().values() if first_tp_rank or not _replicated_over_tp(p)]
+        parameters = [tensor for tensor in self.owned().values() if isinstance(tensor, nn.Parameter)]
+        return [p for p in parameters if first_tp_rank or not _replicated_over_tp(p)]
 
-    def owned(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's stages, of those that several stages hold only the first one's."""
+    def owned(self) -> dict[str, Tensor]:
+        """The stored tensors of this rank's stages, of parameters that several stages hold only the first one's."""
         duplicates = {id(copy) for tied in self.tied for copy in tied.duplicates}
-        return {name: parameter for name, parameter in self.named_parameters() if id(parameter) not in duplicates}
+        return {name: tensor for name, tensor in self.stored_tensors() if id(tensor) not in duplicates}
 
     def check_copies(self) -> None:
-        """Check that parameters that should be equal on several ranks are equal to the bit.
+        """Check that stored tensors that should be equal on several ranks are equal to the bit.
 
         Raises:
-            RuntimeError: names the parameter and the ranks.
+            RuntimeError: names the tensor and the ranks.
         """
-        parameters = dict(self.owned())
-        drift.check_equal(parameters, self.world.groups["dp_replicate"], "copies over dp_replicate")
-        replicated = {n: p for n, p in parameters.items() if _replicated_over_tp(p)}
+        tensors = self.owned()
+        drift.check_equal(tensors, self.world.groups["dp_replicate"], "copies over dp_replicate")
+        replicated = {n: t for n, t in tensors.items() if _replicated_over_tp(t)}
         drift.check_equal(replicated, self.world.groups["tp"], "copies over tp")
         for tied in self.tied:
             if not tied.equal():
@@ -274,11 +281,16 @@ def _move_buffers(stage: Model, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _replicated_over_tp(parameter: Tensor) -> bool:
-    """Tell whether a parameter is whole on every tp rank: `apply_plan` makes tp the last mesh axis of a DTensor."""
-    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+def _replicated_over_tp(tensor: Tensor) -> bool:
+    """True if every tp rank has the whole tensor: `apply_plan` makes tp the last mesh axis of a DTensor.
+
+    Buffers are not cut.
+    """
+    if not isinstance(tensor, nn.Parameter):
+        return True
+    if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
         return False
-    return parameter.placements[-1] == Replicate()
+    return tensor.placements[-1] == Replicate()
 
 
 def compiling(cfg: config.Config, device: torch.device) -> bool:

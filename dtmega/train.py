@@ -142,9 +142,9 @@ def begin(
     with startup.step("checkpoint"):
         checkpoints = Checkpoints(cfg, device)
         closing.callback(checkpoints.close)
-        loaded = checkpoints.load(candidates, model.named_parameters(), optimizer, there.damage, startup)
+        loaded = checkpoints.load(candidates, model.stored_tensors(), optimizer, there.damage, startup)
         if init is not None:
-            load_weights(init, startup.at_work(model.named_parameters()), cfg.model.vocab_size)
+            load_weights(init, startup.at_work(model.stored_tensors()), cfg.model.vocab_size)
         elif loaded is None:
             model.draw(cfg.run.seed)
 

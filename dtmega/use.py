@@ -83,13 +83,13 @@ def opened(path: str, step: int | None, axes: Mapping[str, int], startup: Startu
         with startup.step("model"):
             model = family.build(model_section).to(device)
             model.init_buffers(cfg.run.seed)
-            _read(weights, cfg, ((model.full_name(name), p) for name, p in model.named_parameters()))
+            _read(weights, cfg, ((model.full_name(name), t) for name, t in model.stored_tensors()))
     else:
         with startup.step("process groups"):
             world = mesh.start(device, sizes, startup.timeout_s, startup.store)
         with startup.step("model"):
             cut = parallelize(cfg, world)
-            _read(weights, cfg, startup.at_work(cut.named_parameters()))
+            _read(weights, cfg, startup.at_work(cut.stored_tensors()))
         model = cut.stages[0] if sizes["pp"] == 1 else Relay(cut.stages, world.groups["pp"], device)
     model.eval()
     return Used(cfg, checkpoint.path, state_of(checkpoint).progress.step, tokenizer, family.show, model)

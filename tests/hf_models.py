@@ -105,6 +105,7 @@ TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {**_GQA, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", _KINDS),
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_GQA, "head_dim": 16}),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", {**_GQA, "head_dim": 16}),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", _GQA),
 }
 _EXPERTS = {**_GQA, "intermediate_size": 48, "num_experts_per_tok": 2, "pad_token_id": None}
@@ -119,6 +120,14 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16, "mlp_only_layers": [0]},
     ),
 }
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16}
+_GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+# Of its experts those are chosen that a stored vector, which is no parameter, makes come out first.
+MIXTURES["deepseek_v3"] = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3Config",
+    {**_EXPERTS, **_LATENT, **_GROUPS, "num_key_value_heads": 4, "moe_intermediate_size": 24},
+)
 # A model with another model in it, which initialises its values in its own way.
 NESTED: dict[str, Any] = {
     "text_config": {**_GQA, "vocab_size": 131, "head_dim": 16},
@@ -177,7 +186,16 @@ def _built(case: Case) -> Any:
         for name, p in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.ndim < 2 else noise))
+        for name, stored in stored_buffers(model).items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            stored.copy_(torch.randn(stored.shape, generator=generator))
     return model.train()
+
+
+def stored_buffers(model: Any) -> dict[str, Tensor]:
+    """What `save_pretrained` saves and no optimizer has."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def batch(case: Case) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ def ready(cfg: config.Config, world: World) -> tuple[ShardedModel, int]:
     """The model with the weights of its directory, and the bytes read for it."""
     model, source = parallelize(cfg, world), families.of(cfg.model).weights(cfg.model)
     assert source is not None
-    load_weights(source, model.named_parameters(), cfg.model.vocab_size)
+    load_weights(source, model.stored_tensors(), cfg.model.vocab_size)
     return model, source.bytes_read
 
 
@@ -189,7 +189,7 @@ def numbers(world: World, keys: dict[str, Any], directories: dict[Case, str], pa
     for case, where in directories.items():
         cfg, expected = configured(where, keys), truths[case]
         model, bytes_read = ready(cfg, world)
-        parts = [local(p) for _, p in model.named_parameters()]
+        parts = [local(tensor) for _, tensor in model.stored_tensors()]
         result: dict[str, Any] = {"bytes_read": bytes_read, "bytes_held": sum(p.nbytes for p in parts)}
         result["loss"] = abs(forward_backward(model, world, cfg) / expected["losses"][0] - 1)
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -275,7 +275,7 @@ def reading(world: World, keys: dict[str, Any], where: str, folder: str) -> dict
     model = parallelize(cfg, world)
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     checkpoints, damage = Checkpoints(cfg, CPU), list[str]()
-    state = checkpoints.load([open_checkpoint(folder)], model.named_parameters(), optimizer, damage)
+    state = checkpoints.load([open_checkpoint(folder)], model.stored_tensors(), optimizer, damage)
     checkpoints.close()
     assert state is not None
     assert (state.progress.step, damage) == (STEPS, [])

@@ -463,6 +463,22 @@ def test_initial_values_are_distributed_as_the_family_has_them(tmp_path: Path, n
     assert wrong == {}
 
 
+def test_a_stored_buffer_computes_in_float32_as_it_does_in_transformers_or_bf16_is_refused(tmp_path: Path):
+    def checked(name: str, params: str) -> None:
+        home = tmp_path / name
+        hf_models.plain(hf_models.Case(name, tied=False)).config.save_pretrained(home)
+        of_weights = {"name": "hf", "path": str(home), "init_from": "elsewhere"}
+        cfg = resolved(home, model=of_weights, precision={"params": params})
+        check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
+
+    checked("deepseek_v3", "bfloat16")
+    checked("apertus", "float32")
+    with pytest.raises(
+        ValueError, match=r"act_fn.beta' of 'apertus' is stored .* expected float32 \(\[precision\] params\)"
+    ):
+        checked("apertus", "bfloat16")
+
+
 def test_a_model_within_a_model_draws_as_its_own_class_does():
     cfg = transformers.Gemma3Config(**hf_models.NESTED)
     with torch.device("meta"):

@@ -25,7 +25,7 @@ from tests.faults import FileEvents
 from tests.test_hf import Memory
 from tests.test_train import ROOT, metrics
 
-FAMILIES = ["bloom", "gpt2", "llama", "qwen3", "gpt_neox", "opt", "mixtral", "qwen3_moe"]
+FAMILIES = ["bloom", "gpt2", "llama", "qwen3", "gpt_neox", "opt", "mixtral", "qwen3_moe", "deepseek_v3"]
 
 
 def original(folder: Path, name: str = "llama", tied: bool = True, **keys: Any) -> Path:
@@ -56,8 +56,8 @@ def trained(folder: Path, path: Path, dtype: torch.dtype = torch.float32) -> dic
     from dtmega.hf import resolve as hf_resolve
 
     generator = torch.Generator().manual_seed(1)
-    named = AutoModelForCausalLM.from_pretrained(path).named_parameters()  # of tied ones the embedding's name
-    tensors = {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in named}
+    named = tensors_of(AutoModelForCausalLM.from_pretrained(path))  # of tied ones the embedding's name
+    tensors = {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in named.items()}
     to_checkpoint.write(str(folder), Memory(tensors), described(path), hf_resolve.digest(str(path)))
     return tensors
 
@@ -69,7 +69,14 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     model, info = found
     assert not any(info.values())
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return tensors_of(model)
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters, and buffers that are stored with them."""
+    from tests import hf_models
+
+    return {name: p.detach() for name, p in model.named_parameters()} | hf_models.stored_buffers(model)
 
 
 def to_hf(source: Path, folder: Path, *options: str) -> int:
@@ -205,6 +212,15 @@ def test_weights_are_written_in_the_dtype_that_is_asked_for_and_config_json_says
     checkpoint = Weights(open_checkpoint(str(llama / "checkpoint")))
     truth = {name: checkpoint.read(name).bfloat16() for name in checkpoint.tensors}
     assert equal(loaded(tmp_path / "out"), truth)
+
+
+def test_a_stored_buffer_keeps_its_dtype_because_transformers_computes_with_it_in_float32(tmp_path):
+    truth = trained(tmp_path / "checkpoint", original(tmp_path / "original", "deepseek_v3", tied=False))
+    assert to_hf(tmp_path / "checkpoint", tmp_path / "out", "--dtype", "bfloat16") == job.DONE
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    found = loaded(tmp_path / "out")
+    assert torch.equal(found[name], truth[name])
+    assert {tensor.dtype for n, tensor in found.items() if n != name} == {torch.bfloat16}
 
 
 def test_the_class_that_was_trained_is_named_where_the_original_is_of_a_base_model(tmp_path, llama):
@@ -412,11 +428,14 @@ def test_generate_refuses_a_directory_that_has_changed(tmp_path, finished, capsy
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "apertus"}, r"'model.layers.0.mlp.act_fn.beta' is a stored buffer"),
+        (
+            {"model_type": "deepseek_v4"},
+            r"'model.layers.0.mlp.gate.tid2eid' is int64, and stored numbers are expected to be floats",
+        ),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "is of quantised weights"),
     ],
 )
-def test_a_model_of_more_than_parameters_is_refused_because_a_checkpoint_holds_no_more(tmp_path, keys, message):
+def test_a_model_of_other_tensors_than_a_checkpoint_holds_is_refused(tmp_path, keys, message):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(sizes | keys))
     with pytest.raises(ValueError, match=message):

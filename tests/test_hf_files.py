@@ -66,7 +66,7 @@ def ours(folder: Path) -> dict[str, torch.Tensor]:
 def theirs(folder: Path) -> dict[str, torch.Tensor]:
     """The weights that transformers loads."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach() for name, p in model.named_parameters()} | hf_models.stored_buffers(model)
 
 
 def config_of(folder: Path) -> config.Config:

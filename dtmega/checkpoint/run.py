@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import manifest, tensor_files
@@ -133,7 +133,7 @@ class Checkpoints:
     def load(
         self,
         candidates: Sequence[Checkpoint],
-        parameters: Iterable[tuple[str, nn.Parameter]],
+        parameters: Iterable[tuple[str, Tensor]],
         optimizer: torch.optim.Optimizer,
         damage: list[str],
         pace: tensor_files.Pace | None = None,
@@ -233,17 +233,17 @@ class Checkpoints:
         return "" if free is None else f" ({free:,} bytes free)"
 
 
-def tensors_of(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The tensors to save: `model/NAME`, and for each tensor of its optimizer state `optimizer/KEY/NAME`.
 
-    A frozen parameter has no such state. A count of updates, one number for all, is in `State`.
+    What is not trained has no such state. A count of updates, one number for all, is in `State`.
     """
-    trained = {n: p for n, p in parameters.items() if p.requires_grad}
+    trained = {n: p for n, p in stored.items() if p.requires_grad}
     # A module that FSDP has left gathered would give parameters the optimizer never saw.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters have been updated {counts} times"
-    found: dict[str, Tensor] = {f"model/{n}": p.detach() for n, p in parameters.items()}
+    found: dict[str, Tensor] = {f"model/{n}": p.detach() for n, p in stored.items()}
     for n, p in trained.items():
         found |= {f"optimizer/{key}/{n}": t for key, t in optimizer.state.get(p, {}).items() if key != "step"}
     return found
@@ -251,7 +251,7 @@ def tensors_of(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Op
 
 def _targets(
     checkpoint: Checkpoint,
-    parameters: Iterable[tuple[str, nn.Parameter]],
+    stored: Iterable[tuple[str, Tensor]],
     optimizer: torch.optim.Optimizer,
     n_updates: int,
 ) -> dict[str, list[Tensor]]:
@@ -260,7 +260,7 @@ def _targets(
     kinds = sorted({n.split("/")[1] for n in there if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}
     optimizer.state.clear()
-    for n, p in parameters:
+    for n, p in stored:
         targets.setdefault(f"model/{n}", []).append(p.detach())
         moments = {kind: torch.zeros_like(p) for kind in kinds if p.requires_grad}
         for kind, moment in moments.items():

@@ -65,6 +65,7 @@ class Cast:
         dtype: torch.dtype | None = None,
         allowed: Collection[str] = (),
         kind: str = "",
+        kept: Collection[str] = (),
     ) -> None:
         """Cast the tensors of a source.
 
@@ -73,13 +74,16 @@ class Cast:
             dtype: of all tensors; None leaves each as it is.
             allowed: names of tensors that may hold NaN and infinities.
             kind: what the tensors are, if they are no weights; for messages.
+            kept: names of tensors that stay in their dtype.
         """
         self._source = source
         self._where = where
         self._dtype = dtype
         self._allowed = allowed
         self._kind = f"{kind} of " if kind else ""
-        self.tensors = {name: (dtype or its, shape) for name, (its, shape) in source.tensors.items()}
+        self.tensors = {
+            name: (its if name in kept else dtype or its, shape) for name, (its, shape) in source.tensors.items()
+        }
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
         """Read a part (None: all) of a tensor.

@@ -370,7 +370,7 @@ KNOWN: dict[str, Known] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3"), _LIKE_LLAMA),
     **dict.fromkeys(("cohere", "cohere2", "glm", "glm4", "phi3", "smollm3"), _LIKE_LLAMA),
     **dict.fromkeys(("arcee", "ernie4_5", "exaone4", "starcoder2"), _LIKE_LLAMA),
-    **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe"), _LIKE_LLAMA),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe", "deepseek_v3"), _LIKE_LLAMA),
     "phi": replace(_LIKE_LLAMA, ends=Ends(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),
     # Its base model multiplies whatever comes in, embeddings or a hidden state.
     "granite": replace(

@@ -25,6 +25,7 @@ from dtmega.hf.directory import initial_values
 from dtmega.hf.families import KNOWN
 from dtmega.hf.files import export, theirs
 from dtmega.hf.files.tensors import has_weights
+from dtmega.hf.files.write import widest
 from dtmega.hf.model import HF
 from dtmega.hf.tp.load import materialize, open_folder
 from dtmega.hf.tp.parallel import cut_stage, plan_for
@@ -71,6 +72,12 @@ class Transformers:
         kind = whole.hf.config.model_type
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
+        rounded = [name for name, _ in whole.stored_buffers() if not _always_fp32(whole.hf, name)]
+        if rounded and cfg.precision.params != "float32":
+            raise ValueError(
+                f"'{whole.full_name(rounded[0])}' of '{kind}' is stored and no parameter, and transformers computes "
+                f"with it in the dtype of the parameters; here it stays as it is: expected float32 ([precision] params)"
+            )
         if sizes["tp"] > 1:
             try:
                 plan_for(whole.hf, sizes["tp"])
@@ -120,7 +127,13 @@ class Transformers:
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         with torch.device("meta"):
             built = HF(model)
-        parameters = {built.full_name(name): parameter.detach() for name, parameter in built.named_parameters()}
-        saved = theirs.saved(source, built.hf, parameters)
-        described = {"architectures": [type(built.hf).__name__]}
+        tensors = {built.full_name(name): tensor.detach() for name, tensor in built.stored_tensors()}
+        saved = theirs.saved(source, built.hf, tensors)
+        dtype = widest(source.tensors[built.full_name(name)][0] for name, _ in built.named_parameters())
+        described = {"architectures": [type(built.hf).__name__], "dtype": dtype}
         export.export(saved, folder, described, Path(model.directory), tokenizer, **options)
+
+
+def _always_fp32(hf: Any, name: str) -> bool:
+    """True if transformers computes in float32 with a tensor, whatever the dtype of the parameters."""
+    return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())

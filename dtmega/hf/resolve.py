@@ -81,13 +81,17 @@ def sizes(directory: str) -> dict[str, int]:
     """Keys of the [model] section that the directory decides.
 
     Raises:
-        ValueError: as `read_config`, or the model has stored what is no parameter.
+        ValueError: as `read_config`, or the model has stored what is no float.
     """
     theirs = read_config(directory)
     with torch.device("meta"):
         hf = build(theirs)
-    if stored := sorted(hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()):
-        raise ValueError(f"{directory}: '{stored[0]}' is a stored buffer, and none is kept here ([model] path)")
+    for name, tensor in hf.state_dict().items():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{directory}: '{name}' is {str(tensor.dtype).removeprefix('torch.')}, and stored numbers are expected "
+                f"to be floats ([model] path)"
+            )
     blocks = list(blocks_of(hf).children())
     feed_forward = next((getattr(theirs, k) for k in families.FEED_FORWARD_KEYS if hasattr(theirs, k)), 0)
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -58,6 +58,18 @@ class Model(nn.Module):
         if places is None:
             places = consecutive(tokens)
         return super().__call__(tokens, *args, places=places, **kwargs)
+
+    def stored_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that a checkpoint has, by name: numbers that are given, and that training does not change."""
+        for prefix, module in self.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that a checkpoint has, by name: parameters, and then stored buffers."""
+        yield from self.named_parameters()
+        yield from self.stored_buffers()
 
     def blocks(self) -> list[nn.Module]:
         """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""

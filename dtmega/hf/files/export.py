@@ -76,11 +76,11 @@ def export(
     tensors = outs(source)
     files = dict(beside)
     if original is None:
-        plain = {**described, **token_ids, "torch_dtype": widest(tensors)}
+        plain = {**described, **token_ids, "torch_dtype": widest(out.dtype for out in tensors)}
     else:
         plain = config_json.read_plain(original)
         plain.pop("torch_dtype", None)  # what transformers 4 called it
-        plain |= {**described, "dtype": widest(tensors)}
+        plain |= {"dtype": widest(out.dtype for out in tensors), **described}
         files |= {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
     its_own = tokenizer_json is None or tokenizer_json.encode() == files.get(TOKENIZER)
     if original is None or not its_own:

@@ -93,36 +93,36 @@ def saved_names(model: Any, pieces: Iterable[str]) -> dict[str, str]:
     return {name: apply_renamings(name, renamings) for name in pieces}
 
 
-def saved(source: Source, model: Any, parameters: Mapping[str, Tensor]) -> Source:
+def saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Source:
     """The tensors of a model as `save_pretrained` names and cuts them, which older versions and other programs read.
 
-    Of a family whose conversions are not all understood here, the parameters by their own names: `from_pretrained` of
+    Of a family whose conversions are not all understood here, the tensors by their own names: `from_pretrained` of
     transformers 5 reads those of every family.
 
     Args:
-        source: has the parameters, each by one name.
+        source: has the parameters and stored buffers, each by one name.
         model: on meta, whole.
-        parameters: likewise, by their names in the source.
+        tensors: likewise, by their names in the source.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     pieces = in_pieces(conversions(model), shapes)
     whole = [name for name in shapes if name not in pieces.ours]
 
     # What transformers itself would write: of a parameter that it leaves as it is, the very same tensor.
-    written = revert_weight_conversion(model, dict(parameters))
+    written = revert_weight_conversion(model, dict(tensors))
     unchanged = {id(tensor): stored for stored, tensor in written.items()}
     names = saved_names(model, pieces.theirs)
-    names |= {name: unchanged.get(id(parameters[name]), "") for name in whole}
+    names |= {name: unchanged.get(id(tensors[name]), "") for name in whole}
 
     made = {names[name]: piece.shape for name, piece in pieces.theirs.items()}
     made |= {names[name]: shapes[name] for name in whole}
     if made != {stored: tuple(tensor.shape) for stored, tensor in written.items()}:
-        return Renamed(source, {name: name for name in parameters})
+        return Renamed(source, {name: name for name in tensors})
 
     in_order: list[str] = []
-    for name in parameters:
+    for name in tensors:
         its = [run.of for run in pieces.ours[name].runs] if name in pieces.ours else [name]
         in_order += dict.fromkeys(its)
     split = Together(Renamed(source, {name: name for name in whole}), Translated(source, pieces.theirs))

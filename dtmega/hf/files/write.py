@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,9 @@ def outs(source: Source) -> list[Out]:
     return found
 
 
-def widest(tensors: list[Out]) -> str:
-    """The name of the dtype that a model of these tensors has."""
-    return str(functools.reduce(torch.promote_types, (out.dtype for out in tensors))).removeprefix("torch.")
+def widest(dtypes: Iterable[torch.dtype]) -> str:
+    """The name of the dtype that a model of tensors of these dtypes has."""
+    return str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
 def write(
