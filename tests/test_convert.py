@@ -384,6 +384,7 @@ def test_an_export_of_weights_that_were_only_converted_has_the_readme_and_the_li
         (b"---\ntags: [a]\n---\nlicense: mit\n", "not known"),
         (b"\xff\xfe", "not known"),
         (b"license: mit\n" * 100_000, "not known"),
+        (b"---\n" + b"\n" * 900_000, "not known"),  # which a pattern that goes back reads for hours
     ],
 )
 def test_a_card_names_the_licence_of_its_source_only_where_front_matter_does_in_a_plain_word(tmp_path, readme, licence):

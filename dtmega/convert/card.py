@@ -29,8 +29,8 @@ TERMS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_PO
 MAX_TEXT_BYTES = 2**20  # of a README or a licence; larger ones are left out
 MAX_CHARACTERS = 200  # of a name or a value in the card
 MOST = 20  # corpora, or losses
-FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
-LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,64})[\"']?[ \t]*$", re.MULTILINE)
+FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?)^---[ \t\r]*$", re.DOTALL | re.MULTILINE)
+LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,64})[\"']?[ \t\r]*$", re.MULTILINE)
 # Keys of metrics.jsonl: loss, val_loss, val_NAME_loss of a further set, test_loss.
 LOSS = re.compile(r"loss|test_loss|val_(?:(.+)_)?loss")
 SPLITS = {"loss": "training", "val": "validation", "test": "test"}  # by what such a key begins with
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple[Row, ...]:
-    """What a checkpoint of ours, and the record of the run that it lies in, tell of the training.
+    """Rows about the training that led to a checkpoint of ours, with the losses of the run that it lies in.
 
     Args:
         path: of the checkpoint, or of the run directory, as the user gave it.
@@ -65,7 +65,7 @@ def of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple
 
 
 def of_progress(progress: Progress, seq_len: int) -> list[Row]:
-    """How far a run was.
+    """The row about how far a run was.
 
     Args:
         seq_len: S; 0 where it is not known.
@@ -88,28 +88,48 @@ def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str
         name: of the export.
     """
     found = _texts_of(directory) if directory is not None else {}
-    readme = found.pop(CARD, None)
-    licence = _licence(readme)
-    terms = [file for file in TERMS if file in found]
-    if readme is not None and not rows:
-        found[CARD] = readme
+    only_converted = not rows
+    if CARD in found and only_converted:
         return found
-    if readme is not None:
-        found[OF_SOURCE] = readme
-    lines = ["---", "library_name: transformers"]
-    lines += [f"license: {licence}"] if licence else []
-    lines += ["---", "", f"# {text(name)}", ""]
-    lines += [f"Weights in the form of Hugging Face's transformers, written by dtmega {__version__}.", ""]
-    lines += ["| | |", "| --- | --- |"]
-    lines += [f"| {row.title} | {row.text} |" for row in rows]
+
+    licence = _licence(found.get(CARD, b""))
     said = f"{code(licence)}, by the README of the source" if licence else "not known"
-    beside = f"; {_listed(code(file) for file in terms)} of the source beside this file" if terms else ""
-    lines += [f"| licence | {said}{beside} |"]
-    if readme is not None:
-        lines += [f"| source | {code(OF_SOURCE)} is what it says of itself |"]
-    lines += ["", "Not recorded: what the data may be used for, and what the model is fit for.", ""]
-    found[CARD] = "\n".join(lines).encode()
+    terms = [code(file) for file in TERMS if file in found]
+    if terms:
+        said += f"; {_listed(terms)} of the source beside this file"
+    about = [*rows, Row("licence", said)]
+    if CARD in found:
+        found[OF_SOURCE] = found[CARD]
+        about.append(Row("source", f"{code(OF_SOURCE)} is what it says of itself"))
+    found[CARD] = _card(name, licence, about).encode()
     return found
+
+
+def _card(name: str, licence: str, rows: Sequence[Row]) -> str:
+    """The text of a model card: front matter that hubs read, and a table.
+
+    Args:
+        licence: a plain word; '' where it is not known.
+    """
+    front_matter = ["---", "library_name: transformers", "---"]
+    if licence:
+        front_matter.insert(-1, f"license: {licence}")
+    table = ["| | |", "| --- | --- |"]
+    for row in rows:
+        table.append(f"| {row.title} | {row.text} |")
+    lines = [
+        *front_matter,
+        "",
+        f"# {heading(name)}",
+        "",
+        f"Weights in the form of Hugging Face's transformers, written by dtmega {__version__}.",
+        "",
+        *table,
+        "",
+        "Not recorded: what the data may be used for, and what the model is fit for.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def code(written: Any) -> str:
@@ -118,8 +138,8 @@ def code(written: Any) -> str:
     return f"`{shown}`" if shown.strip() else "(empty)"
 
 
-def text(written: str) -> str:
-    """The same as plain text of a heading."""
+def heading(written: str) -> str:
+    """Somebody else's text as a heading, in letters that mean nothing in Markdown."""
     return re.sub(r"[^\w .,+-]", "_", printable(written[:MAX_CHARACTERS]))
 
 
@@ -133,9 +153,9 @@ def _texts_of(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def _licence(readme: bytes | None) -> str:
+def _licence(readme: bytes) -> str:
     """The licence that the front matter of a model card names; '' where it names none by a plain word."""
-    front = FRONT_MATTER.match((readme or b"").decode("utf-8", "replace"))
+    front = FRONT_MATTER.match(readme.decode("utf-8", "replace"))
     named = LICENCE.search(front[1]) if front else None
     return named[1] if named else ""
 
