@@ -20,9 +20,11 @@ from tests.resumed import KEYS, LAYOUTS, Deviation, Record, deviation, rest, tra
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pad", type=int, default=1, help="[model] pad_vocab_to_multiple")
-    pad = parser.parse_args().pad
+    parser.add_argument("--eps", type=float, default=KEYS["optim.eps"], help="[optim] eps (%(default)s)")
+    args = parser.parse_args()
+    changed = {"model.pad_vocab_to_multiple": args.pad, "optim.eps": args.eps}
     with tempfile.TemporaryDirectory() as name:
-        found = measure(Path(name), pad)
+        found = measure(Path(name), changed)
     print("| written by, read by: | " + " | ".join(LAYOUTS) + " |\n| --- |" + " --- |" * len(LAYOUTS))
     for writer in LAYOUTS:
         cells = ["bits" if (d := found[writer, reader]).same_bits else f"{d.loss:.0e}" for reader in LAYOUTS]
@@ -34,8 +36,8 @@ def main() -> int:
     return 0 if all(passed) else 1
 
 
-def measure(folder: Path, pad: int) -> dict[tuple[str, str], Deviation]:
-    keys = KEYS | write_text(folder) | {"model.pad_vocab_to_multiple": pad}
+def measure(folder: Path, changed: dict[str, float]) -> dict[tuple[str, str], Deviation]:
+    keys = KEYS | write_text(folder) | changed
     writers = {layout: whole(layout, folder / layout, keys) for layout in LAYOUTS}
     readers = {
         (writer, layout): rest(layout, training.folder, folder / f"{writer} to {layout}", keys)

@@ -7,6 +7,7 @@ anything starts, what cannot be combined.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -28,7 +29,7 @@ from dtmega.pipelining.split import Stages, plan_stages
 from dtmega.pipelining.tied import Tied, shared
 from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.recompute import recompute
-from dtmega.shards import local
+from dtmega.shards import boxes, local
 
 LARGEST_FITTED = 4  # sequences; larger microbatches are for those who have measured them
 
@@ -98,7 +99,21 @@ class ShardedModel:
             sum_partial_gradients(model, self.partial[number], self.world.tp)
         for tied in self.tied:
             tied.sum_gradients()
+        for parameter, unseen in self._unseen:
+            if parameter.grad is not None:
+                local(parameter.grad).masked_fill_(unseen, 0.0)
         return tally.totals
+
+    @functools.cached_property
+    def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters with elements that no output depends on, and the marks of this rank's part: `Model.unseen`."""
+        found = []
+        for stage in self.stages.values():
+            for name, unseen in stage.unseen().items():
+                parameter = stage.get_parameter(name)
+                for box in boxes(parameter.detach()):
+                    found.append((parameter, unseen[box.where].to(box.part.device)))
+        return found
 
     def _count_missing_gradients_as_zero(self) -> None:
         """Give a parameter that no token of this rank has used a gradient of zeros.

@@ -363,8 +363,7 @@ def deviation(run: Run, truth: Run) -> dict[str, float]:
     assert run.final.keys() == truth.final.keys()
     ours, theirs = ({k: v[: len(truth.final[k])].double() for k, v in r.final.items()} for r in (run, truth))
     model = math.sqrt(sum(float((ours[k] - theirs[k]).square().sum()) for k in theirs))
-    # A softmax does not see the bias of all keys: its gradient is rounding, and so is what becomes of it.
-    seen = [k for k in theirs if not k.endswith(".k.bias")]
+    seen = [k for k in theirs if not k.endswith(".k.bias")]  # the bias of all keys, which stays 0
     return {
         "loss": max(largest("loss"), largest("val_loss")),
         "grad_norm": largest("grad_norm"),

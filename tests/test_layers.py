@@ -1,6 +1,8 @@
 """Claims about models/layers.py."""
 
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
 from dtmega.models.layers import MLP, FusedAttention, KeyedDropout, MixedLayerNorm, gelu
+from dtmega.models.model import Model
 from dtmega.rule import alibi_slopes, attention_rule
+from tests import test_bert, test_definition, test_past, test_t5
 
 PLACES = torch.arange(96).repeat(4, 1)
 
@@ -156,3 +160,29 @@ def test_a_compiled_gelu_and_its_gradient_are_the_papers_without_a_hyperbolic_ta
     in_bf16 = x.detach().bfloat16()
     truth = torch.nn.functional.gelu(in_bf16.double(), approximate="tanh").bfloat16()
     torch.testing.assert_close(compiled(in_bf16), truth, rtol=2**-8, atol=1e-6)
+
+
+FAMILIES: dict[str, Callable[[], tuple[Model, dict[str, torch.Tensor]]]] = {
+    "bloom": lambda: (test_definition.model_of(query_key_layer_scaling=True), test_definition.batch()),
+    "gpt": lambda: (test_past.a_gpt(), test_definition.batch()),
+    "llama": lambda: (test_past.DECODERS["llama"](), test_definition.batch()),
+    "bert": lambda: (test_bert.small(), test_bert.batch()),
+    "t5": lambda: (test_t5.small(**test_t5.MEGATRON), test_t5.batch()),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_marked_as_unseen_has_no_gradient_in_float64_and_the_other_biases_of_attention_have_one(family: str):
+    model, batch = FAMILIES[family]()
+    model.double()
+    marked = model.unseen()
+    model(**batch)["lm"].backward()
+    biases = {name: p for name, p in model.named_parameters() if re.search(r"\.(qkv|q|k|v)\.bias$", name)}
+    assert marked.keys() <= biases.keys()
+    assert bool(marked) == (family != "llama")  # which has no biases there
+    for name, bias in biases.items():
+        assert bias.grad is not None
+        size = bias.grad.abs()
+        expected = marked.get(name, torch.zeros_like(bias, dtype=torch.bool))
+        largest = 1.0 if expected.all() else size.max()
+        assert torch.equal(size < 1e-10 * largest, expected), name

@@ -34,7 +34,7 @@ from tests.layouts import (
     truth_keys,
     write_data,
 )
-from tests.resumed import Training, flags, train_all
+from tests.resumed import Record, Training, flags, train_all
 
 
 @pytest.fixture(scope="session")
@@ -155,6 +155,31 @@ def test_a_layout_gives_the_numbers_of_one_process(trained, name):
     bound = bound_of(keys)
     found = deviation(this, truth)
     assert all(found[quantity] <= bound[quantity] for quantity in bound), found
+
+
+def check_unseen(keys: dict[str, Any], final: dict[str, torch.Tensor]) -> None:
+    """What no softmax sees is 0 in a run's last checkpoint, as it was drawn; all beside it has moved."""
+    cfg = config.load(flags(keys, Path("not made")))
+    with torch.device("meta"):
+        model = families.build(cfg)
+    assert model.unseen()
+    for parameter, marked in model.unseen().items():
+        assert not final[parameter][marked].any()
+        assert final[parameter][~marked].all()
+
+
+@pytest.mark.parametrize(
+    "name", ["tp 3", "pp 2, ZBVZeroBubble", "bf16, dp_shard 2", "fp16, pp 2", "t5 of megatron, V 131, tp 3"]
+)
+def test_a_bias_of_keys_that_no_softmax_sees_stays_as_it_was_drawn(trained, name):
+    check_unseen(debug_keys(shortened(LAYOUTS[name][1])), trained[name].run.final)
+
+
+def test_such_a_bias_stays_where_shards_begin_within_a_head(tmp_path, data):
+    sizes = {"model.n_layers": 1, "model.n_heads": 3, "model.hidden_size": 12, "mesh.dp_shard": 2}
+    keys = debug_keys(data["bloom"] | SHORT | sizes | {"eval.interval": 0})
+    train_all([Training(2, keys, tmp_path)])
+    check_unseen(keys, Record(tmp_path).final)
 
 
 @pytest.mark.parametrize("name", ["bert, HSDP 2 x 2"])

@@ -119,6 +119,11 @@ class FusedAttention(nn.Module):
         attended = attention(q, k, v, rule, dropout, scale=self.coefficient)
         return self.out(attended.transpose(1, 2).flatten(2))
 
+    def unseen(self) -> dict[str, Tensor]:
+        """Mark the keys' bias, by the name of its parameter: bool [3 D]. See `Model.unseen`."""
+        rows = torch.arange(len(self.qkv.bias)) // self.head_dim
+        return {"qkv.bias": rows % 3 == 1}
+
 
 def gelu(x: Tensor, form: Gelu) -> Tensor:
     """GELU (arXiv:1606.08415): `erf` is x times the normal distribution's cdf, `tanh` the paper's approximation."""

@@ -161,6 +161,21 @@ class Model(nn.Module):
         """The initial value of a parameter without an `init_std`: 0 for biases, 1 for weights of norms."""
         return 1.0 if name.endswith("weight") else 0.0
 
+    def unseen(self) -> dict[str, Tensor]:
+        """Mark what no output depends on, by name here: a bool tensor in the shape of each whole parameter.
+
+        A bias of keys that are not rotated adds one number to all scores of a query, which its softmax does not see.
+        Its gradient is 0, but comes out as rounding, of which Adam would make full steps: training counts it as 0. Such
+        a bias is there because other programs have it, and keeps the value that it begins with.
+
+        A module that has such parameters says so by a method of this name.
+        """
+        found = {}
+        for prefix, module in self.named_modules():
+            if module is not self and hasattr(module, "unseen"):
+                found |= {f"{prefix}.{name}": marked for name, marked in module.unseen().items()}  # pyright: ignore
+        return found
+
     def init_buffers(self, seed: int) -> None:
         """Set the values of everything that is not a parameter; needed after `to_empty`."""
 

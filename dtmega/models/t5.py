@@ -61,6 +61,10 @@ class Attention(nn.Module):
         dropout = self.dropout.of_probabilities(head_ids, sample_ids)
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
+    def unseen(self) -> dict[str, Tensor]:
+        """Mark the keys' bias, by the name of its parameter: bool [H K]. See `Model.unseen`."""
+        return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
+
 
 class MLP(nn.Module):
     """act(up x), or gated act(gate x) * up x (arXiv:2002.05202), with dropout before it comes down again."""
