@@ -272,7 +272,8 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
         kind = theirs["model_type"]
         if kind not in known:
             raise ValueError(
-                f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(known))} ([model] name)"
+                f"{file} has model_type={kind!r:.80}, expected one of {', '.join(sorted(known))} ([model] name); a "
+                f"model of transformers needs no conversion: name = 'hf' with path = '{path}' trains it as it is"
             )
         name, form = known[kind]
         model = config.model_section({"name": name, **form.section(theirs, file, TensorFiles(path))}, str(path))

@@ -104,8 +104,24 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(text)
     except ValueError as error:
-        hint = "; TOML writes true and false in small letters" if re.search(r"=\s*(True|False)\b", text) else ""
-        raise ConfigError(f"{path} is not TOML: {error}{hint}") from None
+        raise ConfigError(f"{path} is not TOML: {error}{_hint(text, str(error))}") from None
+
+
+def _hint(text: str, error: str) -> str:
+    """The end of a message about a text that is not TOML: how its line is written, where that is easily told."""
+    if re.search(r"=\s*(True|False)\b", text):
+        return "; TOML writes true and false in small letters"
+    where = re.search(r"at line (\d+)", error)
+    line = text.splitlines()[int(where[1]) - 1] if where else ""
+    assignment = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^#]*?)\s*(#.*)?", line)
+    if assignment is None:
+        return ""
+    name, value, _ = assignment.groups()
+    if re.match(r"[A-Za-z_./~]", value):
+        return f"; a string stands in quotes: {name} = {json.dumps(value, ensure_ascii=False)}"
+    if re.fullmatch(r"\[[^\[\]]*\]", value):
+        return f"; strings of a list stand in quotes: {name} = {as_list(value)}"
+    return ""
 
 
 def validate(

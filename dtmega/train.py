@@ -91,7 +91,7 @@ def begin(
 
         with startup.step("data") as step:
             text = open_text(cfg, families.objective(cfg))
-            resume.named_checkpoint(cfg)  # before anything is made
+            resume.named_checkpoints(cfg)  # before anything is made
             data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
             batches = TrainBatches(
                 text.rows("train"),

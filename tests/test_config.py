@@ -451,6 +451,23 @@ def test_python_booleans_in_a_file_are_refused_with_those_of_toml(tmp_path: Path
         load(tmp_path, "[log]\ntensorboard = False")
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("path = data/mine  # of mine", 'a string stands in quotes: path = "data/mine"'),
+        ("tokenizer = stdlib-8k", 'a string stands in quotes: tokenizer = "stdlib-8k"'),
+        ("path = [data/a, data/b]", 'strings of a list stand in quotes: path = ["data/a", "data/b"]'),
+        ('path = ["data/a", b]', 'strings of a list stand in quotes: path = ["data/a", "b"]'),
+        ("weights = [0.5, 0.5", ""),
+        ("seq_len = 1x", ""),
+    ],
+)
+def test_a_string_without_quotes_is_refused_with_how_it_is_written(tmp_path: Path, line: str, hint: str):
+    with pytest.raises(ConfigError, match=r"is not TOML: .*at ") as refused:
+        load(tmp_path, f"[data]\n{line}")
+    assert str(refused.value).partition("; ")[2] == hint
+
+
 DEEP = "[" * 5000
 
 

@@ -332,7 +332,9 @@ def test_a_configuration_of_theirs_describes_the_model_that_it_was_written_of(na
 
 def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(ValueError, match=r"has model_type='mamba', expected one of .*bloom, gpt2.* \(\[model\] name\)"):
+    with pytest.raises(
+        ValueError, match=r"has model_type='mamba', expected one of .*bloom, gpt2.* \(\[model\] name\).* trains it"
+    ):
         families.open_folder(tmp_path, None)
     gpt2(tmp_path)
     assert families.open_folder(tmp_path, None)[1].name == "gpt"

@@ -113,7 +113,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
         {"config": "bloom.toml", "batch__global_batch_size": 4},
         "'path' in [model] is for name = 'hf', not for 'bloom'",
     ),
-    "no config.json": (lambda home: (home / "config.json").unlink(), {}, "config.json: [Errno 2]"),
+    "no config.json": (lambda home: (home / "config.json").unlink(), {}, "has no config.json ([model] path)"),
+    "an id of the hub": (
+        NOTHING,
+        {"model__path": "meta-llama/Llama-3.2-1B"},
+        "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B ([model] path)",
+    ),
     "no json": (lambda home: (home / "config.json").write_text("{"), {}, "([model] path)"),
     "code": (lambda home: said(home, auto_map={"AutoModel": "m.M"}), {}, "has auto_map: code of its own"),
     "no such family": (lambda home: said(home, model_type="lama"), {}, "has model_type='lama'; expected a model of"),
@@ -179,7 +184,29 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "pickles": (
         pickled,
         {},
-        "but pytorch_model.bin: a pickle, which can run code; re-save it as safetensors ([model] path)",
+        "but pytorch_model.bin: a pickle, which can run code; re-save it as safetensors, with AutoModelForCausalLM.",
+    ),
+    "a gguf": (
+        lambda home: (home / "model.safetensors").rename(home / "q4.gguf"),
+        {},
+        "but q4.gguf, which is for inference; download the model as safetensors, or make it of this with AutoModel",
+    ),
+    "a gguf alone": (
+        lambda home: ((home / "model.safetensors").rename(home / "q4.gguf"), (home / "config.json").unlink()),
+        {},
+        "has no config.json, but q4.gguf, which is for inference",
+    ),
+    "a pointer of Git LFS": (
+        lambda home: (home / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+        ),
+        {},
+        "model.safetensors is a pointer of Git LFS, not the file: run `git lfs pull`",
+    ),
+    "a link that leads nowhere": (
+        lambda home: ((home / "model.safetensors").unlink(), (home / "model.safetensors").symlink_to("../blobs/0")),
+        {},
+        "model.safetensors cannot be read (it is a link to ../blobs/0, which is not there) ([model] path)",
     ),
     "no tensor": (
         lambda home: tensors(home, lambda found: found.pop("model.norm.weight")),

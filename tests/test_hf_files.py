@@ -306,13 +306,17 @@ def test_a_tensor_in_another_file_than_the_index_says_is_refused(tmp_path: Path)
             TensorFiles(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.safetensors", "pytorch_model.bin", "model.pt", "consolidated.00.pth", "m-Q4_K_M.gguf", "tf_model.h5"],
+)
 def test_weights_of_any_kind_are_seen_and_those_that_are_not_read_are_named(tmp_path: Path, name: str):
     (tmp_path / "config.json").touch()
     assert not has_weights(tmp_path)
     (tmp_path / name).touch()
     assert has_weights(tmp_path)
-    what = "is not read" if name.endswith("safetensors") else "a pickle, which can run code"
+    otherwise = {".safetensors": "is not read", ".gguf": "is for inference; download", ".h5": "is not read; re-save"}
+    what = otherwise.get(Path(name).suffix, "a pickle, which can run code")
     with pytest.raises(ValueError, match=f"holds neither model.safetensors nor .*{re.escape(name)}.* {what}|: {what}"):
         TensorFiles(tmp_path)
 

@@ -226,6 +226,15 @@ def test_a_named_older_checkpoint_is_where_the_run_goes_on_and_newer_ones_are_ke
     assert aside == ["step-00000008", "step-00000010"]
 
 
+def test_a_named_run_goes_on_from_its_newest_checkpoint_in_another_directory(tmp_path, corpus):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(first, corpus, checkpoint__interval=4, checkpoint__keep=9, train__steps=8)
+    run(tmp_path / "whole", corpus)
+    assert run(second, corpus, checkpoint__resume=first) == 0
+    assert losses(second) == losses(tmp_path / "whole")[8:]
+    assert sorted(path.name for path in (first / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000008"]
+
+
 def test_microbatches_do_not_change_the_numbers(tmp_path, corpus):
     curves = []
     short = {"train__steps": 5, "eval__interval": 0, "model__hidden_dropout": 0.1}
@@ -293,7 +302,10 @@ def test_masks_change_the_loss_and_train(tmp_path, corpus):
         ({"data__path": "no/such"}, "no/such"),
         ({"data__seq_len": 100_000}, "seq_len"),
         ({"data__tokenizer": "nonsense"}, "nonsense"),
-        ({"checkpoint__resume": "no/such"}, "no/such is not a checkpoint"),
+        (
+            {"checkpoint__resume": "no/such"},
+            "no/such is neither a checkpoint nor a run directory with one ([checkpoint]",
+        ),
         ({"run__device": "cuda"}, "has 0"),
     ],
 )

@@ -75,3 +75,9 @@ def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_pa
     model = config.Bloom(init_from=str(tmp_path))
     families.of(model).weights(model)
     assert opened == [(tmp_path, model)]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
+def test_an_id_of_the_hub_is_refused_with_the_command_that_downloads_it(name: str):
+    with pytest.raises(ValueError, match=rf"init_from\); a model of .* hub .* hf download {name} --local-dir gpt2$"):
+        open_checkpoint_weights(config.Bloom(init_from=name))

@@ -143,8 +143,7 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
     if folder in files.folders() and manifest.NAME in files.sizes(folder):
         return Checkpoint(files, folder).hold()
     damage: list[str] = []
-    elsewhere = _dir_of_run(path)
-    for root in [elsewhere] if elsewhere else [f"{path}/checkpoints", path]:
+    for root in _roots(path):
         if step is not None and (there := finished(open_root(root))):
             return _of_step(open_root(root), there, step)
         newest = _newest(open_root(root), damage)
@@ -152,12 +151,22 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
             return newest
     if damage:
         raise Damaged("\n".join(damage))
-    if elsewhere:
-        raise ValueError(
+    raise ValueError(_nothing_there(path))
+
+
+def _roots(path: str) -> list[str]:
+    """The places where the checkpoints are of the run, or of the folder of checkpoints, at a path."""
+    elsewhere = _dir_of_run(path)
+    return [elsewhere] if elsewhere else [f"{path}/checkpoints", path]
+
+
+def _nothing_there(path: str) -> str:
+    if elsewhere := _dir_of_run(path):
+        return (
             f"{path}/config.toml has its checkpoints in {elsewhere} ([checkpoint] dir; relative to the working "
             f"directory, {Path.cwd()}), and there are none"
         )
-    raise ValueError(f"{path} is neither a checkpoint nor a run directory with one")
+    return f"{path} is neither a checkpoint nor a run directory with one"
 
 
 def newest_of_run(run_dir: Path) -> tuple[int, str]:
@@ -201,19 +210,25 @@ def _dir_of_run(run_dir: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def named_checkpoint(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
-    """The checkpoint that `[checkpoint] resume` names, if it names one.
+def named_checkpoints(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
+    """The checkpoint that `[checkpoint] resume` names, or those of the run that it names, the newest first.
+
+    Returns:
+        [] where it names neither.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is nothing like that.
     """
     path = cfg.checkpoint.resume
     if path in ("auto", "none"):
         return []
     files, folder = split_path(path)
-    if folder not in files.folders():
-        raise ValueError(f"{path} is not a checkpoint: no such folder ([checkpoint] resume)")
-    return [(files, folder)]
+    if folder in files.folders() and (FINISHED.fullmatch(folder) or manifest.NAME in files.sizes(folder)):
+        return [(files, folder)]
+    for root in map(open_root, _roots(path)):
+        if there := finished(root):
+            return [(root, of_a_step) for of_a_step in there[::-1]]
+    raise ValueError(f"{_nothing_there(path)} ([checkpoint] resume)")
 
 
 def find_checkpoints(
@@ -228,7 +243,7 @@ def find_checkpoints(
     resume, restarted = cfg.checkpoint.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     own = open_root(root_of(cfg))
     places = [(own, folder) for folder in finished(own)[::-1]] if resume == "auto" or restarted else []
-    places += named_checkpoint(cfg)
+    places += named_checkpoints(cfg)
     found, damage = [], []
     for files, folder in places:
         try:

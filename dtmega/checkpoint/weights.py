@@ -10,10 +10,12 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint import changes
+from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.formats.sources import BY_TOKEN, Source
 from dtmega.shards import Box, boxes
+from dtmega.strangers import download
 
 # Keys of [model] that another run with the same weights may have otherwise.
 OF_THE_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")
@@ -49,7 +51,14 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
         ValueError: nothing there, or of another model.
         Damaged: it is not intact.
     """
-    checkpoint = open_checkpoint(model.init_from)
+    try:
+        checkpoint = open_checkpoint(model.init_from)
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"{error}, nor a folder of Hugging Face's ([model] init_from){download(model.init_from)}"
+        ) from None
     state = state_of(checkpoint)
     there = state.config.get("model", {})
     for change in changes.differing("model", there, model):

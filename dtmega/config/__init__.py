@@ -358,7 +358,10 @@ class Checkpoint(Section):
     interval: int = key(100, "steps between checkpoints; 0 = only at the end, and where a run is stopped", ge=0)
     final: bool = key(True, "write one at the end, whatever the interval")
     keep: int = key(2, "how many finished checkpoints stay", ge=1)
-    resume: str = key("auto", "auto = the newest intact one, none = start anew, or a checkpoint's folder")
+    resume: str = key(
+        "auto",
+        "auto = the newest intact one, none = start anew, or a folder: a checkpoint's, or a run's for its newest",
+    )
     dir: str = key("", "where they are: a folder or an fsspec URL (s3://...); empty = DIR/checkpoints")
     mode: Literal["sync", "async"] = key("sync", "async: a thread writes a copy while training goes on")
     allow_changed_data: bool = key(False, "resume although data, tokenizer or seed are not what they were")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dtmega.hf.files.tensors import TensorFiles, has_weights
-from dtmega.strangers import read_object
+from dtmega.hf.files.tensors import TensorFiles, has_weights, other_weights
+from dtmega.strangers import dangling, download, read_object
 
 NAME = "config.json"
 # Keys that say how to compute. Some name code that transformers downloads ("attn_implementation": "owner/repository").
@@ -33,6 +33,11 @@ def read_plain(directory: str | Path) -> dict[str, Any]:
             blocks) than there are tensors: transformers would build them one by one, until memory ends.
     """
     file = Path(directory, NAME)
+    if not file.exists():
+        if not Path(directory).is_dir():
+            raise ValueError(f"{directory} is not a folder with a {NAME}{download(str(directory))}")
+        instead = "" if any(Path(directory).glob("*.safetensors")) else other_weights(Path(directory))
+        raise ValueError(f"{directory} has no {NAME}{dangling(file)}{instead}")
     plain = read_object(file)
     kind = plain.get("model_type")
     if not isinstance(kind, str):

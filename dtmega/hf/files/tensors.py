@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtmega.strangers import read_object
+from dtmega.strangers import check_not_a_pointer, dangling, download, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What transformers' own distributed saving writes, and reads before anything else.
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+GGUF = "*.gguf"
+WEIGHTS = ("*.safetensors", *PICKLES, GGUF, "*.h5", "*.msgpack", "*.onnx")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of weights
 OTHERS = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -52,6 +54,8 @@ class TensorFiles:
         files, weight_map = weight_files(self.path)
         for file in files:
             try:
+                with open(self.path / file, "rb") as raw:
+                    check_not_a_pointer(raw.read(64), self.path / file)
                 opened = safe_open(self.path / file, "pt")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path / file} is no safetensors file: {error}") from None
@@ -112,16 +116,20 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
         ValueError: as `TensorFiles`.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not a folder; expected one with config.json and {SINGLE}")
+        raise ValueError(
+            f"{directory} is not a folder; expected one with config.json and {SINGLE}{download(str(directory))}"
+        )
     if shards := sorted(path.name for path in directory.glob("shard-*") if SHARD.fullmatch(path.name)):
         raise ValueError(
             f"{directory} holds {shards[0]}, of a distributed save of transformers, which it reads before all others; "
             f"expected {SINGLE} or {INDEX} alone"
         )
+    if link := dangling(directory / SINGLE):
+        raise ValueError(f"{directory / SINGLE} cannot be read{link}")
     if (directory / SINGLE).is_file():
         return [SINGLE], {}
     if not (directory / INDEX).is_file():
-        raise ValueError(f"{directory} holds neither {SINGLE} nor {INDEX}{_others(directory)}")
+        raise ValueError(f"{directory} holds neither {SINGLE} nor {INDEX}{other_weights(directory)}")
     weight_map = read_object(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{directory / INDEX}: expected a 'weight_map' of tensors to files")
@@ -132,16 +140,26 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
         if not file.isprintable() or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} names {file!r}; expected names of files beside it")
         if not (directory / file).is_file():
-            raise ValueError(f"{directory} has no '{file}', which {INDEX} names")
+            raise ValueError(f"{directory} has no '{file}', which {INDEX} names{dangling(directory / file)}")
     return sorted(set(weight_map.values())), weight_map
 
 
-def _others(directory: Path) -> str:
-    """The files that are there instead, for the message."""
+def other_weights(directory: Path) -> str:
+    """The end of a message about a folder without weights that are read: the files that are there, and what to do."""
     if found := sorted(path.name for path in directory.glob("*.safetensors")):
         return f", the names that transformers looks for; {found[0]} is not read"
+    if found := sorted(path.name for pattern in PICKLES for path in directory.glob(pattern)):
+        return (
+            f", but {found[0]}: a pickle, which can run code; re-save it as safetensors, with "
+            f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('{directory}')"
+        )
+    if found := sorted(path.name for path in directory.glob(GGUF)):
+        return (
+            f", but {found[0]}, which is for inference; download the model as safetensors, or make it of this with "
+            f"AutoModelForCausalLM.from_pretrained('{directory}', gguf_file='{found[0]}').save_pretrained(...)"
+        )
     if found := sorted(path.name for pattern in WEIGHTS for path in directory.glob(pattern)):
-        return f", but {found[0]}: a pickle, which can run code; re-save it as safetensors"
+        return f", but {found[0]}, which is not read; re-save it as safetensors"
     return ""
 
 
