@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def test_installed_without_the_repository_it_trains_a_configuration_by_name_with
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
     """A clone with data/ in it, and two folders up `site`: what an editable install puts into site-packages."""
+    if int(version("setuptools").partition(".")[0]) < 77:  # an older torch asks for none
+        pytest.skip("setuptools >= 77 builds it, as pyproject.toml says")
     home = tmp_path_factory.mktemp("home")
     clone = home / "src" / "dtmega"
     code = shutil.ignore_patterns("__pycache__", "*.tiktoken")
