@@ -1,6 +1,7 @@
 # make train [ARGS="--section.key value ..."]   install on first use, train the default model, write its report
 # make test                                     install on first use, then lint, types and tests
-# make test-extras                              what needs a browser (Debian's chromium), trackers, lm-eval or a notebook
+# make test-extras                              what needs a browser (Debian's chromium), trackers, lm-eval or a notebook;
+#                                               and that every extra of pyproject.toml installs
 # make docs                                     install on first use, then build the pages of docs/ as a site, in .site
 # make docs-serve [PORT=8000]                   show them at http://127.0.0.1:8000, with a search
 # make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
@@ -52,6 +53,7 @@ tests:
 	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-extras: .venv/installed-extras
+	.venv/bin/python tools/check_extras.py
 	.venv/bin/pytest tests/test_report.py tests/test_report_browser.py tests/test_trackers.py tests/test_harness.py \
 		tests/test_notebook.py
 
@@ -76,7 +78,7 @@ bench: .venv/installed-bench
 
 # Named, because make would cut them at their commas where they stand.
 BENCH_EXTRAS = bench,report
-TEST_EXTRAS = browser,eval,mlflow,notebook,png,test,trackio,wandb
+TEST_EXTRAS = browser,eval,mlflow,notebook,png,s3,test,trackio,wandb
 
 # A stamp, newer than what it was made from, makes the second call instant; a killed install leaves none.
 .venv/installed: pyproject.toml constraints.txt

@@ -228,6 +228,13 @@ def test_what_is_free_is_what_the_disk_says_where_there_is_one(tmp_path, monkeyp
 # Under a URL.
 
 
+def test_s3_without_its_library_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = r"^s3://bucket \(\[checkpoint\] dir\) needs s3fs, which is not installed: pip install -e '\.\[s3\]'$"
+    with pytest.raises(ValueError, match=words):
+        open_root("s3://bucket")
+
+
 def test_a_url_that_nobody_knows_or_that_cannot_be_reached_is_refused_with_the_key(monkeypatch):
     with pytest.raises(ValueError, match=r"cannot open nosuch://bucket: .*nosuch.* \(\[checkpoint\] dir\)"):
         open_root("nosuch://bucket")

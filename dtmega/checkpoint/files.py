@@ -18,7 +18,7 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from dtmega import durable
+from dtmega import durable, extras
 from dtmega.checkpoint.manifest import NAME, Damaged
 
 
@@ -30,6 +30,8 @@ def open_root(root: str) -> Disk | Remote:
     """
     if "://" not in root:
         return Disk(root)
+    if root.startswith("s3://"):
+        extras.check("s3fs", "s3", f"{root} ([checkpoint] dir)")
     try:
         return Remote(root)
     except (ImportError, ValueError, OSError) as error:
