@@ -19,6 +19,7 @@ from dtmega.declared import Kinds, choices_of, which
 from dtmega.strangers import parse_toml
 
 SHOWN = 200  # characters of a wrong value in a message
+REFUSALS = 50  # unknown keys of a file that are answered
 
 Sections = TypeVar("Sections", bound=BaseModel)
 
@@ -72,7 +73,7 @@ def read_argv(argv: Sequence[str], usage: str, suggests: Suggests) -> CommandLin
             raise ConfigError(f"cannot read argument '{flag}'; usage: {usage}")
         if flag != "--config" and "." not in flag:
             meant = suggests.of_key("", flag[2:], {}, option=True)
-            raise ConfigError(f"cannot read argument '{flag}', which has no section{meant}; usage: {usage}")
+            raise ConfigError(f"cannot read argument '{flag}', which has no section{meant} (usage: {usage})")
         if not eq:
             if not rest:
                 raise ConfigError(f"{flag} needs a value; usage: {usage}")
@@ -112,8 +113,8 @@ def _hint(text: str, error: str) -> str:
     if re.search(r"=\s*(True|False)\b", text):
         return "; TOML writes true and false in small letters"
     where = re.search(r"at line (\d+)", error)
-    line = text.splitlines()[int(where[1]) - 1] if where else ""
-    assignment = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^#]*?)\s*(#.*)?", line)
+    line = text.split("\n")[int(where[1]) - 1] if where else ""
+    assignment = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^#]*?)\s*(#.*)?", line[:SHOWN])
     if assignment is None:
         return ""
     name, value, _ = assignment.groups()
@@ -143,7 +144,9 @@ def validate(
             tables[section] = table
         else:
             meant = suggests.of_key("", section, {})
-            refusals.append(f"{source}: '{section}' stands outside any section, expected [section] tables{meant}")
+            refusals.append(
+                f"{source}: '{section:.{SHOWN}}' stands outside any section, expected [section] tables{meant}"
+            )
     chosen = {
         section: _chosen(section, Kinds.of(info), tables.get(section, {}), source, overrides)
         for section, info in kind.model_fields.items()
@@ -153,15 +156,18 @@ def validate(
         merged[section] = {k: v for k, v in table.items() if not _says_nothing(chosen, section, k, v)}
         if section not in chosen and not table:
             refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggests.of_section(section)}")
-        refusals += [_unknown(chosen, section, k, source, suggests) for k in merged[section]]
+        for k in merged[section]:
+            # Looking for what was meant takes a millisecond or two, and a file of another hand may have any number.
+            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, section, k, source, suggests)):
+                refusals.append(unknown)
     for override in overrides:
         section, k, text = override
-        unknown = _unknown(chosen, section, k, override.option, suggests, option=True)
-        refusals.append(unknown)
-        if not unknown:  # only a known key tells how to read its text
+        if unknown := _unknown(chosen, section, k, override.option, suggests, option=True):
+            refusals.append(unknown)
+        else:  # only a known key tells how to read its text
             merged.setdefault(section, {})[k] = _parse_text(_declaration(chosen, section, k), text)
-    if any(refusals):
-        raise ConfigError("\n".join(dict.fromkeys(refusal for refusal in refusals if refusal)))
+    if refusals:
+        raise ConfigError("\n".join(dict.fromkeys(refusals)))
     for section, (kinds, value) in chosen.items():
         if kinds.tells and section in merged:
             merged[section][kinds.tells] = value
@@ -269,4 +275,5 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     if error["type"] == "list_type" and isinstance(error["input"], str):
         listed = as_list(error["input"])
         hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
+        hint += f" ({field.description})"
     return f"{where}: {expected}, got {error['input']!r:.{SHOWN}}{hint}"

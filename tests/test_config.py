@@ -206,6 +206,12 @@ def test_a_configuration_of_another_trainer_is_answered_whole(tmp_path: Path):
     ]
 
 
+def test_of_any_number_of_unknown_keys_the_first_fifty_are_answered(tmp_path: Path):
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, "[optim]\n" + "\n".join(f"unknown{i} = 1" for i in range(1000)))
+    assert len(str(refused.value).splitlines()) == 50
+
+
 def test_an_option_without_a_section_is_answered_with_the_option_that_has_one():
     with pytest.raises(
         ConfigError, match=re.escape("'--learning_rate', which has no section; did you mean --optim.lr?")
@@ -409,11 +415,13 @@ def test_an_option_of_another_section_is_not_named_though_its_key_has_the_same_n
         ("--run.dir=", "--run.dir: String should have at least 1 character, got ''"),
         (
             "--data.validation=a,b",
-            """--data.validation: Input should be a valid list, got 'a,b'; write --data.validation '["a", "b"]'""",
+            """--data.validation: Input should be a valid list, got 'a,b'; write --data.validation '["a", "b"]' """
+            "(further sets for validation, each with a loss of its own: 'NAME=PREFIX', or mixtures as in train)",
         ),
         (
             "--data.weights=0.3,1",
-            "--data.weights: Input should be a valid list, got '0.3,1'; write --data.weights '[0.3, 1]'",
+            "--data.weights: Input should be a valid list, got '0.3,1'; write --data.weights '[0.3, 1]' "
+            "(one positive weight per path, normalised; empty = by number of tokens)",
         ),
         ("--data.num_workers=999", "--data.num_workers: Input should be less than or equal to 64, got 999"),
     ],
