@@ -66,7 +66,6 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
     # A run that is counted in samples has its steps worked out, and kept beside them.
     if "--train-samples" in found:
         found.pop("--train-iters", None)
-        found.pop("--lr-decay-iters", None)
     return found
 
 
