@@ -90,6 +90,7 @@ _SLIDING = {**_GQA, "use_sliding_window": True, "sliding_window": 6, "max_window
 _KINDS = {**_GQA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2 sliding": (*MODELS["qwen2"][:2], _SLIDING),
+    "mamba": ("MambaForCausalLM", "MambaConfig", {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
     "gpt_neo": ("GPTNeoForCausalLM", "GPTNeoConfig", {**_GPT_NEO, "max_position_embeddings": 64}),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_GQA, "head_dim": 16}),
     # Each kind of layer has its own mask, and its own rotation.

@@ -158,9 +158,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "a list": (lambda home: (home / "config.json").write_text("[]"), {}, "expected a JSON object, got list"),
     "a wrong value": (lambda home: said(home, hidden_size="wide"), {}, "hidden_size"),
     "no decoder": (
-        lambda home: (home / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 1}'),
+        lambda home: (home / "config.json").write_text('{"model_type": "blt", "num_hidden_layers": 1}'),
         {},
-        "that the trainer can train: AttributeError: 'MambaConfig' object has no attribute",
+        "that the trainer can train: AttributeError: 'BltConfig' object has no attribute",
     ),
     "bert": (lambda home: instead(home, "bert"), {}, "model_type 'bert' of"),
     "t5": (lambda home: instead(home, "t5"), {}, "is not a causal language model"),
@@ -488,6 +488,16 @@ def test_initial_values_are_distributed_as_the_family_has_them(tmp_path: Path, n
         elif p.ndim >= 2 and not (abs(p.std() / expected[n].std() - 1) < 0.05 and abs(p.mean()) < 0.05 * p.std()):
             wrong[n] = (p.std().item(), expected[n].std().item())
     assert wrong == {}
+
+
+def test_a_family_without_heads_trains_from_weights_and_is_refused_without(tmp_path: Path):
+    transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    cfg = resolved(tmp_path)
+    assert cfg.model.n_heads == 0
+    with pytest.raises(ValueError, match=r"A_log' of .* are not drawn alike on every layout: .* Start with weights"):
+        check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
+    with_weights = cfg.model_copy(update={"model": cfg.model.model_copy(update={"init_from": "elsewhere"})})
+    check(with_weights, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
 
 
 def test_a_stored_buffer_computes_in_float32_as_it_does_in_transformers_or_bf16_is_refused(tmp_path: Path):

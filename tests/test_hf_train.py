@@ -53,7 +53,7 @@ REPEATING |= {
     layout: [*(case for case in CASES if case not in EVERYWHERE[layout]), *MIXTURES] for layout in ("1", "tp 2")
 }
 REPEATING["tp 2"].append(NATIVE)
-REPEATING |= {"dp 2": MIXTURES, "tp 2 x dp 2": MIXTURES}
+REPEATING |= {"dp 2": [*MIXTURES, Case("mamba")], "tp 2 x dp 2": MIXTURES}
 # What is saved where, and where it is read.
 WRITERS = {
     "4": ("tp 2 x dp 2", GPT2),

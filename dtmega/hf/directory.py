@@ -78,7 +78,8 @@ def initial_values(path: str) -> dict[str, tuple[float, float]]:
     for name, drawn in found.items():
         if drawn is None:
             raise ValueError(
-                f"'{name}' of {path} has initial values that the trainer does not know how to draw: start with weights "
-                f"([model] path, [model] init_from)"
+                f"'{name}' of {path} has initial values that are not drawn alike on every layout: its family has code "
+                f"of its own for them. Start with weights, which transformers makes so: AutoModelForCausalLM."
+                f"from_config(AutoConfig.from_pretrained(DIR)).save_pretrained(DIR) ([model] path, [model] init_from)"
             )
     return {name: drawn for name, drawn in found.items() if drawn is not None}

@@ -119,7 +119,9 @@ class HF(Model):
 
     def attention_flops(self, piece: str) -> int:
         theirs = self.hf.config
-        heads = theirs.num_attention_heads
+        heads = getattr(theirs, "num_attention_heads", 0)
+        if not heads:  # Mamba's scan is not counted
+            return 0
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
         # Latent attention (DeepSeek's) has values of another length than its queries and keys.
         query_dim = getattr(theirs, "qk_head_dim", None) or head_dim

@@ -98,7 +98,7 @@ def sizes(directory: str) -> dict[str, int]:
         "vocab_size": theirs.vocab_size,
         "hidden_size": theirs.hidden_size,
         "n_layers": len(blocks),
-        "n_heads": theirs.num_attention_heads,
+        "n_heads": getattr(theirs, "num_attention_heads", 0),  # Mamba has none
         "ffn_hidden_size": feed_forward or 0,
     }
 

@@ -62,7 +62,14 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
         ValueError: what `parallelize` refuses; a clone that has not all that the model has, and so would prove nothing.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
-    config, attention = tiny.tiny_config(model.config, tp), model.config._attn_implementation
+    try:
+        config, attention = tiny.tiny_config(model.config, tp), model.config._attn_implementation
+        tiny.build(type(model), config, attention)
+    except Exception as error:  # each family checks its sizes in its own way
+        raise ValueError(
+            f"the plan of '{model.config.model_type}' cannot be proven, since no small clone can be made: "
+            f"{type(error).__name__}: {error}"
+        ) from None
     errors: dict[tuple[str, str], float] = {}
     raised: list[str] = []
     for case, length, padded in (("plain", 4 * tp, False), ("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
