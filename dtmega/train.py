@@ -58,14 +58,15 @@ def main(argv: list[str]) -> int:
             pages.keep_freed()
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
-        except Exception as error:
-            stopped = isinstance(error, RuntimeError) and run.watch.signals
-            if not stopped:
-                run.watch.leaving_alone(job.FAILED, job.described(error))
+        except RuntimeError as error:  # it may be torch's, of a collective whose other ranks have left
+            if run.watch.signals:  # their grace time was over a moment before the watch would have ended this rank, too
+                return run.watch.stuck(f"before this: {error}")
+            if run.watch.leaving_alone(job.FAILED, job.described(error)):
                 raise
-            # Torch's, of a collective whose other ranks have left: their grace time was over a moment before the watch
-            # of this rank would have ended it too.
-            return run.watch.stuck(f"before this: {error}")
+            return run.watch.followed(error)
+        except Exception as error:
+            run.watch.leaving_alone(job.FAILED, job.described(error))
+            raise
 
 
 def begin(
@@ -92,6 +93,8 @@ def begin(
         with startup.step("data") as step:
             text = open_text(cfg, families.objective(cfg))
             resume.named_checkpoints(cfg)  # before anything is made
+            if cfg.eval.only and startup.rank == 0:
+                found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
             data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
             batches = TrainBatches(
                 text.rows("train"),
@@ -157,6 +160,8 @@ def begin(
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
             resume.set_aside_newer(cfg, at.step)
+            if loaded and cfg.checkpoint.resume == "auto":  # one that goes back keeps where it could go back to
+                checkpoints.purge_strays(loaded.config)
             with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
                 file.write(asked.to_toml())
             starts.append(

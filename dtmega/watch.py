@@ -159,20 +159,33 @@ class Watch:
         self.leaving_alone(job.STUCK, why)
         return job.STUCK
 
-    def leaving_alone(self, code: int, reason: str) -> None:
+    def leaving_alone(self, code: int, reason: str) -> bool:
         """Set the ending of a rank that leaves while others may not know it: the first one's is that of the job.
 
         What a rank meets later, a broken collective or a launcher that ends it, follows from that.
+
+        Returns:
+            False if another rank is known to have left before.
         """
         self._ending.because(code, reason)
         if self._reader is None:
-            return
+            return True
         mine = f"{code} rank {self.rank}: {reason}"
-        with suppress(RuntimeError):  # the store may be gone with the first one
+        try:
             first = self._reader.compare_set("left", "", mine).decode()
-            if first != mine:
-                its_code, its_reason = first.split(" ", 1)
-                self._ending.because(int(its_code), its_reason)
+        except RuntimeError:  # the store may be gone with the first one
+            return True
+        if first != mine:
+            its_code, its_reason = first.split(" ", 1)
+            self._ending.because(int(its_code), its_reason)
+        return first == mine
+
+    def followed(self, error: RuntimeError) -> int:
+        """Say that this rank leaves because another one has; returns the exit code, which is that one's."""
+        code, why = self._ending.code, self._ending.reason
+        assert code is not None
+        output.say(self._leaving(code, f"leaving after {why.partition(': ')[0]} ({job.described(error)})"))
+        return code
 
     def close(self) -> None:
         """Stop watching; signals do again what they did before."""
@@ -199,7 +212,7 @@ class Watch:
         if self._reader is None:
             return
         beat = self._last
-        waits, text = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+        waits, text = _place_of_main_thread()
         with suppress(RuntimeError):  # the report will say so
             self._reader.set(f"place/{self.rank}", f"{beat.step} {beat.nth} {int(waits)} {text}")
 
@@ -266,7 +279,8 @@ class Watch:
             text = self._leaving(code, why)
             first = code == job.HUNG and self._is_first()
             output.say(f"{text}\n{self.who_is_behind()}" if first else text)
-            if code == job.HUNG:
+            # Ranks that only wait for others leave in one line; of the others it matters where they are.
+            if code == job.HUNG and (first or not _place_of_main_thread().waits):
                 faulthandler.dump_traceback(all_threads=True)
             if self._farewell is not None:
                 faulthandler.dump_traceback_later(FAREWELL_S, exit=True)
@@ -292,6 +306,10 @@ def _stuck(until: str) -> str:
 def _parse(text: bytes) -> Beat:
     step, nth, at_s, phase = text.decode().split(" ", 3)
     return Beat(int(step), int(nth), float(at_s), phase)
+
+
+def _place_of_main_thread() -> CodePlace:
+    return place_of(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def place_of(frame: FrameType | None) -> CodePlace:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dtmega import job, peak, train
 from dtmega.checkpoint import tensor_files
+from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.indexed import IndexedWriter
 from tests.layouts import write_text
 from tests.resumed import Record, Training, train_all
@@ -217,6 +218,24 @@ def test_an_evaluation_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys
     older = f"{tmp_path}/checkpoints/step-00000002"
     assert alone(keys | {"eval.only": True, "checkpoint.resume": older}, tmp_path) == 0
     assert job.Ended.read(tmp_path) == (0, "[eval] only", 4, f"{tmp_path}/checkpoints/step-00000004", ANY)
+
+
+def test_a_checkpoint_that_a_killed_save_did_not_delete_is_deleted_at_the_next_start(tmp_path, keys):
+    one = keys | {"checkpoint.keep": 1}
+    with replaced(Checkpoints, "_purge", lambda *_: None):  # as a kill just before it
+        assert alone(one, tmp_path) == 0
+    assert checkpoints(tmp_path) == ["step-00000002", "step-00000004"]
+    newest = str(tmp_path / "checkpoints" / "step-00000004")
+    assert alone(one | {"checkpoint.resume": newest}, tmp_path) == 0  # one that goes back could go back further
+    assert checkpoints(tmp_path) == ["step-00000002", "step-00000004"]
+    assert alone(one, tmp_path) == 0
+    assert checkpoints(tmp_path) == ["step-00000004"]
+
+
+def test_a_start_with_nothing_left_to_train_deletes_nothing_that_the_run_was_to_keep(tmp_path, keys):
+    assert alone(keys, tmp_path) == 0
+    assert alone(keys | {"checkpoint.keep": 1}, tmp_path) == 0
+    assert checkpoints(tmp_path) == ["step-00000002", "step-00000004"]
 
 
 @contextlib.contextmanager

@@ -73,17 +73,27 @@ def test_eval_only_says_the_losses_of_a_run_and_touches_nothing_of_it(text, tmp_
 
 
 def test_eval_only_takes_the_weights_that_a_new_run_would_start_with(text, tmp_path):
+    weights = {"model.init_from": str(tmp_path / "run" / "checkpoints" / "step-00000004")}
     keys = KEYS | text
     assert alone(keys, tmp_path / "run") == 0
-    assert alone(keys | {"eval.only": True}, tmp_path / "new") == 0
+    assert alone(keys | weights | {"eval.only": True}, tmp_path / "new") == 0
     first = json.loads((tmp_path / "new" / "evaluation.jsonl").read_text().splitlines()[0])
-    assert first == Record(tmp_path / "run").lines[0]
+    *_, trained = [line["val_loss"] for line in Record(tmp_path / "run").lines if "val_loss" in line]
+    assert first == {"step": 0, "val_loss": trained}
     assert {path.name for path in (tmp_path / "new").iterdir()} <= {
         ".lock",
         "evaluation.jsonl",
         "checkpoints",
         "exit.json",
     }
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_eval_only_of_a_run_that_is_not_there_is_refused_before_anything_is_made(text, tmp_path, capsys, resume):
+    folder = tmp_path / "mistyped"
+    assert alone(KEYS | text | {"eval.only": True, "checkpoint.resume": resume}, folder) == 2
+    assert f"nothing to evaluate: expected a checkpoint in {folder}/checkpoints, or weights" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("pair", [[0, 3], [4, 3], [4]])
@@ -118,11 +128,12 @@ def test_each_validation_set_has_a_loss_of_its_own_by_its_name(text, sets, tmp_p
     assert losses["val_loss"] == {line["step"]: line["val_loss"] for line in without.lines if "val_loss" in line}
     assert all(list(found) == [0, 2, 4] for found in losses.values())
     # Each is what a run whose only validation set it is would say of the same weights.
+    weights = {"model.init_from": f"{tmp_path}/with/checkpoints/step-00000004"}
     for name, prefix in sets.items():
         only = {"data.path": prefix, "data.split": "1,0,0", "data.validation": [f"{name}={prefix}"], "eval.only": True}
-        assert alone(keys | only | {"train.steps": 4}, tmp_path / name) == 0
+        assert alone(keys | only | weights | {"train.steps": 4}, tmp_path / name) == 0
         (line,) = [json.loads(line) for line in (tmp_path / name / "evaluation.jsonl").read_text().splitlines()]
-        assert line == {"step": 0, f"val_{name}_loss": losses[f"val_{name}_loss"][0]}
+        assert line == {"step": 0, f"val_{name}_loss": losses[f"val_{name}_loss"][4]}
 
 
 def test_a_validation_set_is_the_whole_of_its_file(text, sets):

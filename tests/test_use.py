@@ -67,6 +67,15 @@ def test_several_prompts_stdin_and_a_step_say_what_each_says_alone(finished, mon
     assert alone[0] != said("--run", finished, *FEW, "--prompt", "ABC")
 
 
+def test_a_line_that_is_no_text_does_not_end_a_conversation(finished, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b"ab\xffc\nABC\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
+    answers = said("--run", finished, "--interactive", *FEW)
+    monkeypatch.setattr("sys.stdin", io.StringIO("ABC\n"))
+    good = said("--run", finished, "--interactive", *FEW)
+    assert answers == f"(the line is not UTF-8: byte 0xff after 2 characters)\n{good}"
+
+
 def test_a_step_that_was_not_saved_and_a_prompt_that_is_none_are_refused(finished, capsys):
     assert command(["generate", "--run", str(finished), "--step", "3", "--prompt", "x"]) == 2
     assert "has no checkpoint of step 3: expected one of 2, 4" in capsys.readouterr().err

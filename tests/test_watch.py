@@ -114,6 +114,38 @@ def test_the_ending_of_a_job_is_that_of_the_rank_that_leaves_first():
     assert [(ending.code, ending.reason) for ending in endings] == [others, others, first]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), KeyError("its own")])
+def test_a_rank_whose_collective_breaks_because_another_one_hung_leaves_in_one_line(monkeypatch, capsys, error):
+    store = HashStore()
+    ending = job.Ending()
+    watches = [Watch(grace_s=60, timeout_s=0, rank=rank, ending=ending) for rank in (0, 1)]
+    for watch in watches:
+        watch.share(store, 2)
+    watches[1].leaving_alone(job.HUNG, "nothing for 6 s")
+    run: Any = SimpleNamespace(
+        watch=watches[0],
+        world=SimpleNamespace(device=torch.device("meta")),
+        cfg=SimpleNamespace(eval=SimpleNamespace(only=False)),
+    )
+
+    def fails(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "begin", lambda *_: (run, None))
+    monkeypatch.setattr(train, "train", fails)
+    if isinstance(error, RuntimeError):
+        assert train.main([]) == job.HUNG
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == (
+            "rank 0: leaving after rank 1 (RuntimeError: Connection closed by peer), at step 0 in start (exit code 77)"
+        )
+    else:
+        with pytest.raises(KeyError):
+            train.main([])
+    for watch in reversed(watches):
+        watch.close()
+
+
 def test_signals_are_collected_and_afterwards_do_what_they_did():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     before = [signal.getsignal(number) for number in numbers]

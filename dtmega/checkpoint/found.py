@@ -76,6 +76,23 @@ def early_end_told(run_dir: Path | None, ending: job.Ending, *, first: bool) -> 
         raise
 
 
+def check_is_trained(cfg: config.Config, init: Source | None) -> None:
+    """Refuse to evaluate values that are drawn from the seed.
+
+    Args:
+        init: the weights that a new run would start with.
+
+    Raises:
+        ValueError: there is neither a checkpoint nor such weights.
+    """
+    own = resume.finished(open_root(resume.root_of(cfg))) if cfg.checkpoint.resume == "auto" else []
+    if not own and not resume.named_checkpoints(cfg) and init is None:
+        raise ValueError(
+            f"nothing to evaluate: expected a checkpoint in {resume.root_of(cfg)}, or weights to start with, got none "
+            f"([eval] only; [run] dir, [checkpoint] dir, resume; [model] init_from)"
+        )
+
+
 def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> Found:
     """Find the checkpoints to go on from, on rank 0, and leave a probe where checkpoints are written.
 

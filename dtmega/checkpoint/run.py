@@ -111,7 +111,7 @@ class Checkpoints:
             if written is not None:  # on rank 0
                 warning = self._publish(written)
                 if not warning:
-                    self._purge(name(step))
+                    self._purge(name(step), self._keep)
         except Failed as failed:
             error = str(failed)
             if dist.get_rank() == 0:
@@ -183,6 +183,18 @@ class Checkpoints:
             raise ValueError(next(filter(None, refusals)))
         return targets
 
+    def purge_strays(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        """Delete the checkpoints that the last save was killed before it could delete. For rank 0.
+
+        Args:
+            before: the configuration that the newest checkpoint was saved under. What it was to keep stays, even if
+                this start is to keep less.
+        """
+        there = finished(self._files)
+        if there:
+            keep = before.get("checkpoint", {}).get("keep", self._keep)
+            self._purge(there[-1], max(keep, self._keep))
+
     def close(self) -> None:
         self._thread.shutdown()
 
@@ -214,11 +226,11 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def _purge(self, newest: str) -> None:
+    def _purge(self, newest: str, keep: int) -> None:
         """Delete all but the newest `keep`. One that cannot be deleted takes room, no more."""
         files = self._files
         with contextlib.suppress(Exception):
-            olds = [folder for folder in finished(files) if folder != newest][: -self._keep + 1 or None]
+            olds = [folder for folder in finished(files) if folder != newest][: -keep + 1 or None]
             for old in olds:
                 if old == self._named:
                     continue  # the same command needs it again

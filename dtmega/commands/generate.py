@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -180,12 +182,15 @@ class _Conversation:
 
 def _talk(answer: Callable[[str], str]) -> None:
     """Answer each line of stdin. One that nothing can be said to is not the end."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        with suppress(UnsupportedOperation):  # all of it has been read, by --prompt -
+            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text become lone surrogates
     while line := _from_first(_read_line):
         text = line.rstrip("\n")
         if not text:
             continue
         try:
-            _print(answer(text))
+            _print(answer(_utf8(text)))
         except ValueError as error:  # the same on all processes
             _print(f"({error})")
 
@@ -195,6 +200,20 @@ def _read_line() -> str:
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     return sys.stdin.readline()
+
+
+def _utf8(text: str) -> str:
+    """The text.
+
+    Raises:
+        ValueError: it has bytes that are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) & 0xFF
+        raise ValueError(f"the line is not UTF-8: byte 0x{byte:02x} after {error.start} characters") from None
+    return text
 
 
 def _from_first(read: Callable[[], Told]) -> Told:
