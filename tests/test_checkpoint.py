@@ -668,7 +668,7 @@ def test_resume_names_none_the_newest_or_one_folder(root):
         state, _ = run.load(resume=resumed)
         assert (None if state is None else state.progress.step) == expected
     for wrong in (f"{root}/step-00000009", f"{root}/nothing/step-00000001"):
-        with pytest.raises(ValueError, match=rf"{wrong} is not a checkpoint.*\[checkpoint\] resume"):
+        with pytest.raises(ValueError, match=rf"{wrong} is neither a checkpoint nor a run.*\[checkpoint\] resume"):
             run.load(resume=wrong)
 
 

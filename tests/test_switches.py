@@ -148,7 +148,7 @@ def test_a_validation_set_is_the_whole_of_its_file(text, sets):
 
 @pytest.mark.parametrize("written", ["wiki", "=prefix", "wiki=", "valid=a", "a b=c"])
 def test_a_validation_set_without_a_name_or_a_prefix_is_refused(written):
-    with pytest.raises(ValueError, match=r"\[data\] validation has 'NAME=PREFIX'"):
+    with pytest.raises(ValueError, match=r"\[data\] validation(: expected| has) 'NAME=PREFIX'"):
         config.Data(validation=[written])
     with pytest.raises(ValueError, match=r"each NAME once"):
         config.Data(validation=["a=b", "a=c"])
