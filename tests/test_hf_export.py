@@ -333,7 +333,7 @@ def test_an_original_that_has_changed_or_is_gone_is_refused_and_another_may_be_n
     shutil.rmtree(tmp_path / "original")
     assert command(arguments) == job.REFUSED
     message = capsys.readouterr().err
-    assert "cannot read" in message
+    assert "original is not a folder with a config.json" in message
     assert "--original DIR" in message
     assert command([*arguments, "--original", str(tmp_path / "moved")]) == job.DONE
     assert (tmp_path / "out").is_dir()
