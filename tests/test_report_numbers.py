@@ -14,7 +14,7 @@ from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table
 from dtmega.report import curves, layout, plots, record, run, scores
 from dtmega.report.record import Series
-from tests.test_report import drawn, start, step_line, write
+from tests.test_report import drawn, numbers_of, start, step_line, write
 
 
 def test_of_many_steps_that_were_done_again_in_any_order_the_later_line_counts(tmp_path: Path):
@@ -88,9 +88,9 @@ def test_slow_steps_are_the_percentiles_of_all_steps_and_their_sum(tmp_path: Pat
 def test_the_slow_tail_is_drawn_as_shares_of_all_steps(tmp_path: Path):
     times_s = np.arange(1, 401) / 8
     lines = [step_line(step, step_time_s=time_s) for step, time_s in enumerate(times_s.tolist(), 1)]
-    (curve,) = plots.tail(run.read([str(write(tmp_path, lines))])).data
-    expected = [(times_s >= time_s).mean() for time_s in curve.x]
-    np.testing.assert_allclose(curve.y, expected)
+    (curve,) = json.loads(plots.tail(run.read([str(write(tmp_path, lines))])))["data"]
+    expected = [(times_s >= time_s).mean() for time_s in numbers_of(curve["x"])]
+    np.testing.assert_allclose(numbers_of(curve["y"]), expected)
 
 
 def test_steps_beyond_32_bits_are_drawn_where_they_are():
@@ -128,5 +128,5 @@ def test_the_drawn_schedule_has_the_microbatches_of_a_data_rank():
     values["train"] = {"steps": 1}
     sizes = {"pp": 2, "dp_replicate": 1, "dp_shard": 3, "cp": 1, "tp": 1}
     cfg = config.validate(values, "test")
-    expected = draw.svg(make_table(cfg.pipeline, 2, 24 // (2 * 3)), cfg.pipeline.schedule)
-    assert layout.schedule(values, sizes) == (expected, "")
+    table = make_table(cfg.pipeline, 2, 24 // (2 * 3))
+    assert layout.schedule(values, sizes) == (draw.svg(table, ""), draw.described(table, cfg.pipeline.schedule))
