@@ -358,6 +358,7 @@ def test_names_and_buffers_of_old_files_are_read(tmp_path: Path):
 def test_a_bert_that_computes_something_else_is_refused(tmp_path: Path, key: dict[str, Any]):
     ((name, value),) = key.items()
     (tmp_path / "config.json").write_text(json.dumps(transformers.BertConfig().to_dict() | key))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name}={value!r}, expected"):
         families.open_folder(tmp_path, None)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
@@ -189,5 +190,6 @@ def test_there_and_back_gives_transformers_its_weights_and_sizes(tmp_path: Path,
 def test_a_gpt2_that_computes_something_else_is_refused(tmp_path: Path, key: dict[str, Any]):
     ((name, value),) = key.items()
     (tmp_path / "config.json").write_text(json.dumps(GPT2Config(**key).to_dict()))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{name}={value!r}, expected"):
         families.open_folder(tmp_path, None)

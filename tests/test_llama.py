@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -310,6 +311,7 @@ def test_a_directory_of_another_llama_is_refused_with_what_differs(tmp_path, cha
     LlamaConfig(**THEIRS, **KINDS["Llama 3.1"][1]).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         families.of(cfg).folder(tmp_path, cfg)
 

@@ -140,18 +140,18 @@ def test_a_signal_gives_grace_s_to_come_to_the_save_and_not_more(clock, make, ca
 
 
 def test_a_signal_that_does_not_ask_to_leave_neither_begins_the_grace_nor_takes_it_back(clock, make):
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    before = signal.signal(signal.SIGWINCH, lambda number, frame: None)
     try:
         make(grace_s=1.0)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGWINCH)
         clock.run(10)
         assert clock.code is None
         ask_to_leave()
         clock.run(0.6)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGWINCH)
         clock.run(0.8)
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGWINCH, before)
     assert clock.code == job.STUCK
 
 
