@@ -73,7 +73,7 @@ class Own:
     def digest(self, model: config.Model) -> str:
         return ""
 
-    def described(self, model: config.Model, trained: str) -> config.Model:
+    def reread_directory(self, model: config.Model, trained: str) -> config.Model:
         return model
 
     def notes(self, model: config.Model) -> list[str]:
@@ -131,7 +131,7 @@ class Own:
         return open_checkpoint_weights(model)
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        return ours.opened(path, self.form(model, "hf"), model, self.model)
+        return ours.open_weights(path, self.form(model, "hf"), model, self.model)
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
         return self.vocabulary_of(tokenizer, data)

@@ -66,7 +66,7 @@ class Family(Protocol):
         """A digest of what the model's directory says of it; '' where there is none."""
         ...
 
-    def described(self, model: config.Model, trained: str) -> config.Model:
+    def reread_directory(self, model: config.Model, trained: str) -> config.Model:
         """A [model] section that was resolved once, as its directory says it today.
 
         Args:

@@ -69,7 +69,7 @@ def opened(path: str, step: int | None, axes: Mapping[str, int], startup: Startu
         checkpoint = open_checkpoint(found.told) if first is None else first
         cfg = for_use(config_of(path, checkpoint), axes)
         family = families.of(cfg.model)
-        model_section = family.described(cfg.model, state_of(checkpoint).digest)
+        model_section = family.reread_directory(cfg.model, state_of(checkpoint).digest)
         weights = Weights(checkpoint)
         check_stored(model_section, weights, checkpoint.path)
         cfg = cfg.model_copy(update={"model": model_section})

@@ -246,7 +246,7 @@ def ours_of_gpt2(tmp_path: Path) -> tuple[Any, config.Model, nn.Module]:
 
 def test_a_gpt2_computes_with_our_rows_what_transformers_computes_with_its_own(tmp_path: Path, ours_of_gpt2):
     model, section, whole = ours_of_gpt2
-    source = ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
+    source = ours.open_weights(tmp_path / "theirs", HF, section, lambda _: whole)
     attention = model.transformer.h[1].attn
     x = torch.eye(section.hidden_size)  # so that each product is one number, without rounding
     qkv = nn.functional.linear(x, source.read("layers.1.attn.qkv.weight"), source.read("layers.1.attn.qkv.bias"))
@@ -272,7 +272,7 @@ def test_a_gpt2_goes_through_our_form_and_back_to_the_bit(tmp_path: Path, ours_o
         tensors |= {"transformer.h.0.attn.bias": torch.ones(1), "transformer.h.1.attn.masked_bias": torch.ones(1)}
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
-    source = ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
+    source = ours.open_weights(tmp_path / "theirs", HF, section, lambda _: whole)
     assert "head.weight" not in source.tensors
     held = Memory({name: source.read(name).contiguous() for name in source.tensors})
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
@@ -294,10 +294,10 @@ def test_a_gpt2_that_lacks_a_tensor_or_has_another_form_is_refused_by_their_name
     c_fc = tensors.pop("transformer.h.1.mlp.c_fc.weight")
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"has no 'transformer.h.1.mlp.c_fc.weight' in its safetensors files"):
-        ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
+        ours.open_weights(tmp_path / "theirs", HF, section, lambda _: whole)
     save_file(tensors | {"transformer.h.1.mlp.c_fc.weight": c_fc.T.contiguous()}, file)
     with pytest.raises(ValueError, match=r"'transformer.h.1.mlp.c_fc.weight' of .* is \[256, 64\], but .* \[64, 256\]"):
-        ours.opened(tmp_path / "theirs", HF, section, lambda _: whole)
+        ours.open_weights(tmp_path / "theirs", HF, section, lambda _: whole)
 
 
 # ------------------------------------------------------------------------------------- the formats of our own families

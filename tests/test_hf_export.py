@@ -46,7 +46,7 @@ def described(path: Path) -> config.Model:
     from dtmega import families
 
     asked = config.Transformers(path=str(path))
-    return families.of(asked).described(asked, "")
+    return families.of(asked).reread_directory(asked, "")
 
 
 def trained(folder: Path, path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -70,7 +70,7 @@ def test_weights_are_what_a_checkpoint_has_under_model_and_are_read_in_parts(tmp
 @pytest.mark.parametrize("file", ["model.safetensors", "part.safetensors", "config.json"])
 def test_a_folder_with_any_file_of_hugging_faces_is_theirs_and_is_checked(tmp_path, monkeypatch, file):
     opened: list[object] = []
-    monkeypatch.setattr(ours, "opened", lambda path, form, model, whole: opened.append((path, model)))
+    monkeypatch.setattr(ours, "open_weights", lambda path, form, model, whole: opened.append((path, model)))
     (tmp_path / file).touch()
     model = config.Bloom(init_from=str(tmp_path))
     families.of(model).weights(model)

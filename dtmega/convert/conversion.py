@@ -127,7 +127,7 @@ def _described(args: argparse.Namespace, opened: Opened, family: Family) -> conf
         )
     moved = {"path": args.original} if args.original else {}
     try:
-        model = family.described(opened.model.model_copy(update=moved), opened.digest)
+        model = family.reread_directory(opened.model.model_copy(update=moved), opened.digest)
     except ValueError as error:
         raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
     check_stored(model, opened.source, f"{args.source[1]} ({args.config or 'its own config'})")

@@ -51,7 +51,7 @@ V2, V3 = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"
 NAMES = {V2, V3, ORDERED, "persistent id", "torch.storage UntypedStorage", *STORAGES, *PICKLED_DTYPES}
 
 
-class Described(NamedTuple):
+class TensorHeader(NamedTuple):
     """A tensor as a pickle describes it; its elements are elsewhere.
 
     Attributes:
@@ -104,7 +104,7 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
         raise ValueError(f"expected an archive of torch.save with data.pkl of at most {MAX_PICKLE_BYTES} bytes")
     if (order := records.get("archive/byteorder")) and order.n_bytes < 16 and order.read(fd) != b"little":
         raise ValueError("expected little-endian data")
-    found = described_tensor(decode(records["archive/data.pkl"].read(fd), NAMES))
+    found = tensor_header(decode(records["archive/data.pkl"].read(fd), NAMES))
     if found.dtype != dtype or found.sizes != sizes or len(found.strides) != len(sizes):
         raise ValueError(
             f"expected {dtype} {sizes} as the metadata say, got {found.dtype} {found.sizes} with strides "
@@ -118,7 +118,7 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
     return SavedTensor(data.at + found.offset * dtype.itemsize, dtype, found.strides)
 
 
-def described_tensor(made: Any) -> Described:
+def tensor_header(made: Any) -> TensorHeader:
     """The tensor that torch's functions of the names V2 and V3 would make of these arguments.
 
     Raises:
@@ -140,7 +140,7 @@ def described_tensor(made: Any) -> Described:
     _, kind, key, *_ = storage.args
     named = made.args[6] if made.name == V3 else kind
     dtype = (PICKLED_DTYPES if made.name == V3 else STORAGES).get(named.name) if type(named) is PickledObject else None
-    return Described(
+    return TensorHeader(
         dtype,
         of_type(key, str, "the key of the storage"),
         natural(offset, "the storage offset"),

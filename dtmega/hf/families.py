@@ -66,7 +66,7 @@ Word: TypeAlias = str | Attention | Packed
 
 
 @dataclass(frozen=True)
-class Ends:
+class PipelineEnds:
     """The parts of a base model that not every stage of a pipeline has.
 
     They are right for a family if its base model's forward does nothing but this: it calls what `first` names on the
@@ -102,7 +102,7 @@ class Known:
     """
 
     stacks: dict[str, str]
-    ends: Ends | None = None
+    ends: PipelineEnds | None = None
     words: dict[str, Word] = field(default_factory=dict)
     as_embedded: tuple[str, ...] = ()
     heads: str = "num_attention_heads"
@@ -136,7 +136,7 @@ _WORDS_OF_LLAMA: dict[str, Word] = {
 }
 _LLAMA = Known(
     stacks={"": "layers"},
-    ends=Ends(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}),
+    ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}),
     words=_WORDS_OF_LLAMA,
     kv_heads="num_key_value_heads",
 )
@@ -159,10 +159,10 @@ def _like_gptj(projections: dict[str, Word]) -> dict[str, Word]:
     }
 
 
-_ENDS_OF_GPT2 = Ends(first={"wte": NOTHING, "wpe": ZERO}, last={"ln_f": PASS_ON})
+_ENDS_OF_GPT2 = PipelineEnds(first={"wte": NOTHING, "wpe": ZERO}, last={"ln_f": PASS_ON})
 _GPTJ = Known(
     stacks={"": "h"},
-    ends=Ends(first={"wte": NOTHING}, last={"ln_f": PASS_ON}),
+    ends=PipelineEnds(first={"wte": NOTHING}, last={"ln_f": PASS_ON}),
     heads="n_head",
     sizes=("n_inner",),
     words=_like_gptj({"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}),
@@ -194,7 +194,7 @@ KNOWN: dict[str, Known] = {
     "qwen3": _LLAMA,
     "bloom": Known(
         stacks={"": "h"},
-        ends=Ends(
+        ends=PipelineEnds(
             first={"word_embeddings": NOTHING, "word_embeddings_layernorm": PASS_ON},
             last={"ln_f": PASS_ON},
         ),
@@ -234,7 +234,7 @@ KNOWN: dict[str, Known] = {
     ),
     "gpt_neox": Known(
         stacks={"": "layers"},
-        ends=Ends(first={"embed_in": NOTHING}, last={"final_layer_norm": PASS_ON}),
+        ends=PipelineEnds(first={"embed_in": NOTHING}, last={"final_layer_norm": PASS_ON}),
         words={
             "embed_in": VOCAB,
             "layers.*.input_layernorm": NORM,
@@ -249,7 +249,7 @@ KNOWN: dict[str, Known] = {
     ),
     "opt": Known(
         stacks={"decoder": "layers"},
-        ends=Ends(
+        ends=PipelineEnds(
             first={"embed_tokens": NOTHING, "embed_positions": ZERO, "project_in": NOTHING},
             last={"final_layer_norm": NOTHING, "project_out": NOTHING},
         ),
@@ -271,7 +271,7 @@ KNOWN: dict[str, Known] = {
     "xglm": Known(
         stacks={"": "layers"},
         # Its embedding multiplies by itself, and its positions are a table that is no parameter.
-        ends=Ends(first={"embed_tokens": NOTHING, "embed_positions": ZERO}, last={"layer_norm": PASS_ON}),
+        ends=PipelineEnds(first={"embed_tokens": NOTHING, "embed_positions": ZERO}, last={"layer_norm": PASS_ON}),
         as_embedded=("embed_positions",),
         heads="attention_heads",
         sizes=("ffn_dim",),
@@ -317,7 +317,7 @@ KNOWN: dict[str, Known] = {
     ),
     "mpt": Known(
         stacks={"": "blocks"},
-        ends=Ends(first={"wte": NOTHING}, last={"norm_f": PASS_ON}),
+        ends=PipelineEnds(first={"wte": NOTHING}, last={"norm_f": PASS_ON}),
         heads="n_heads",
         sizes=(),
         words={
@@ -371,10 +371,10 @@ KNOWN: dict[str, Known] = {
     **dict.fromkeys(("cohere", "cohere2", "glm", "glm4", "phi3", "smollm3"), _LIKE_LLAMA),
     **dict.fromkeys(("arcee", "ernie4_5", "exaone4", "starcoder2"), _LIKE_LLAMA),
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe", "deepseek_v3"), _LIKE_LLAMA),
-    "phi": replace(_LIKE_LLAMA, ends=Ends(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),
+    "phi": replace(_LIKE_LLAMA, ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),
     # Its base model multiplies whatever comes in, embeddings or a hidden state.
     "granite": replace(
         _LIKE_LLAMA,
-        ends=Ends(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}, later={"embedding_multiplier": 1.0}),
+        ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}, later={"embedding_multiplier": 1.0}),
     ),
 }

@@ -51,8 +51,8 @@ class Transformers:
     def digest(self, model: config.Model) -> str:
         return resolve.digest(model.directory)
 
-    def described(self, model: config.Model, trained: str) -> config.Model:
-        return resolve.described(model, trained)
+    def reread_directory(self, model: config.Model, trained: str) -> config.Model:
+        return resolve.reread_directory(model, trained)
 
     def notes(self, model: config.Model) -> list[str]:
         return resolve.notes(model)

@@ -109,7 +109,7 @@ def digest(directory: str) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def described(model: config.Model, trained: str) -> config.Model:
+def reread_directory(model: config.Model, trained: str) -> config.Model:
     """The section with what the directory says today.
 
     Args:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dtmega.foreign import torch_save
 from dtmega.foreign.inert import PickledObject, decode, items_of, kind_name, of_type
-from dtmega.foreign.torch_save import SavedTensor, ZipEntry, described_tensor, read_bytes, records_of, regular_file
+from dtmega.foreign.torch_save import SavedTensor, ZipEntry, read_bytes, records_of, regular_file, tensor_header
 
 MAX_PICKLE_BYTES = 1 << 24  # names, arguments and generators of 500 ranks are some 5 MB; decoded it may take 70 x that
 ZIP = b"PK\3\4"
@@ -111,7 +111,7 @@ class SavedFile:
             raise ValueError(f"{self.path}: {error}") from None
 
     def _tensor(self, made: Any) -> Stored:
-        found = described_tensor(made)
+        found = tensor_header(made)
         storage = self._storages.get(found.key)
         if found.dtype is None or storage is None:
             raise ValueError(f"expected a tensor of a known dtype with its storage, {found.key!a:.100}, in the file")

@@ -14,7 +14,7 @@ from dtmega.hf.files.folder import Folder, keys_of
 from dtmega.hf.files.tensors import TensorFiles
 
 
-def opened(path: Path, form: Format, model: config.Model, build: Build) -> Folder:
+def open_weights(path: Path, form: Format, model: config.Model, build: Build) -> Folder:
     """The weights of a directory, by our names. Of tied parameters all that are stored have to be equal.
 
     Args:

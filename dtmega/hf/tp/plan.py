@@ -16,7 +16,7 @@ from dtmega.hf import families
 from dtmega.hf.families import Attention, Known, Packed, Word
 from dtmega.hf.files.config_json import NOISE
 from dtmega.hf.tp.packed import ConvColumn, ConvPacked, ConvRow, MultiQueryColumn, PackedColumn, PackedRow
-from dtmega.hf.tp.regions import Counts, Ends, EnterHeads, Guard
+from dtmega.hf.tp.regions import Counts, EnterHeads, Guard, StackBoundary
 from dtmega.hf.tp.styles import NormOfEachHead, Stack
 from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import Style
@@ -101,7 +101,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
         names = [joined(prefix, path, number) for number in numbers]
         plan.blocks += names
         for name in dict.fromkeys((*names[:1], *names[-1:])):  # of one block both are the same
-            plan.table[name] = Ends(stack, name == names[0], name == names[-1])
+            plan.table[name] = StackBoundary(stack, name == names[0], name == names[-1])
 
     for pattern, word in known.words.items():
         if next(matching(base, pattern), None) is None:
@@ -168,7 +168,7 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
 
     A parameter tied to one that has a style (BERT's second name for the head's bias) follows that one.
     """
-    hooks = (Guard, Ends, Counts, Enter)
+    hooks = (Guard, StackBoundary, Counts, Enter)
     named = {n for pattern, s in plan.table.items() if not isinstance(s, hooks) for n, _ in matching(model, pattern)}
     styled = {id(p) for name in named for p in model.get_submodule(name).parameters(recurse=False)}
     for name, module in model.named_modules():

@@ -87,7 +87,7 @@ def _of_heads(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
     return alibi.unflatten(0, (-1, group.size(), heads))[:, group.rank()].flatten(0, 1)
 
 
-class Ends(ParallelStyle):
+class StackBoundary(ParallelStyle):
     """The first and the last block of a stack: the hidden state is cut before one and whole again after the other."""
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
