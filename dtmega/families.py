@@ -138,7 +138,7 @@ class Own:
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
         form = self.form(model, "hf")
-        described = form.described(model)
+        described = form.to_config(model)
         theirs = as_theirs(source, form, model, self.model)
         hf_export.export(theirs, folder, described, None, tokenizer, **options)
 
@@ -147,7 +147,7 @@ class Own:
 
     def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
         form = self.form(model, program)
-        return form.described(model), as_theirs(source, form, model, self.model)
+        return form.to_config(model), as_theirs(source, form, model, self.model)
 
     def form(self, model: config.Model, program: str) -> Format:
         """The form in which another program stores a model.
@@ -158,7 +158,7 @@ class Own:
         forms = self.formats.get(program, ())
         found = next((form for form in forms if form.fits(model)), None)
         if found is None:
-            wrong = forms[0].unfit(model) if forms else {}
+            wrong = forms[0].mismatches(model) if forms else {}
             expected = ", ".join(f"{key}={value!r}" for key, value in wrong.items()) or "another model"
             keys = ", ".join(f"[model] {key}" for key in ("name", *wrong))
             raise ValueError(

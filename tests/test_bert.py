@@ -20,7 +20,7 @@ from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.sources import Translated
-from dtmega.formats.whole import names
+from dtmega.formats.whole import tensor_names
 from dtmega.models import bert
 from dtmega.models.initial import init_weights
 from tests import plain_bloom
@@ -101,7 +101,7 @@ def errors(ours: bert.Bert, theirs: nn.Module) -> dict[str, float]:
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     family = families.of(ours.cfg)
     assert isinstance(family, families.Own)
-    (made, _), parameters = names(family.form(ours.cfg, "hf"), ours.cfg, family.build)
+    (made, _), parameters = tensor_names(family.form(ours.cfg, "hf"), ours.cfg, family.build)
     truth = Translated(Memory(gradients), {names[0]: made[names[0]] for names in parameters})
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == truth.tensors.keys()

@@ -81,7 +81,7 @@ def test_pieces_of_transformers_have_its_parameters_and_the_flops_that_pytorch_c
 def test_the_pieces_of_a_bert_have_the_parameters_and_the_flops_of_transformers(norm: str):
     model = Bert(vocab_size=131, hidden_size=48, n_layers=2, n_heads=6, max_position_embeddings=SEQ_LEN, norm=norm)
     found = families.pieces(model)
-    described = families.FAMILIES["bert"].formats["hf"][norm == "pre"].described(model)
+    described = families.FAMILIES["bert"].formats["hf"][norm == "pre"].to_config(model)
     theirs = getattr(transformers, described["architectures"][0])
     theirs = theirs(theirs.config_class(**described, attn_implementation="eager"))
     assert cost.n_parameters(found) == elements_of(theirs)

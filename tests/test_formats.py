@@ -277,7 +277,7 @@ def test_a_gpt2_goes_through_our_form_and_back_to_the_bit(tmp_path: Path, ours_o
     held = Memory({name: source.read(name).contiguous() for name in source.tensors})
     alone: dict[str, Any] = {"rank": 0, "size": 1, "barrier": lambda: None}
     theirs = as_theirs(held, HF, section, lambda _: whole)
-    export.export(theirs, tmp_path / "out", HF.described(section), None, None, **alone)
+    export.export(theirs, tmp_path / "out", HF.to_config(section), None, None, **alone)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     again, info = loaded
     assert not any(info.values())
@@ -324,10 +324,10 @@ FORMS_OF_OWN = [pytest.param(name, form, id=form.kind) for name, family in OWN.i
 def test_a_configuration_of_theirs_describes_the_model_that_it_was_written_of(name: str, form: Format):
     model = small(name, **form.implied)
     assert OWN[name].form(model, "hf") is form
-    section = form.section(form.described(model), "config.json")
-    form.check(form.described(model), "config.json", model)
+    section = form.section(form.to_config(model), "config.json")
+    form.check(form.to_config(model), "config.json", model)
     again = config.model_section({"name": name, **section}, "test")
-    assert form.described(again) == form.described(model)
+    assert form.to_config(again) == form.to_config(model)
 
 
 def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path):
@@ -342,7 +342,7 @@ def test_a_directory_is_of_the_family_that_its_config_json_names(tmp_path: Path)
 
 @pytest.mark.parametrize(("key", "value"), [("model_type", "opt"), ("activation_function", "relu")])
 def test_what_every_model_of_the_family_has_is_held_against_a_configuration_that_says_otherwise(key: str, value: Any):
-    theirs = HF.described(config.GPT())
+    theirs = HF.to_config(config.GPT())
     del theirs["activation_function"]
     HF.section({**theirs, "architectures": ["GPT2Model"]}, "config.json")
     with pytest.raises(ValueError, match=rf"config.json has {key}={value!r}, expected .* \(\[model\] name\)"):
@@ -351,7 +351,7 @@ def test_what_every_model_of_the_family_has_is_held_against_a_configuration_that
 
 def test_what_to_section_adds_is_compared_too():
     form = dataclasses.replace(HF, to_section=lambda theirs: {"z_loss": theirs["z"]})
-    theirs = HF.described(config.GPT()) | {"z": 0.5}
+    theirs = HF.to_config(config.GPT()) | {"z": 0.5}
     assert form.section(theirs, "config.json")["z_loss"] == 0.5
     with pytest.raises(ValueError, match=r"is of a model with z_loss=0.5, not 0.0 \(\[model\] z_loss\)"):
         form.check(theirs, "config.json", config.GPT())

@@ -246,7 +246,7 @@ def test_arguments_of_another_model_are_refused(form: Format, args: dict[str, An
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_described_by_arguments_that_describe_it(kind: str):
     form, model, _ = MODELS[kind]
-    described = form.described(model)
+    described = form.to_config(model)
     again = type(model).model_validate(form.section(described, "file"))
     resolved = {"kv_channels": D // H} if kind == "t5" else {}
     assert again == model.model_copy(update=resolved)
@@ -265,7 +265,7 @@ def test_a_model_is_described_by_arguments_that_describe_it(kind: str):
 )
 def test_a_model_that_megatron_does_not_have_is_refused(form: Format, model: config.Model, message: str):
     with pytest.raises(ValueError, match=message):
-        form.described(model)
+        form.to_config(model)
 
 
 def test_a_model_of_no_form_of_a_program_is_refused_with_the_keys_that_would_make_it_one():

@@ -49,7 +49,7 @@ def written(
     weights = {name: tensor.to(dtype) for name, tensor in drawn(kind).items()}
     ours = as_ours(Memory(weights), form, model, build, "file")
     theirs = as_theirs(ours, form, model, build)
-    write.write(folder, theirs, form.described(model), layout.tp, layout.pp, **options)
+    write.write(folder, theirs, form.to_config(model), layout.tp, layout.pp, **options)
     return weights
 
 
@@ -115,7 +115,7 @@ def test_a_rank_reads_its_part_of_the_weights_and_nothing_else(tmp_path: Path):
             asked.append(part.numel())
             return part
 
-    write.write(tmp_path / "out", Counted(), form.described(model), 2, 1)
+    write.write(tmp_path / "out", Counted(), form.to_config(model), 2, 1)
     cut = {name: megatron_files.shard(name, tensor, 0, 2, H, 3.0).numel() for name, tensor in weights.items()}
     # All tokens are on the first rank: the other has rows of padding.
     assert sum(asked) == weights["embedding.word_embeddings.weight"].numel() + 2 * sum(

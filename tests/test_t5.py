@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from dtmega import config, cost, families
 from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.sources import Translated
-from dtmega.formats.whole import names
+from dtmega.formats.whole import tensor_names
 from dtmega.hf.files import config_json
 from dtmega.hf.files.tensors import TensorFiles
 from dtmega.models import count, t5
@@ -109,7 +109,7 @@ def compare(ours: t5.T5, theirs: Any) -> None:
     loss.backward()
     truth.backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    (made, _), parameters = names(t5.HF, ours.cfg, t5.T5)
+    (made, _), parameters = tensor_names(t5.HF, ours.cfg, t5.T5)
     expected = Translated(Memory(gradients), {names[0]: made[names[0]] for names in parameters})
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == expected.tensors.keys()

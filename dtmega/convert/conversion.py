@@ -67,8 +67,8 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
     with startup.step("output"):
         # Ranks that have nothing to write wait for those that do.
         stored = Renamed(opened.source, {name: name for name in expected}, startup.work)
-        kept = families.stored_buffers(model)
-        source = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, kept=kept)
+        unchanged = families.stored_buffers(model)
+        source = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
         if args.target[0] == "hf":
             folder = Path(args.target[1])
             tokenizer = args.tokenizer or opened.tokenizer

@@ -1,8 +1,10 @@
-"""Names and forms of a family's weights in other people's files, as data: a `Format` for each program.
+"""The form in which other programs store a family's weights, written as data: one `Format` per program and family.
 
-    rules.py      which of their tensors ours are made of, and how
-    sources.py    named tensors under other names, read by slice, in both directions
-    format.py     rules and the configuration that stands beside the weights: one record
+    rules.py      the rows of which of their tensors make up each of our tensors
+    sources.py    named tensors, read by slice, and the same tensors renamed, cast or assembled
+    format.py     `Format`: the rules of one program, and the keys of the configuration stored beside the weights
+    whole.py      applies a `Format` to all tensors of a model, in both directions
 
-Nothing here opens a file: `hf/files/` reads and writes them.
+"Ours" are dtmega's tensors and keys, "theirs" those of the other program. Nothing here opens a file: `hf/files/` and
+`megatron/` do.
 """

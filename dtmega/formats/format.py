@@ -1,4 +1,4 @@
-"""The form in which one program stores a family: its names of the tensors, and the configuration beside them."""
+"""The form in which one program stores a family: the names of its tensors, and the keys of its configuration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from dtmega.formats.sources import Source
 
 
 class Key(NamedTuple):
-    """A key of [model] and what the other program calls it.
+    """A key of [model] and its names in the other program's configuration.
 
     Attributes:
-        ours: the key.
-        theirs: its names, today's last, which is the one that is written; the first that is there counts.
-        default: theirs, where none is there. None: it has to be there, and is a count.
-        free: weights mean the same whatever it is, so a run that starts from them may have another value.
-        resolved: the property of the section that has its value, where the key itself may say 0 for the usual one.
+        ours: the key of [model].
+        theirs: the other program's names for it, oldest first. The first one that is present is read; the last one is
+            written.
+        default: the other program's default, used where none of the names is present. None: the key is required, and
+            is a positive integer.
+        free: the weights mean the same whatever the value is, so a run that starts from them may choose another.
+        resolved: the property of the section that holds the effective value, where 0 in the key itself stands for
+            "the usual one"; '' reads the key.
     """
 
     ours: str
@@ -28,7 +31,7 @@ class Key(NamedTuple):
     free: bool = False
     resolved: str = ""
 
-    def of(self, model: config.Model) -> Any:
+    def value(self, model: config.Model) -> Any:
         return getattr(model, self.resolved or self.ours)
 
 
@@ -38,24 +41,24 @@ def _nothing(_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    """One program's form of one family.
+    """The form in which one program stores one family.
 
     Attributes:
-        rules: between our tensors and theirs.
-        rules_of: further ones, where a name of theirs depends on the model.
-        keys: of the configuration.
-        fixed: what their configuration says of every model that is one here, model_type among it. All but the classes
-            (architectures) is held against a configuration of theirs, where it says something of it.
-        base: prefix of most of their names, without which the files of a bare base model have them.
-        ignored: matches the end of names of what is stored and is no weight.
-        older: ends of names in old files -> of today's.
-        implied: keys of [model] with the values that every model of this form has; where a program has several forms of
-            a family, one for each of these values.
-        heads: of a model, for rules with that word.
+        rules: rules between our tensors and theirs.
+        rules_of: further rules for a model, where a name of theirs depends on the model's configuration.
+        keys: keys of [model] that are one key of their configuration.
+        fixed: entries that their configuration has for every model of the family, `model_type` among them. Reading a
+            configuration compares each of them, if it is present, except the class names (`architectures`).
+        base: prefix of most of their names. Files of a bare base model lack it.
+        ignored: regular expression for the ends of names that are stored but are no weights.
+        older: ends of names in old files -> ends of today's names.
+        implied: values of [model] that every model of this form has. Where a program stores a family in several forms,
+            these values tell which form is meant.
+        heads: the model's numbers of heads, for rules with the word "heads".
         refuse: raises ValueError for a model that the format cannot express.
-        to_section: further keys of [model], of their configuration; raises ValueError.
-        of_tensors: further keys of [model] that no configuration of theirs tells, of the tensors stored beside it.
-        from_section: further entries of their configuration, of [model].
+        to_section: keys of [model] that follow from several entries of their configuration; raises ValueError.
+        section_from_tensors: keys of [model] that their configuration lacks and the stored tensors show.
+        from_section: entries of their configuration that follow from [model], besides `fixed` and `keys`.
     """
 
     rules: tuple[Rule, ...]
@@ -69,7 +72,7 @@ class Format:
     heads: Callable[[config.Model], Heads] = lambda model: Heads(model.n_heads, model.n_heads)
     refuse: Callable[[config.Model], object] = _nothing
     to_section: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    of_tensors: Callable[[Source], dict[str, Any]] = _nothing
+    section_from_tensors: Callable[[Source], dict[str, Any]] = _nothing
     from_section: Callable[[config.Model], dict[str, Any]] = _nothing
 
     @property
@@ -78,28 +81,29 @@ class Format:
         return self.fixed["model_type"]
 
     def fits(self, model: config.Model) -> bool:
-        """Tell whether a model has what every model of this form has."""
-        return not self.unfit(model)
+        """True if a model has the values that every model of this form has."""
+        return not self.mismatches(model)
 
-    def unfit(self, model: config.Model) -> dict[str, Any]:
-        """The values, by their keys of [model], that every model of this form has and this one has not."""
+    def mismatches(self, model: config.Model) -> dict[str, Any]:
+        """The entries of `implied` that a model does not have: key of [model] -> value that the form implies."""
         return {key: value for key, value in self.implied.items() if getattr(model, key) != value}
 
     def section(self, theirs: Mapping[str, Any], file: str, stored: Source | None = None) -> dict[str, Any]:
-        """The [model] section, but for its name, that a configuration of theirs describes.
+        """Translate the other program's configuration into a [model] section, without its `name`.
 
         Args:
-            file: for messages.
-            stored: the tensors beside it, by their names; None where these are not known.
+            theirs: the other program's configuration.
+            file: path of the configuration, for messages.
+            stored: the tensors stored beside the configuration, by their names; None if they are not known.
 
         Raises:
-            ValueError: of another family, of what no model here is, or without a size.
+            ValueError: the configuration is of another family, of a variant that is not built here, or lacks a size.
         """
-        for name, value in self.fixed.items():
-            said = theirs.get(name)
-            if said not in (None, value) and name != "architectures":
+        for name, expected in self.fixed.items():
+            value = theirs.get(name)
+            if value not in (None, expected) and name != "architectures":
                 keys = ", ".join(f"[model] {key}" for key in ("name", *self.implied))
-                raise ValueError(f"{file} has {name}={said!r:.80}, expected {value!r} ({keys})")
+                raise ValueError(f"{file} has {name}={value!r:.80}, expected {expected!r} ({keys})")
         section = dict(self.implied)
         for key in self.keys:
             names = [name for name in key.theirs if theirs.get(name) is not None]
@@ -109,32 +113,42 @@ class Format:
             if key.default is None and (type(value) is not int or value < 1):
                 raise ValueError(f"{file} has {names[0]}={value!r:.80}, expected a number above 0 ([model] {key.ours})")
             section[key.ours] = value
-        return section | self._more(theirs, stored)
+        return section | self._further_keys(theirs, stored)
 
-    def described(self, model: config.Model) -> dict[str, Any]:
-        """The configuration of theirs that describes a model.
+    def to_config(self, model: config.Model) -> dict[str, Any]:
+        """Translate a [model] section into the other program's configuration.
 
         Raises:
-            ValueError: the format cannot express it.
+            ValueError: the format cannot express the model.
         """
         self.refuse(model)
-        return {**self.fixed, **{key.theirs[-1]: key.of(model) for key in self.keys}, **self.from_section(model)}
+        values = {key.theirs[-1]: key.value(model) for key in self.keys}
+        return {**self.fixed, **values, **self.from_section(model)}
 
     def check(self, theirs: Mapping[str, Any], file: str, model: config.Model, stored: Source | None = None) -> None:
-        """Compare the model that a configuration of theirs describes with the one that [model] asks for.
+        """Compare the model that the other program's configuration describes with a [model] section.
+
+        Args:
+            theirs, file, stored: as for `section`.
+            model: the section that the user asks for.
 
         Raises:
-            ValueError: as `section` and `described`, or names each key that differs, with both values.
+            ValueError: as `section` and `to_config`; or the models differ, with both values of each key that does.
         """
         self.refuse(model)
-        there = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
-        keys = [key for key in self.keys if not key.free] + [Key(ours, ()) for ours in self._more(theirs, stored)]
-        values = {key.ours: (key.of(there), key.of(model)) for key in keys}
-        wrong = [f"{key}={was}, not {asked} ([model] {key})" for key, (was, asked) in values.items() if was != asked]
+        described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
+        keys = [key for key in self.keys if not key.free]
+        keys += [Key(ours, ()) for ours in self._further_keys(theirs, stored)]
+        # A key may be in both lists; the later, which the section has from `_further_keys`, replaces the earlier one.
+        values = {key.ours: (key.value(described), key.value(model)) for key in keys}
+        wrong = []
+        for key, (stored_value, asked_value) in values.items():
+            if stored_value != asked_value:
+                wrong.append(f"{key}={stored_value}, not {asked_value} ([model] {key})")
         if wrong:
             raise ValueError(f"{file} is of a model with {'; '.join(wrong)}")
 
-    def _more(self, theirs: Mapping[str, Any], stored: Source | None) -> dict[str, Any]:
-        """The keys of [model] that follow from several entries of theirs, or from the tensors."""
-        of_tensors = self.of_tensors(stored) if stored is not None else {}
-        return {**self.to_section(theirs), **of_tensors}
+    def _further_keys(self, theirs: Mapping[str, Any], stored: Source | None) -> dict[str, Any]:
+        """The keys of [model] that are no single entry of their configuration."""
+        from_tensors = self.section_from_tensors(stored) if stored is not None else {}
+        return {**self.to_section(theirs), **from_tensors}

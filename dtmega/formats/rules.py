@@ -1,23 +1,23 @@
-"""Rules between the tensors of a model here and those in other people's files: data, read in both directions.
+"""Rules that translate between our tensors and another program's: data, read in both directions.
 
     Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose")
     Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")
     Rule("layers.{}.mlp.experts.down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "stack")
 
-A name that ends in a dot is a module, and stands for its weight and its bias; any other is a tensor. `{}` is the number
-of a layer. A form is one word or several:
+A name that ends in a dot is a module and stands for its weight and its bias; any other name is one tensor. `{}` is the
+number of a layer. The form is one word or several:
 
-    same        the tensors are equal
+    same        both tensors are equal
     transpose   theirs is [in, out], as in GPT-2's Conv1D; vectors are equal
-    concat      the rows of several tensors, equal parts, stand one after the other in the one of the other side
-    heads       on one side the rows of q, then those of k, then of v, in three tensors or in one; on the other, in one
-                tensor, by head: [groups, (the group's q's, k, v), K]. That is ours, unless ours are several. Where
-                two tensors are named, they are k and v.
-    stack       theirs are numbered by one more `{}`, and are the entries of ours, [number of them, rows of each, ...];
-                with concat, the rows of several of theirs are those of one entry
+    concat      one side has in one tensor what the other has in several of equal size, concatenated along the rows
+    heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
+                tensor sorted by head: [groups, (the group's q heads, k, v), K]. Ours is the one sorted by head, unless
+                the rule names several of ours. A rule that names two tensors on one side has k and v only.
+    stack       theirs are numbered by one more `{}` and are the entries of ours, [entries, rows of each, ...]; with
+                concat, an entry of ours concatenates the rows of several of theirs
 
-All of them move whole rows: of a stack those of all entries, one after the other. So a form comes down to runs of rows,
-and whoever needs a box of a tensor reads the rows of that box, and no others.
+Every form moves whole rows (of a stack: the rows of all entries, one entry after the other). A rule therefore comes
+down to runs of rows, and whoever needs a box of a tensor reads only the rows of that box.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """One row of a format.
+    """The relation between one of our tensors (or modules) and one of theirs.
 
     Attributes:
-        ours, theirs: names; at most one side has several.
+        ours, theirs: names on each side; at most one side has several.
         form: words of FORM_WORDS, separated by spaces.
     """
 
@@ -51,106 +51,123 @@ class Rule(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The numbers of heads of a model: of queries, and of keys and values, each shared by a group of the former."""
+    """The numbers of attention heads of a model.
+
+    Attributes:
+        n: query heads.
+        n_kv: heads of keys and values, each shared by a group of n / n_kv query heads.
+    """
 
     n: int
     n_kv: int
 
 
 class RowRun(NamedTuple):
-    """Rows of a tensor that are rows of one on the other side.
+    """Consecutive rows of a tensor that are consecutive rows of one tensor on the other side.
 
     Attributes:
-        at: the first of them here.
-        of: name of the tensor there.
-        start: the first of them there.
-        rows: how many.
+        at: first row in the tensor that is assembled.
+        tensor: name of the tensor on the other side.
+        start: first row in the tensor on the other side.
+        rows: number of rows.
     """
 
     at: int
-    of: str
+    tensor: str
     start: int
     rows: int
 
 
-class Made(NamedTuple):
-    """The making of a tensor from tensors of the other side.
+class Assembly(NamedTuple):
+    """How one tensor is assembled from tensors of the other side.
 
     Attributes:
-        shape: of the tensor.
+        shape: shape of the assembled tensor.
         runs: its rows in order, each once.
-        here: how its rows are seen: "", "transpose" (they are columns), or "stack" (all rows of its entries are rows).
-        there: likewise of the tensors on the other side.
+        view: how its rows are counted: "" (along dim 0), "transpose" (its columns are the rows), or "stack" (the rows
+            of all its entries are counted through).
+        source_view: likewise for the tensors on the other side.
     """
 
     shape: Shape
     runs: tuple[RowRun, ...]
-    here: str = ""
-    there: str = ""
+    view: str = ""
+    source_view: str = ""
 
 
 class Directions(NamedTuple):
-    """Both directions: our tensors made of theirs, and theirs made of ours."""
+    """Both directions: name -> how our tensors are assembled from theirs, and theirs from ours."""
 
-    ours: dict[str, Made]
-    theirs: dict[str, Made]
+    ours: dict[str, Assembly]
+    theirs: dict[str, Assembly]
 
 
 def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads) -> Directions:
-    """The rules of a format, worked out for one model.
+    """Apply the rules of a format to one model.
 
     Args:
-        shapes: of our tensors, by name; all that the model has.
-        heads: of the model, for rules with that word.
+        shapes: name -> shape of every tensor of our model.
+        heads: the model's numbers of heads, for rules with the word "heads".
 
     Returns:
-        In the order of our names, layers by their numbers.
+        Both directions, in the order of our names with layers sorted by number.
 
     Raises:
-        ValueError: a tensor that no rule names, or part of what one rule joins.
+        ValueError: no rule names a tensor, or only some of the tensors that one rule joins are there.
     """
     table = _table(rules)
     used = dict.fromkeys(_match(table, name) for name in sorted(shapes, key=_natural))
-    found = Directions({}, {})
+    result = Directions({}, {})
     for rule, place in used:
         names = [place.name(pattern) for pattern in _several(rule.ours)]
-        if lost := [name for name in names if name not in shapes]:
-            raise ValueError(f"'{lost[0]}' is missing, which stands in one rule with the others of {names}")
-        _add(found, {name: shapes[name] for name in names}, rule, place, heads)
-    return found
+        if missing := [name for name in names if name not in shapes]:
+            raise ValueError(f"'{missing[0]}' is missing, which one rule joins with the others of {names}")
+        _apply(rule, place, {name: shapes[name] for name in names}, heads, result)
+    return result
 
 
-def _add(found: Directions, ours: Mapping[str, Shape], rule: Rule, place: _Place, heads: Heads) -> None:
-    """The tensors of one rule at one place."""
+def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, result: Directions) -> None:
+    """Add to `result` the tensors that one rule names at one place of the model.
+
+    Args:
+        ours: name -> shape of our tensors of the rule.
+    """
     stacked = "stack" in rule.words
-    here, there = ("stack", "") if stacked else ("", "transpose" if "transpose" in rule.words else "")
-    n_dims = 2 if stacked else 1  # of ours, that are its rows
-    our_rows = {name: math.prod(shape[:n_dims]) for name, shape in ours.items()}
+    view, source_view = "", ""
+    if stacked:
+        view = "stack"
+    elif "transpose" in rule.words:
+        source_view = "transpose"
+    # The rows of a stack are counted through all its entries, so its first two dims together make up the rows.
+    n_row_dims = 2 if stacked else 1
+    our_rows = {name: math.prod(shape[:n_row_dims]) for name, shape in ours.items()}
     total = sum(our_rows.values())
-    first = next(iter(ours.values()))
-    width = first[n_dims:]
-    their_rows = _their_rows(rule, place, total, heads, n_entries=first[0])
+    first_shape = next(iter(ours.values()))
+    width = first_shape[n_row_dims:]
+    their_rows = _their_rows(rule, place, total, heads, n_entries=first_shape[0])
     runs = [(0, 0, total)]
     if "heads" in rule.words:
         runs = _by_head(total, heads, 2 in (len(ours), len(their_rows)))
-        if len(ours) > 1:  # then the rows of theirs are by head
+        if len(ours) > 1:  # then theirs is the tensor sorted by head
             runs = [(in_order, by_head, n) for by_head, in_order, n in runs]
     pieces = _cut(runs, our_rows, their_rows)
     for name, shape in ours.items():
-        its = (RowRun(row, other, start, n) for mine, row, other, start, n in pieces if mine == name)
-        found.ours[name] = Made(shape, _merged(its), here, there)
+        our_runs = (RowRun(row, other, start, n) for mine, row, other, start, n in pieces if mine == name)
+        result.ours[name] = Assembly(shape, _merged(our_runs), view, source_view)
     their_runs: dict[str, list[RowRun]] = {name: [] for name in their_rows}
     for mine, row, other, start, n in pieces:
         their_runs[other].append(RowRun(start, mine, row, n))
     for name, rows in their_rows.items():
-        found.theirs[name] = Made(stored(there, (rows, *width)), _merged(their_runs[name]), there, here)
+        shape = stored_dims(source_view, (rows, *width))
+        result.theirs[name] = Assembly(shape, _merged(their_runs[name]), source_view, view)
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Name -> rows, as ours count them.
+    """Name -> rows of each of their tensors in one rule, counted before any transpose.
 
     Args:
-        n_entries: of a stack.
+        total: rows of all our tensors of the rule.
+        n_entries: entries of our tensor, if the rule is a stack.
     """
     patterns = _several(rule.theirs)
     if "stack" in rule.words:
@@ -158,8 +175,9 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
         parts: tuple[int, ...] = (1,) * len(names)
     else:
         names = [place.name(pattern) for pattern in patterns]
-        by_head = len(patterns) == 3 and "heads" in rule.words
-        parts = (heads.n, heads.n_kv, heads.n_kv) if by_head else (1,) * len(patterns)
+        parts = (1,) * len(patterns)
+        if len(patterns) == 3 and "heads" in rule.words:
+            parts = (heads.n, heads.n_kv, heads.n_kv)
     if total % sum(parts):
         raise ValueError(f"{total} rows of '{rule.ours}' cannot be cut into {sum(parts)} equal parts")
     share = total // sum(parts)
@@ -167,13 +185,13 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
-    """(row where they stand by head, row where q, k and v stand one after the other, how many).
+    """Runs of a fused QKV: (row where it is sorted by head, row where q, k and v follow each other, number of rows).
 
-    The first is [groups, (the group's q's, k, v), K], the second [(q, k, v), heads of each, K].
+    The first order is [groups, (the group's q heads, k, v), K], the second [(q, k, v), heads of each, K].
     """
     n_q = 0 if without_q else heads.n
-    head_rows, rest = divmod(total, n_q + 2 * heads.n_kv)
-    if rest:
+    head_rows, remainder = divmod(total, n_q + 2 * heads.n_kv)
+    if remainder:
         raise ValueError(f"{total} rows cannot be {n_q} + 2 x {heads.n_kv} heads")
     group = n_q // heads.n_kv * head_rows
     widths = (group, head_rows, head_rows) if group else (head_rows, head_rows)
@@ -191,21 +209,26 @@ def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, 
 def _cut(
     runs: list[tuple[int, int, int]], ours: Mapping[str, int], theirs: Mapping[str, int]
 ) -> list[tuple[str, int, str, int, int]]:
-    """Runs over all rows of a rule, cut where a tensor of either side ends: (ours, row, theirs, row, how many)."""
+    """Cut runs wherever a tensor of either side ends: (our name, row in it, their name, row in it, number of rows).
+
+    Args:
+        runs: (row over all of ours, row over all of theirs, number of rows).
+        ours, theirs: name -> rows of the tensors of a rule, in order.
+    """
     pieces = []
     for our_row, their_row, rows in runs:
-        at = 0
-        while at < rows:
-            mine, here = _tensor_at(ours, our_row + at)
-            other, there = _tensor_at(theirs, their_row + at)
-            n = min(rows - at, ours[mine] - here, theirs[other] - there)
-            pieces.append((mine, here, other, there, n))
-            at += n
+        done = 0
+        while done < rows:
+            mine, our_start = _tensor_at(ours, our_row + done)
+            other, their_start = _tensor_at(theirs, their_row + done)
+            n = min(rows - done, ours[mine] - our_start, theirs[other] - their_start)
+            pieces.append((mine, our_start, other, their_start, n))
+            done += n
     return pieces
 
 
 def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
-    """The tensor that a row is in, of some that stand one after the other, and its number there."""
+    """The tensor that holds a row counted through all tensors, and the row's number within it."""
     for name, n in rows.items():
         if row < n:
             return name, row
@@ -214,21 +237,21 @@ def _tensor_at(rows: Mapping[str, int], row: int) -> tuple[str, int]:
 
 
 def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
-    """The runs in order; those that are neighbours on both sides become one."""
-    found: list[RowRun] = []
+    """The runs in order, with those that follow each other on both sides merged into one."""
+    merged: list[RowRun] = []
     for run in sorted(runs):
-        if found and found[-1].of == run.of and found[-1].start + found[-1].rows == run.start:
-            found[-1] = found[-1]._replace(rows=found[-1].rows + run.rows)
+        if merged and merged[-1].tensor == run.tensor and merged[-1].start + merged[-1].rows == run.start:
+            merged[-1] = merged[-1]._replace(rows=merged[-1].rows + run.rows)
         else:
-            found.append(run)
-    return tuple(found)
+            merged.append(run)
+    return tuple(merged)
 
 
 # ------------------------------------------------------------------------------------------------------------ views
 
 
-def stored(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """A value for each dim of a tensor as it is stored, from one for each dim as rules see it."""
+def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
+    """Reorder values given per dim, rows first as rules count them, into the order of the stored tensor's dims."""
     return dims[::-1] if view == "transpose" else dims
 
 
@@ -243,31 +266,31 @@ class _Place(NamedTuple):
     """A place in a model where a rule applies.
 
     Attributes:
-        layers: numbers that stand for `{}`.
-        suffix: weight or bias, or nothing where the rule names a tensor.
+        layers: the numbers that `{}` stands for.
+        suffix: "weight" or "bias"; '' if the rule names a tensor.
     """
 
     layers: tuple[str, ...]
     suffix: str
 
-    def name(self, pattern: str, *more: int) -> str:
-        """The tensor there; `more` are numbers of a stack."""
-        return pattern.format(*self.layers, *more) + self.suffix
+    def name(self, pattern: str, *entry: int) -> str:
+        """The tensor's name at this place; `entry` is its number in a stack."""
+        return pattern.format(*self.layers, *entry) + self.suffix
 
 
 def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
-    """Pattern of each of our names -> its rule."""
-    found = []
+    """Pattern of each of our names, with the rule that has it."""
+    table = []
     for rule in rules:
         assert rule.words <= {*FORM_WORDS}, rule
         for name in _several(rule.ours):
             suffix = "(weight|bias)" if name.endswith(".") else "()"
-            found.append((re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + suffix), rule))
-    return found
+            table.append((re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + suffix), rule))
+    return table
 
 
 def _match(table: Sequence[tuple[re.Pattern[str], Rule]], name: str) -> tuple[Rule, _Place]:
-    """The rule of one of our names, and the place in the model."""
+    """The rule for one of our tensors, and the place in the model."""
     for pattern, rule in table:
         if match := pattern.fullmatch(name):
             *layers, suffix = match.groups()
@@ -276,4 +299,5 @@ def _match(table: Sequence[tuple[re.Pattern[str], Rule]], name: str) -> tuple[Ru
 
 
 def _natural(name: str) -> list[int | str]:
+    """Sort key that orders the numbers in names by value: layers.9 before layers.10."""
     return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)]

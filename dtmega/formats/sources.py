@@ -1,6 +1,6 @@
-"""Named tensors that can be read in parts, and the same tensors under other names and in another form.
+"""Named tensors that are read in parts, and wrappers that rename, cast, combine or reassemble them.
 
-Everything is lazy: a source of a source of a file reads from the file what it is asked for, when it is asked.
+Everything is lazy: a read through any stack of wrappers reads from the file only the parts that it needs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtmega.formats.rules import Made, RowRun, stored
+from dtmega.formats.rules import Assembly, RowRun, stored_dims
 
 Slices = tuple[slice, ...]
-# Tensors with a row, or a number, for each token of the vocabulary, in every model of the house. Rows of padding are
-# ours alone.
+# Tensors of dtmega's models with a row, or a number, for each token of the vocabulary. They alone may have rows of
+# padding behind those of the tokens.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
 
@@ -32,23 +32,24 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]: ...
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor, in host memory."""
+        """Read a part (None: all) of a tensor into host memory."""
         ...
 
 
 class Renamed:
-    """Some tensors of a source under other names: {new: old}.
-
-    Args:
-        on_read: called before each tensor is read.
-    """
+    """Some tensors of a source under other names."""
 
     def __init__(self, source: Source, names: Mapping[str, str], on_read: Callable[[], object] = int) -> None:
+        """Rename tensors of a source; the others are hidden.
+
+        Args:
+            names: new name -> name in the source.
+            on_read: called before each tensor is read.
+        """
         self._source = source
         self._names = names
         self._on_read = on_read
-        there = source.tensors
-        self.tensors = {new: there[old] for new, old in names.items()}
+        self.tensors = {new: source.tensors[old] for new, old in names.items()}
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
         self._on_read()
@@ -56,7 +57,7 @@ class Renamed:
 
 
 class Cast:
-    """The tensors of a source in another dtype, refused where a number is not finite, or would not be any more."""
+    """The tensors of a source in another dtype; NaN, infinities and overflow in the new dtype are refused."""
 
     def __init__(
         self,
@@ -65,31 +66,31 @@ class Cast:
         dtype: torch.dtype | None = None,
         allowed: Collection[str] = (),
         kind: str = "",
-        kept: Collection[str] = (),
+        unchanged: Collection[str] = (),
     ) -> None:
         """Cast the tensors of a source.
 
         Args:
-            where: the source is; for messages.
-            dtype: of all tensors; None leaves each as it is.
+            where: path of the source, for messages.
+            dtype: dtype of the tensors that are read; None keeps each tensor's own.
             allowed: names of tensors that may hold NaN and infinities.
-            kind: what the tensors are, if they are no weights; for messages.
-            kept: names of tensors that stay in their dtype.
+            kind: what the tensors are if they are not weights ("exp_avg"), for messages.
+            unchanged: names of tensors that keep their own dtype.
         """
         self._source = source
         self._where = where
         self._dtype = dtype
         self._allowed = allowed
         self._kind = f"{kind} of " if kind else ""
-        self.tensors = {
-            name: (its if name in kept else dtype or its, shape) for name, (its, shape) in source.tensors.items()
-        }
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, (stored_dtype, shape) in source.tensors.items():
+            self.tensors[name] = (stored_dtype if dtype is None or name in unchanged else dtype, shape)
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
         """Read a part (None: all) of a tensor.
 
         Raises:
-            ValueError: a number in that part is not finite in the new dtype; names it.
+            ValueError: a number in that part is not finite in the new dtype; says where it is.
         """
         before = self._source.read(name, index)
         after = before.to(self.tensors[name][0])
@@ -100,19 +101,25 @@ class Cast:
         return after
 
     def _refusal(self, name: str, index: Slices | None, first: list[int], before: float, after: float) -> str:
-        """The message for a number that is not finite, at the place `first` of the part that was read."""
+        """The message for a number that is not finite.
+
+        Args:
+            index: the part of the tensor that was read.
+            first: position of the number within that part.
+            before, after: the number in the stored dtype, and in the new one.
+        """
         starts = [part.start or 0 for part in index] if index else [0] * len(first)
         place = [start + i for start, i in zip(starts, first, strict=True)]
-        found = f"{self._where}: {self._kind}'{name}' has {before} at {place}"
+        fault = f"{self._where}: {self._kind}'{name}' has {before} at {place}"
         passes = f"--allow-nonfinite {name} lets this tensor pass"
         if not math.isfinite(before):
-            return f"{found}, expected finite numbers; {passes}"
+            return f"{fault}, expected finite numbers; {passes}"
         dtype = str(self._dtype).removeprefix("torch.")
-        return f"{found}, which is {after} in {dtype}; choose a wider dtype (--dtype), or {passes}"
+        return f"{fault}, which is {after} in {dtype}; choose a wider dtype (--dtype), or {passes}"
 
 
-class Together:
-    """The tensors of several sources, no two of which have a name in common."""
+class Combined:
+    """The tensors of several sources as one source. No two of them may have a name in common."""
 
     def __init__(self, *sources: Source) -> None:
         self._source_of = {name: source for source in sources for name in source.tensors}
@@ -123,54 +130,62 @@ class Together:
 
 
 class Translated:
-    """Tensors of one side of `Directions`, made of those of the other side.
+    """Tensors of one side of `Directions`, assembled from a source with the tensors of the other side.
 
-    Reads the rows that the asked box is made of, neighbours at once, and holds them beside the box.
+    A read fetches the rows that the requested box is made of, adjacent ones in one read. The memory it needs is the
+    box and one copy of those rows.
     """
 
-    def __init__(self, source: Source, made: Mapping[str, Made]) -> None:
-        """Make the tensors of another source.
+    def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:
+        """Assemble tensors from another source.
 
         Args:
-            made: name -> how it is made of the source's tensors.
+            assemblies: name -> how the tensor is assembled from the source's tensors.
         """
         self._source = source
-        self._made = made
-        self._there = source.tensors
-        dtypes = {name: [self._there[run.of][0] for run in its.runs] for name, its in made.items()}
-        self.tensors = {
-            name: (functools.reduce(torch.promote_types, dtypes[name]), its.shape) for name, its in made.items()
-        }
+        self._assemblies = assemblies
+        self._stored = source.tensors
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, assembly in assemblies.items():
+            dtypes = [self._stored[run.tensor][0] for run in assembly.runs]
+            self.tensors[name] = (functools.reduce(torch.promote_types, dtypes), assembly.shape)
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor; of a transposed one, a view that is not contiguous."""
-        made = self._made[name]
-        box = _box(made, index)
-        if made.here == "transpose":
+        """Read a part (None: all) of a tensor. The result for a transposed tensor is a view that is not contiguous."""
+        assembly = self._assemblies[name]
+        box = _box(assembly, index)
+        if assembly.view == "transpose":
             rows, *others = box[::-1]
             return self._part(name, rows, others).t()
-        if made.here != "stack":
+        if assembly.view != "stack":
             rows, *others = box
             return self._part(name, rows, others)
         entries, rows, *others = box
         result = torch.empty([side.stop - side.start for side in box], dtype=self.tensors[name][0])
         for at, entry in enumerate(range(entries.start, entries.stop)):
-            first = entry * made.shape[1]
+            # A stack's rows are counted through its entries: those of entry i begin at i times the rows of one entry.
+            first = entry * assembly.shape[1]
             result[at] = self._part(name, slice(first + rows.start, first + rows.stop), others)
         return result
 
     def _part(self, name: str, rows: slice, others: Sequence[slice]) -> Tensor:
-        """These rows, as rules see them, and of each the part that `others` says."""
-        made = self._made[name]
-        needed = [_clipped(run, rows) for run in made.runs if run.at < rows.stop and rows.start < run.at + run.rows]
-        if len(needed) == 1:
-            return self._rows(needed[0], others, made.there)
+        """Some rows of a tensor, as its assembly counts them.
+
+        Args:
+            others: the part of each row, a slice per further dim.
+        """
+        assembly = self._assemblies[name]
+        runs = [_clipped(run, rows) for run in assembly.runs if run.at < rows.stop and rows.start < run.at + run.rows]
+        if len(runs) == 1:
+            return self._rows(runs[0], others, assembly.source_view)
         shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
-        for stretch in _stretches(needed):
+        # Runs may alternate, as q, k and v of each head do: rows that are adjacent in the source are read at once and
+        # then distributed to their places.
+        for stretch in _stretches(runs):
             first, last = stretch[0], stretch[-1]
-            whole = first._replace(rows=last.start + last.rows - first.start)
-            read = self._rows(whole, others, made.there)
+            all_rows = first._replace(rows=last.start + last.rows - first.start)
+            read = self._rows(all_rows, others, assembly.source_view)
             for run in stretch:
                 at = run.at - rows.start
                 start = run.start - first.start
@@ -178,37 +193,37 @@ class Translated:
         return result
 
     def _rows(self, run: RowRun, others: Sequence[slice], view: str) -> Tensor:
-        """Rows of a tensor of the source, as rules see them; of a stack, of one of its entries."""
+        """The rows of a run, read from the source. The rows of a run over a stack lie in one of its entries."""
         if view == "stack":
-            _, (_, rows_of_each, *_) = self._there[run.of]
+            _, (_, rows_of_each, *_) = self._stored[run.tensor]
             entry, start = divmod(run.start, rows_of_each)
-            return self._source.read(run.of, (slice(entry, entry + 1), slice(start, start + run.rows), *others))[0]
+            return self._source.read(run.tensor, (slice(entry, entry + 1), slice(start, start + run.rows), *others))[0]
         box = (slice(run.start, run.start + run.rows), *others)
-        tensor = self._source.read(run.of, stored(view, box))
+        tensor = self._source.read(run.tensor, stored_dims(view, box))
         return tensor.t() if view == "transpose" else tensor
 
 
-def _box(made: Made, index: Slices | None) -> Slices:
-    """The box that an index into a tensor asks for: bounds for each dim."""
-    whole = index or (slice(None),) * len(made.shape)
-    bounds = [s.indices(n) for s, n in zip(whole, made.shape, strict=True)]
+def _box(assembly: Assembly, index: Slices | None) -> Slices:
+    """The bounds of an index in each dim (None: the whole tensor), with start and stop filled in."""
+    index = index or (slice(None),) * len(assembly.shape)
+    bounds = [part.indices(size) for part, size in zip(index, assembly.shape, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
 
 
 def _clipped(run: RowRun, rows: slice) -> RowRun:
-    """The part of a run that is in these rows."""
+    """The part of a run that lies in these rows of the assembled tensor."""
     before = max(0, rows.start - run.at)
     after = max(0, run.at + run.rows - rows.stop)
-    return RowRun(run.at + before, run.of, run.start + before, run.rows - before - after)
+    return RowRun(run.at + before, run.tensor, run.start + before, run.rows - before - after)
 
 
 def _stretches(runs: Iterable[RowRun]) -> list[list[RowRun]]:
-    """Runs whose rows follow each other on the other side, together."""
-    found: list[list[RowRun]] = []
-    for run in sorted(runs, key=lambda run: (run.of, run.start)):
-        before = found[-1][-1] if found else None
-        if before and before.of == run.of and before.start + before.rows == run.start:
-            found[-1].append(run)
+    """Group runs whose rows follow each other in the source."""
+    stretches: list[list[RowRun]] = []
+    for run in sorted(runs, key=lambda run: (run.tensor, run.start)):
+        before = stretches[-1][-1] if stretches else None
+        if before and before.tensor == run.tensor and before.start + before.rows == run.start:
+            stretches[-1].append(run)
         else:
-            found.append([run])
-    return found
+            stretches.append([run])
+    return stretches

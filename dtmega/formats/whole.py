@@ -1,4 +1,4 @@
-"""The tensors of a whole model here, under the names of another program, and back: by the rules of its format."""
+"""The tensors of a whole model under another program's names, and back, by the rules of that program's format."""
 
 from __future__ import annotations
 
@@ -16,65 +16,68 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
-# Sizes up to here are not held against the stored tensors: what is built of them on meta takes no memory.
+# Sizes up to here are not compared with the stored tensors: a model built with them on meta takes no memory.
 PLAUSIBLE_SIZE = 2**20
-# Nor are lengths, as most models have no tensor that is so long.
+# The limit for lengths, since most models have no tensor as long as their sequences.
 PLAUSIBLE_LENGTH = 2**31
 LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
 
-class Names(NamedTuple):
-    """The tensors of one model on both sides.
+class TensorNames(NamedTuple):
+    """The tensors of one model by their names on both sides.
 
     Attributes:
-        translation: between ours, those that are tied under all their names, and theirs.
-        parameters: names of each parameter; the first is the one it is saved under.
+        translation: how the tensors of each side are assembled from the other side's; tied parameters have an entry
+            under each of their names.
+        parameters: all names of each parameter; it is saved under the first.
     """
 
     translation: Directions
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """Tell whether a tensor of theirs has a row for each token, and perhaps rows of padding behind them."""
-        return any(run.of in BY_TOKEN for run in self.translation.theirs[name].runs)
+        """True if a tensor of theirs has a row for each token, and possibly rows of padding behind them."""
+        return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 
 def aliases(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Each parameter once, with all names it has."""
+    """Each parameter of a model once, with all its names (several, if it is tied)."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return list(names.items())
 
 
-def names(form: Format, model: config.Model, build: Build) -> Names:
+def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames:
     """The names on both sides of all tensors of a model.
 
     Args:
-        build: makes the whole model; called on meta, and without padding of the vocabulary.
+        build: builds the whole model; called on meta, with a vocabulary without padding.
     """
     with torch.device("meta"):
         parameters = aliases(build(model.model_copy(update={"pad_vocab_to_multiple": 1})))
-    shapes = {name: tuple(parameter.shape) for parameter, known_as in parameters for name in known_as}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter, known_as in parameters:
+        shapes |= dict.fromkeys(known_as, tuple(parameter.shape))
     translation = directions((*form.rules, *form.rules_of(model)), shapes, form.heads(model))
-    return Names(translation, [known_as for _, known_as in parameters])
+    return TensorNames(translation, [known_as for _, known_as in parameters])
 
 
-class Copies:
-    """A source by our names, of which tied parameters may be stored more than once.
+class Deduplicated:
+    """A source by our names in which every parameter occurs once, though files may store tied ones more than once.
 
     Attributes:
-        tensors: name -> dtype and shape; of tied parameters the first name.
+        tensors: name -> dtype and shape; a tied parameter has its first name.
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
-        """Read a source of which copies may differ.
+        """Read each parameter from the first of its copies, and compare the others with it.
 
         Args:
-            weights: the tensors as ours.
-            copies: name -> names in `weights`, several where tied ones are all stored.
-            where: they are stored; for a message.
-            otherwise: for a message, after "are stored with different values, but".
+            weights: tensors under all names that are stored.
+            copies: name of a parameter -> its names in `weights`.
+            where: path of the source, for messages.
+            otherwise: end of the message "... are stored with different values, but ...".
         """
         self._weights = weights
         self._copies = copies
@@ -86,7 +89,7 @@ class Copies:
         """Read a part (None: all) of a tensor, in the dtype in which it is stored.
 
         Raises:
-            ValueError: parameters that the model ties are stored with other values in that part.
+            ValueError: another copy of this tied parameter has different values in that part.
         """
         first, *others = self._copies[name]
         part = self._weights.read(first, index)
@@ -100,112 +103,135 @@ class Copies:
         return part
 
 
-def stored_copies(made: Names, stored: Mapping[str, str], where: str) -> dict[str, list[str]]:
-    """Name of each parameter -> those of its names under which it is stored.
+def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> dict[str, list[str]]:
+    """First name of each parameter -> those of its names under which it is stored.
 
     Args:
-        stored: has the tensors of theirs that are there.
+        stored: names of their tensors that are stored.
+        where: path of the source, for messages.
 
     Raises:
-        ValueError: one is not, where it is said to be.
+        ValueError: a parameter is stored under none of its names.
     """
     copies: dict[str, list[str]] = {}
-    for known_as in made.parameters:
-        parts = {name: [run.of for run in made.translation.ours[name].runs] for name in known_as}
+    for known_as in names.parameters:
+        parts = {name: [run.tensor for run in names.translation.ours[name].runs] for name in known_as}
         copies[known_as[0]] = [name for name in known_as if all(part in stored for part in parts[name])]
         if not copies[known_as[0]]:
-            lost = next(part for part in parts[known_as[0]] if part not in stored)
-            raise ValueError(f"{where} has no '{lost}'")
+            missing = next(part for part in parts[known_as[0]] if part not in stored)
+            raise ValueError(f"{where} has no '{missing}'")
     return copies
 
 
 def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Refuse a model that cannot be the one whose tensors are stored, before it is built.
+    """Refuse, before the model is built, a [model] section whose sizes cannot be those of the stored tensors.
 
-    It would be built layer by layer until memory ends, or with more numbers in a tensor than torch can count.
+    A configuration may be damaged or crafted. Building its model, even on meta, would go on layer by layer until memory
+    runs out, or would ask for a tensor with more elements than torch can count.
 
     Args:
-        stored: has the tensors, by anyone's names.
-        where: they are; for messages.
+        stored: the stored tensors, under any program's names.
+        where: path of the source, for messages.
 
     Raises:
-        ValueError: more layers than tensors, or a size beyond every dimension that is stored.
+        ValueError: more layers than tensors, or a size beyond every dim of the stored tensors.
     """
     if model.n_layers > len(stored.tensors):
         raise ValueError(f"{where} has n_layers={model.n_layers}, but {len(stored.tensors)} tensors")
-    largest = max(size for _, shape in stored.tensors.values() for size in shape or (1,))
+    largest = 0
+    for _, shape in stored.tensors.values():
+        largest = max(largest, *(shape or (1,)))
     for key, value in model.model_dump().items():
         plausible = PLAUSIBLE_LENGTH if LENGTH.fullmatch(key) else PLAUSIBLE_SIZE
         if type(value) is int and value > max(largest, plausible):
             raise ValueError(f"{where} has {key}={value}, but the largest dimension of its tensors is {largest}")
 
 
-def as_ours(source: Source, form: Format, model: config.Model, build: Build, where: str) -> Copies:
-    """Our tensors, made of a source by names of theirs. Rows of padding in it are left out.
+def as_ours(source: Source, form: Format, model: config.Model, build: Build, where: str) -> Deduplicated:
+    """Our tensors, assembled from a source with the other program's names. Its rows of padding are left out.
 
     Args:
-        build: as for `names`.
-        where: the source is; for messages.
+        build: as for `tensor_names`.
+        where: path of the source, for messages.
 
     Raises:
-        ValueError: a tensor that is missing, has no place, or is of another shape. `read`: copies that differ.
+        ValueError: a tensor is missing, is not part of the model, or has another shape. `read` of the result: copies
+            of a tied parameter differ.
     """
-    made = names(form, model, build)
-    theirs = made.translation.theirs
+    names = tensor_names(form, model, build)
+    theirs = names.translation.theirs
     if unknown := [name for name in source.tensors if name not in theirs]:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(f"{where}: a model of name = '{model.name}' has no place for {', '.join(unknown[:3])}{more}")
-    for name, (_, there) in source.tensors.items():
+    for name, (_, stored_shape) in source.tensors.items():
         expected = theirs[name].shape
-        padded = made.by_token(name) and there[1:] == expected[1:] and there[0] > expected[0]
-        if there != expected and not padded:
-            raise ValueError(f"{where}: '{name}' is {list(there)}, expected {list(expected)} of this model ([model])")
-    copies = stored_copies(made, {name: name for name in source.tensors}, where)
-    wanted = {name: made.translation.ours[name] for stored in copies.values() for name in stored}
-    return Copies(Translated(source, wanted), copies, where, SAME)
+        padded = names.by_token(name) and stored_shape[1:] == expected[1:] and stored_shape[0] > expected[0]
+        if stored_shape != expected and not padded:
+            raise ValueError(
+                f"{where}: '{name}' is {list(stored_shape)}, expected {list(expected)} of this model ([model])"
+            )
+    copies = stored_copies(names, source.tensors.keys(), where)
+    assemblies = {}
+    for stored_names in copies.values():
+        for name in stored_names:
+            assemblies[name] = names.translation.ours[name]
+    return Deduplicated(Translated(source, assemblies), copies, where, SAME)
 
 
 def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -> Source:
-    """Tensors of theirs, made of a source by our names: tied ones once, no padding of the vocabulary.
+    """The other program's tensors, assembled from a source with our names.
+
+    Tied tensors occur once, and there are no rows of padding.
 
     Args:
-        build: as for `names`.
+        build: as for `tensor_names`.
 
     Raises:
         ValueError: the source does not have exactly the tensors of the model.
     """
-    (ours, theirs), parameters = names(form, model, build)
+    (ours, theirs), parameters = tensor_names(form, model, build)
     stored = {known_as[0]: ours[known_as[0]] for known_as in parameters}
-    _check(source, {name: made.shape for name, made in stored.items()})
-    written = {run.of for made in stored.values() for run in made.runs}
-    return Translated(source, {name: made for name, made in theirs.items() if name in written})
+    _check_tensors(source, {name: assembly.shape for name, assembly in stored.items()})
+    # A tied tensor has several names on their side as well. Only the one that belongs to the parameter's first name is
+    # written.
+    written = set()
+    for assembly in stored.values():
+        written |= {run.tensor for run in assembly.runs}
+    return Translated(source, {name: assembly for name, assembly in theirs.items() if name in written})
 
 
 def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
-    """The key of the form whose modules differ from those with these names in the fewest.
+    """The key of the form whose set of modules differs least from that of some tensors.
 
     Args:
-        forms: of one program, in any order; at least one.
+        names: the tensors' names.
+        forms: forms of one program, in any order; at least one.
     """
-    there = {_module(name) for name in names}
+    stored_modules = {_module(name) for name in names}
 
     def difference(form: Format) -> int:
-        theirs = [rule.theirs if isinstance(rule.theirs, tuple) else (rule.theirs,) for rule in form.rules]
-        return len(there ^ {_module(name) for several in theirs for name in several})
+        modules = set()
+        for rule in form.rules:
+            names_of_rule = rule.theirs if isinstance(rule.theirs, tuple) else (rule.theirs,)
+            modules |= {_module(name) for name in names_of_rule}
+        return len(stored_modules ^ modules)
 
     return min(forms, key=lambda key: difference(forms[key]))
 
 
 def _module(name: str) -> str:
-    """The module of a tensor, with `{}` for numbers; of a name that ends in a dot, that of a rule, the same."""
+    """The module of a tensor, with `{}` for numbers. A rule's name of a module, which ends in a dot, gives the same."""
     return re.sub(r"\.\d+\.", ".{}.", name).rpartition(".")[0]
 
 
-def _check(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a source of another model.
+def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a source that does not have exactly the tensors of a model.
+
+    Args:
+        shapes: name -> shape of the model's tensors; those of BY_TOKEN may have more rows in the source.
 
     Raises:
-        ValueError: a source does not have exactly these tensors; rows of padding may be more.
+        ValueError: a tensor is missing, unknown, or has another shape.
     """
     if wrong := sorted(shapes.keys() ^ source.tensors.keys()):
         raise ValueError(
@@ -213,9 +239,10 @@ def _check(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
             f"([model] n_layers)"
         )
     for name, (rows, *columns) in shapes.items():
-        there, *their_columns = source.tensors[name][1]
-        if columns != their_columns or there < rows or (there > rows and name not in BY_TOKEN):
+        stored_rows, *stored_columns = source.tensors[name][1]
+        has_padding = stored_rows > rows and name in BY_TOKEN
+        if columns != stored_columns or (stored_rows != rows and not has_padding):
             raise ValueError(
-                f"'{name}' is {[there, *their_columns]}, expected {[rows, *columns]} "
+                f"'{name}' is {[stored_rows, *stored_columns]}, expected {[rows, *columns]} "
                 f"([model] vocab_size, [model] hidden_size)"
             )

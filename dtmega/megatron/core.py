@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from dtmega.foreign.dcp import DCPFolder
 from dtmega.foreign.inert import of_type
-from dtmega.formats.rules import Made, RowRun
+from dtmega.formats.rules import Assembly, RowRun
 from dtmega.formats.sources import Source, Translated
 from dtmega.loss_scale import ScaleState
 from dtmega.megatron.adam import MOMENTS, NotWhole, scale_of, step_of
@@ -150,7 +150,7 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], values
     Args:
         values: name of a model's tensor -> that under which its values are.
     """
-    made: dict[str, Made] = {}
+    made: dict[str, Assembly] = {}
     for name, shape in shapes.items():
         for whole, its in _made(name, values[name], shape).items():
             if whole in made:
@@ -159,7 +159,7 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], values
     return Translated(stored, made)
 
 
-def _made(name: str, stored: str, shape: tuple[int, ...]) -> dict[str, Made]:
+def _made(name: str, stored: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
     """Whole names of what a tensor has, and how they are made of it.
 
     Args:
@@ -170,15 +170,15 @@ def _made(name: str, stored: str, shape: tuple[int, ...]) -> dict[str, Made]:
     if match is None or match["module"] not in modules:
         # Another one keeps its name, for which no model of Megatron's has a place.
         today = re.sub(r"^decoder\.final_layernorm\.", "encoder.final_layernorm.", name)
-        return {today: Made(shape, (RowRun(0, stored, 0, shape[0]),))}
+        return {today: Assembly(shape, (RowRun(0, stored, 0, shape[0]),))}
     inner = f"{modules[match['module']]}.{match['end']}"
     if match["layer"]:
-        return {f"encoder.layers.{match['layer']}.{inner}": Made(shape, (RowRun(0, stored, 0, shape[0]),))}
+        return {f"encoder.layers.{match['layer']}.{inner}": Assembly(shape, (RowRun(0, stored, 0, shape[0]),))}
     n_layers, *each = shape
     if n_layers > MOST_LAYERS or not each:
         raise ValueError(f"'{name}' is {list(shape)}, expected [layers, ...] of at most {MOST_LAYERS} layers")
     rows = each[0]
     return {
-        f"encoder.layers.{i}.{inner}": Made(tuple(each), (RowRun(0, stored, i * rows, rows),), there="stack")
+        f"encoder.layers.{i}.{inner}": Assembly(tuple(each), (RowRun(0, stored, i * rows, rows),), there="stack")
         for i in range(n_layers)
     }

@@ -481,6 +481,6 @@ HF = Format(
     ),
     refuse=_refuse,
     to_section=_section,
-    of_tensors=_of_tensors,
+    section_from_tensors=_of_tensors,
     from_section=_described,
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from dtmega.formats.sources import Source
-from dtmega.formats.whole import Copies
+from dtmega.formats.whole import Deduplicated
 from dtmega.hf.files.tensors import TensorFiles
 
 
-class Folder(Copies):
+class Folder(Deduplicated):
     """The weights of a directory as a `Source`, by our names.
 
     Attributes:
@@ -19,10 +19,10 @@ class Folder(Copies):
     def __init__(
         self, files: TensorFiles, weights: Source, copies: Mapping[str, Sequence[str]], otherwise: str
     ) -> None:
-        """Take the weights as `Copies` does.
+        """Take the weights as `Deduplicated` does.
 
         Args:
-            weights, copies, otherwise: see `Copies`.
+            weights, copies, otherwise: see `Deduplicated`.
         """
         super().__init__(weights, copies, str(files.path), otherwise)
         self._files = files

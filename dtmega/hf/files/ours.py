@@ -8,7 +8,7 @@ from pathlib import Path
 from dtmega import config
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Renamed, Translated
-from dtmega.formats.whole import SAME, Build, check_stored, names, stored_copies
+from dtmega.formats.whole import SAME, Build, check_stored, stored_copies, tensor_names
 from dtmega.hf.files import config_json
 from dtmega.hf.files.folder import Folder, keys_of
 from dtmega.hf.files.tensors import TensorFiles
@@ -28,8 +28,8 @@ def open_weights(path: Path, form: Format, model: config.Model, build: Build) ->
     files = TensorFiles(path)
     form.check(theirs, f"{path}/{config_json.NAME}", model, files)
     check_stored(model, files, str(path))
-    made = names(form, model, build)
-    places = made.translation.theirs
+    names = tensor_names(form, model, build)
+    places = names.translation.theirs
     ignored = re.compile(f"({form.ignored})$")
 
     def name_of(key: str) -> str | None:
@@ -44,8 +44,8 @@ def open_weights(path: Path, form: Format, model: config.Model, build: Build) ->
     for name, key in keys.items():
         files.check_weight(key, places[name].shape)
     try:
-        copies = stored_copies(made, keys, str(path))
+        copies = stored_copies(names, keys, str(path))
     except ValueError as error:
         raise ValueError(f"{error} in its safetensors files") from None
-    wanted = {name: made.translation.ours[name] for stored in copies.values() for name in stored}
+    wanted = {name: names.translation.ours[name] for stored in copies.values() for name in stored}
     return Folder(files, Translated(Renamed(files, keys), wanted), copies, SAME)

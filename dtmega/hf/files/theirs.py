@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dtmega.formats.rules import Directions, Heads, Rule, directions
-from dtmega.formats.sources import Renamed, Source, Together, Translated
+from dtmega.formats.sources import Combined, Renamed, Source, Translated
 
 Shapes = Mapping[str, tuple[int, ...]]
 # What a converter does to entries [rows, ...] to make one tensor of them, by name and dim.
@@ -123,7 +123,7 @@ def saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Source:
 
     in_order: list[str] = []
     for name in tensors:
-        its = [run.of for run in pieces.ours[name].runs] if name in pieces.ours else [name]
+        its = [run.tensor for run in pieces.ours[name].runs] if name in pieces.ours else [name]
         in_order += dict.fromkeys(its)
-    split = Together(Renamed(source, {name: name for name in whole}), Translated(source, pieces.theirs))
+    split = Combined(Renamed(source, {name: name for name in whole}), Translated(source, pieces.theirs))
     return Renamed(split, {names[name]: name for name in in_order})

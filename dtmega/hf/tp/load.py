@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dtmega.formats.rules import Directions, Made
-from dtmega.formats.sources import Renamed, Source, Together, Translated
+from dtmega.formats.rules import Assembly, Directions
+from dtmega.formats.sources import Combined, Renamed, Source, Translated
 from dtmega.formats.whole import aliases
 from dtmega.hf.files import theirs
 from dtmega.hf.files.folder import Folder, keys_of
@@ -79,9 +79,9 @@ def _joined(files: TensorFiles, keys: Mapping[str, str], pieces: Directions, mod
         ValueError: pieces that are not all there, not of the right shape, or beside what they make.
     """
     stored = {name: key for name, key in keys.items() if name not in pieces.theirs}
-    made: dict[str, Made] = {}
+    made: dict[str, Assembly] = {}
     for name, how in pieces.ours.items():
-        its = list(dict.fromkeys(run.of for run in how.runs))
+        its = list(dict.fromkeys(run.tensor for run in how.runs))
         there = [piece for piece in its if piece in keys]
         if not there:
             continue
@@ -93,7 +93,7 @@ def _joined(files: TensorFiles, keys: Mapping[str, str], pieces: Directions, mod
         for piece in its:
             files.check_weight(keys[piece], pieces.theirs[piece].shape)
         made[name] = how
-    return Together(Renamed(files, stored), Translated(Renamed(files, keys), made))
+    return Combined(Renamed(files, stored), Translated(Renamed(files, keys), made))
 
 
 @torch.no_grad()
