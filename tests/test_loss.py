@@ -121,7 +121,7 @@ def test_chunks_of_any_length_share_the_two_compiled_passes(monkeypatch):
     monkeypatch.setattr(softmax, "SLICE_LOGITS", {"cpu": 131 * 15})
     traced = CompileCounter()
     compiled = functools.cache(lambda function: torch.compile(function, backend=traced, dynamic=True))
-    monkeypatch.setattr(softmax, "_fused", compiled)
+    monkeypatch.setattr(softmax, "_compiled", compiled)
     for n in (64, 59):
         h, w, labels = case(n, 131, labels_below=100)
         linear_cross_entropy(h, w, labels, n_valid=100, label_smoothing=0.1, compiled=True)
@@ -230,11 +230,11 @@ def test_loss_without_gradients_is_the_same():
     assert torch.equal(quiet, linear_cross_entropy(h, w, labels).detach())
 
 
-@pytest.mark.parametrize("turned_from", [512, 513])
+@pytest.mark.parametrize("transpose_from", [512, 513])
 @pytest.mark.parametrize("chunk", [512, 256, 4])
-def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeypatch, chunk: int, turned_from: int):
+def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeypatch, chunk: int, transpose_from: int):
     monkeypatch.setattr(processor, "HAS_TILES", True)
-    monkeypatch.setattr(head_gradient, "TURNED_FROM", turned_from)  # of 512 tokens here
+    monkeypatch.setattr(head_gradient, "TRANSPOSE_FROM_TOKENS", transpose_from)  # of 512 tokens here
     monkeypatch.setattr(head_gradient, "PRODUCT_COLUMNS", 300)
     small_chunks(monkeypatch, chunk)
     h, w, labels = (x.bfloat16() if x.is_floating_point() else x for x in case(512, 1000))
@@ -257,7 +257,7 @@ def test_in_bf16_only_products_are_rounded_and_sums_over_chunks_are_fp32(monkeyp
 @pytest.mark.parametrize("tiles", [True, False])
 def test_of_many_tokens_in_bf16_no_product_reads_its_first_factor_across_where_that_is_slow(monkeypatch, tiles: bool):
     monkeypatch.setattr(processor, "HAS_TILES", tiles)
-    monkeypatch.setattr(head_gradient, "TURNED_FROM", 64)
+    monkeypatch.setattr(head_gradient, "TRANSPOSE_FROM_TOKENS", 64)
     for chunk in (64, 32, 16):
         small_chunks(monkeypatch, chunk)
         plain = 64 // chunk
