@@ -1,6 +1,6 @@
-"""Files that torch and pickle would run code to open, read as data.
+"""Reads files that torch and pickle would have to run code to open, as plain data.
 
-inert.py       pickles, decoded into inert records
-torch_save.py  one tensor in an archive made by torch.save
-dcp.py         folders of plain torch.distributed.checkpoint
+inert.py       decodes pickles into inert records
+torch_save.py  finds and reads one tensor in an archive that torch.save made
+dcp.py         reads folders of torch.distributed.checkpoint
 """

@@ -1,38 +1,34 @@
-"""Pickles as data: decoded opcode by opcode into inert records. Nothing is imported, nothing is called.
+"""Decodes pickles, opcode by opcode, into inert records. Nothing is imported and nothing is called.
 
-`pickle.load` runs whatever a pickle names. With a `find_class` that knows a few names only, it still runs these, and
-`getattr` would have to be one of them (dcp.py). Here an object is a `PickledObject`: the name, arguments and state
-that the pickle gives it. Which names and opcodes a file has need of is known beforehand, and others are refused: that
-tells a crafted file from a damaged one, but the safety does not rest on it. Nor can a few bytes take the process down,
-as they can in C's unpickler (Python 3.11: 9 bytes take 4 GB, 200 kB overflow the stack).
+`pickle.load` runs whatever a pickle names. A `find_class` that admits only a few names still runs those, and `getattr`
+would have to be one of them (see dcp.py). Here an object becomes a `PickledObject`, which only holds the name, the
+arguments and the state that the pickle gives it.
+
+The names and opcodes that a kind of file needs are known beforehand, and all others are refused. This tells a crafted
+file from a damaged one; the safety does not rest on it. Nor can a few bytes take the process down, as they can with C's
+unpickler (in Python 3.11, 9 bytes allocate 4 GB, and 200 kB overflow the stack).
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from io import BytesIO
 from typing import Any
 
 MAX_DIMS = 64  # torch's own limit for most operations
 ORDERED = "collections OrderedDict"
-OPCODES = {
-    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BINPERSID"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("SHORT_BINUNICODE", "BINUNICODE", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
-    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS"),
-    *("EMPTY_DICT", "SETITEM", "SETITEMS"),
-}
 BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes}
 
 
 class PickledObject:
     """An object that a pickle asks for: `name(*args)` and its `state`.
 
-    With args None it is the bare name, "module qualname".
-
     Attributes:
-        items: of an OrderedDict; None of everything else.
+        name: "module qualname" of the class or function.
+        args: arguments of the call; None if the pickle only mentions the name.
+        state: value that the pickle sets as the object's state; None if it sets none.
+        items: entries of an OrderedDict; None for every other object.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -45,93 +41,162 @@ class PickledObject:
 
 
 def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
-    """The value of a pickle: numbers, strings, None, tuples, lists, dicts, and a `PickledObject` for everything else.
+    """Decode a pickle to numbers, strings, None, tuples, lists, dicts, and a `PickledObject` for everything else.
 
     Args:
-        pickle: of several in a stream, the one at its place; the place is behind it then.
-        names: "module qualname" that the pickle may ask for; "persistent id" where it may refer to what is outside it.
+        pickle: the pickle's bytes, or a stream of several pickles: the one at its position is decoded, and the
+            position is after it then.
+        names: names that the pickle may ask for, each "module qualname"; "persistent id" among them allows references
+            to objects outside of the pickle.
 
     Raises:
-        ValueError: damaged, or it asks for a name or uses an opcode that is refused.
+        ValueError: the pickle is damaged, asks for another name, or uses an opcode that is not allowed.
     """
     try:
-        return _decode(pickle, names)
+        decoder = _Decoder(names)
+        for opcode, arg in _opcodes(pickle):
+            ACTIONS[opcode](decoder, arg)
+        return decoder.result()
     except (IndexError, KeyError, TypeError) as error:
         raise ValueError(f"damaged pickle ({type(error).__name__}: {error!s:.100})") from None
 
 
-def _decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-    arg: Any
-    for opcode, arg in _opcodes(pickle):
-        match opcode.name:  # the frequent ones first
-            case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[arg])
-            case "SHORT_BINUNICODE" | "BINUNICODE" | "BININT1" | "BININT2" | "BININT" | "LONG1" | "BINFLOAT":
-                stack.append(arg)
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(_pop(stack, int(opcode.name[-1]))))
-            case "NEWOBJ" | "REDUCE":
-                made, args = _pop(stack, 2)
-                if type(made) is not PickledObject or made.args is not None or type(args) is not tuple:
-                    raise ValueError("refused: the pickle calls something that is not a plain name")
-                stack.append(PickledObject(made.name, args))
-            case "BUILD":
-                made, state = _pop(stack, 2)
-                if type(made) is not PickledObject or made.args is None or made.state is not None:
-                    raise ValueError("refused: the pickle sets the state of something that is not a new object")
-                made.state = state
-                stack.append(made)
-            case "EMPTY_TUPLE":
-                stack.append(())
-            case "EMPTY_LIST":
-                stack.append([])
-            case "EMPTY_DICT":
-                stack.append({})
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
-            case "MARK":
-                marks.append(len(stack))
-            case "TUPLE":
-                stack.append(tuple(_pop(stack, len(stack) - marks.pop())))
-            case "SETITEM" | "SETITEMS":
-                pairs = _pop(stack, 2 if opcode.name == "SETITEM" else len(stack) - marks.pop())
-                target = of_type(items_of(stack[-1]), dict, "the target of SETITEMS")
-                for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    if type(key) not in (
-                        str,
-                        int,
-                        PickledObject,
-                    ):  # hashing a tuple nested a million times overflows C's stack
-                        raise ValueError("expected keys that are strings, numbers or objects")
-                    target[key] = value
-            case "APPEND" | "APPENDS":
-                values = _pop(stack, 1 if opcode.name == "APPEND" else len(stack) - marks.pop())
-                of_type(stack[-1], list, "the target of APPENDS").extend(values)
-            case "BINPUT" | "LONG_BINPUT":
-                memo[arg] = stack[-1]
-            case "GLOBAL" | "STACK_GLOBAL":
-                name = arg if opcode.name == "GLOBAL" else " ".join(_pop(stack, 2))
-                if name not in names:
-                    raise ValueError(f"refused: the pickle asks for {name!a:.200}, which such a file has no need of")
-                stack.append(PickledObject(name))
-            case "BINPERSID" if "persistent id" in names:
-                stack.append(PickledObject("persistent id", of_type(stack.pop(), tuple, "a persistent id")))
-            case "PROTO" | "FRAME" | "STOP":
-                pass
-            case other:
-                raise ValueError(f"refused: pickle opcode {other}, which such a file has no need of")
-    if len(stack) != 1 or marks:
-        raise ValueError(f"damaged pickle: {len(stack)} values and {len(marks)} marks are left, expected 1 and 0")
-    return stack[0]
+class _Decoder:
+    """The stack machine that a pickle is a program for, with one method for each kind of opcode.
+
+    Attributes:
+        names: names that the pickle may ask for.
+        stack: values that are not yet part of another one; the result is the last one left.
+        marks: heights of the stack at which the contents of an open tuple, list or dict begin.
+        memo: number -> value that the pickle may use again.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def result(self) -> Any:
+        """The value of the whole pickle, once all opcodes have run."""
+        stack, marks = self.stack, self.marks
+        if len(stack) != 1 or marks:
+            raise ValueError(f"damaged pickle: {len(stack)} values and {len(marks)} marks are left, expected 1 and 0")
+        return stack[0]
+
+    def pop(self, n: int) -> list[Any]:
+        """Take the last n values off the stack, in the order in which they were pushed."""
+        stack = self.stack
+        if not 0 <= n <= len(stack):
+            raise ValueError(f"damaged pickle: takes {n} values of {len(stack)}")
+        at = len(stack) - n
+        values = stack[at:]
+        del stack[at:]
+        return values
+
+    def pop_to_mark(self) -> list[Any]:
+        return self.pop(len(self.stack) - self.marks.pop())
+
+    def skip(self, arg: Any) -> None:
+        """Do nothing: the protocol, the length of a frame and the end of the pickle change no value."""
+
+    def mark(self, arg: Any) -> None:
+        self.marks.append(len(self.stack))
+
+    def push(self, arg: Any) -> None:
+        self.stack.append(arg)
+
+    def memoize(self, arg: Any) -> None:
+        """Keep the last value under the next free number."""
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def put(self, number: int) -> None:
+        """Keep the last value under a number that the pickle chooses."""
+        self.memo[number] = self.stack[-1]
+
+    def get(self, number: int) -> None:
+        self.stack.append(self.memo[number])
+
+    def make_tuple(self, values: list[Any]) -> None:
+        self.stack.append(tuple(values))
+
+    def append(self, values: list[Any]) -> None:
+        """Add values to the list that is last on the stack."""
+        of_type(self.stack[-1], list, "the target of APPENDS").extend(values)
+
+    def set_items(self, pairs: list[Any]) -> None:
+        """Add keys and values, in turn, to the dict or OrderedDict that is last on the stack."""
+        target = of_type(items_of(self.stack[-1]), dict, "the target of SETITEMS")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            # No tuples: to hash one that is nested a million times overflows C's stack.
+            if type(key) not in (str, int, PickledObject):
+                raise ValueError("expected keys that are strings, numbers or objects")
+            target[key] = value
+
+    def push_name(self, name: str) -> None:
+        """Push a class or function by its name, "module qualname"."""
+        if name not in self.names:
+            raise ValueError(f"refused: the pickle asks for {name!a:.200}, which such a file has no need of")
+        self.stack.append(PickledObject(name))
+
+    def push_external(self, arg: Any) -> None:
+        """Push a reference to an object outside of the pickle, by its persistent id."""
+        if "persistent id" not in self.names:
+            raise ValueError("refused: pickle opcode BINPERSID, which such a file has no need of")
+        self.stack.append(PickledObject("persistent id", of_type(self.stack.pop(), tuple, "a persistent id")))
+
+    def call(self, arg: Any) -> None:
+        """Note a call of the last value but one, with the last value as its arguments."""
+        made, args = self.pop(2)
+        if type(made) is not PickledObject or made.args is not None or type(args) is not tuple:
+            raise ValueError("refused: the pickle calls something that is not a plain name")
+        self.stack.append(PickledObject(made.name, args))
+
+    def set_state(self, arg: Any) -> None:
+        """Note the last value as the state of the object before it."""
+        made, state = self.pop(2)
+        if type(made) is not PickledObject or made.args is None or made.state is not None:
+            raise ValueError("refused: the pickle sets the state of something that is not a new object")
+        made.state = state
+        self.stack.append(made)
 
 
-def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
-    """Opcodes and their arguments, as `pickletools.genops`; of those that are refused not even the argument is read."""
+# Opcode -> what it does to a decoder, given the opcode's argument. No others are allowed.
+ACTIONS: dict[str, Callable[[_Decoder, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _Decoder.skip),
+    "MARK": _Decoder.mark,
+    "MEMOIZE": _Decoder.memoize,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Decoder.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Decoder.get),
+    "NONE": lambda decoder, _: decoder.push(None),
+    "NEWTRUE": lambda decoder, _: decoder.push(True),
+    "NEWFALSE": lambda decoder, _: decoder.push(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Decoder.push),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE"), _Decoder.push),
+    "EMPTY_TUPLE": lambda decoder, _: decoder.push(()),
+    "TUPLE1": lambda decoder, _: decoder.make_tuple(decoder.pop(1)),
+    "TUPLE2": lambda decoder, _: decoder.make_tuple(decoder.pop(2)),
+    "TUPLE3": lambda decoder, _: decoder.make_tuple(decoder.pop(3)),
+    "TUPLE": lambda decoder, _: decoder.make_tuple(decoder.pop_to_mark()),
+    "EMPTY_LIST": lambda decoder, _: decoder.push([]),
+    "APPEND": lambda decoder, _: decoder.append(decoder.pop(1)),
+    "APPENDS": lambda decoder, _: decoder.append(decoder.pop_to_mark()),
+    "EMPTY_DICT": lambda decoder, _: decoder.push({}),
+    "SETITEM": lambda decoder, _: decoder.set_items(decoder.pop(2)),
+    "SETITEMS": lambda decoder, _: decoder.set_items(decoder.pop_to_mark()),
+    "GLOBAL": _Decoder.push_name,
+    "STACK_GLOBAL": lambda decoder, _: decoder.push_name(" ".join(decoder.pop(2))),
+    "BINPERSID": _Decoder.push_external,
+    **dict.fromkeys(("NEWOBJ", "REDUCE"), _Decoder.call),
+    "BUILD": _Decoder.set_state,
+}
+
+
+def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
+    """Names of the opcodes with their arguments, as `pickletools.genops` reads them.
+
+    An opcode that is not allowed is refused before its argument is read.
+    """
     stream = BytesIO(pickle) if isinstance(pickle, bytes) else pickle
     name = ""
     while name != "STOP":
@@ -141,63 +206,73 @@ def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[pickletools.OpcodeInfo, 
         if opcode is None:
             raise ValueError(f"damaged pickle: exhausted before its end, or no opcode at byte {at}: {code!r}")
         name = opcode.name
-        if name not in OPCODES:
+        if name not in ACTIONS:
             raise ValueError(f"refused: pickle opcode {name}, which such a file has no need of")
         if name == "GLOBAL":
-            yield opcode, f"{_name(stream)} {_name(stream)}"
+            yield name, f"{_name(stream)} {_name(stream)}"
         else:
-            yield opcode, opcode.arg.reader(stream) if opcode.arg else None
+            yield name, opcode.arg.reader(stream) if opcode.arg else None
 
 
 def _name(stream: BytesIO) -> str:
-    """A line of GLOBAL's argument, as it stands: pickletools would look for escapes in it, and warn of wrong ones."""
+    """One line of GLOBAL's argument, taken literally.
+
+    pickletools would look for escapes in the line, and warn of wrong ones.
+    """
     line = stream.readline()
     if not line.endswith(b"\n"):
         raise ValueError("damaged pickle: GLOBAL without a name")
     return line[:-1].decode("latin-1")
 
 
-def _pop(stack: list[Any], n: int) -> list[Any]:
-    if not 0 <= n <= len(stack):
-        raise ValueError(f"damaged pickle: takes {n} values of {len(stack)}")
-    at = len(stack) - n
-    values = stack[at:]
-    del stack[at:]
-    return values
-
-
 def items_of(value: Any) -> Any:
-    """The items of an OrderedDict; any other value is itself."""
+    """The entries of an OrderedDict; any other value is returned unchanged."""
     return value if type(value) is not PickledObject or value.items is None else value.items
 
 
 def of_type(value: Any, kind: type, what: str) -> Any:
-    """`value`, if it is of exactly that type."""
+    """Return `value` if its type is exactly `kind`.
+
+    Args:
+        what: noun phrase for the value, for the message.
+
+    Raises:
+        ValueError: the value is of another type.
+    """
     if type(value) is not kind:
         raise ValueError(f"expected {what} to be {kind.__name__}, got {kind_name(value)}")
     return value
 
 
 def kind_name(value: Any) -> str:
+    """The type of a decoded value, for messages; a `PickledObject` is called by the name that it stands for."""
     return f"'{value.name}'" if type(value) is PickledObject else type(value).__name__
 
 
 def fields(value: Any, name: str) -> dict[str, Any]:
-    """The state of an object of the class `name`, "module qualname"."""
+    """The state of an object of the class `name` ("module qualname"): its fields by name.
+
+    Raises:
+        ValueError: the value is another object, or its state is no dict.
+    """
     if type(value) is not PickledObject or value.name != name:
         raise ValueError(f"expected an object of '{name}', got {kind_name(value)}")
     return of_type(value.state, dict, f"the state of '{name}'")
 
 
 def natural(value: Any, what: str) -> int:
-    """`value`, if it is an int of 0 to 2^63 - 1."""
+    """Return `value` if it is an int between 0 and 2^63 - 1; refuse it by a ValueError otherwise."""
     if not 0 <= of_type(value, int, what) < 1 << 63:
         raise ValueError(f"expected {what} to be 0 to 2^63 - 1, got {'less' if value < 0 else 'more'}")
     return value
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """A torch.Size, or a tuple, of such ints."""
+    """The numbers of a torch.Size or a tuple, each as `natural` allows it, at most MAX_DIMS of them.
+
+    Raises:
+        ValueError: anything else.
+    """
     args = value.args if type(value) is PickledObject and value.name == "torch Size" else None
     numbers = of_type(args[0] if args else value, tuple, what)
     if len(numbers) > MAX_DIMS:
