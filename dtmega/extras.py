@@ -1,9 +1,9 @@
-"""Libraries of others that only a part of dtmega needs, and the line that says what to install where one is missing.
+"""Optional libraries: a missing one is reported with the command that installs it.
 
     with extras.needed("hf", "[model] name = 'hf'"):
         import transformers     # ValueError: [model] name = 'hf' needs transformers, which is not installed: ...
 
-Each is an extra of pyproject.toml, and is imported by what needs it only.
+Each optional library belongs to an extra of pyproject.toml, and only the code that needs it imports it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(extra: str, who: str) -> Iterator[None]:
-    """Say what to install where an import of this block fails.
+    """Turn an import in this block that fails into a message that says what to install.
 
     Args:
-        extra: of pyproject.toml, that brings the library.
-        who: needs it.
+        extra: name of the extra of pyproject.toml that contains the library.
+        who: what needs the library, as the user knows it: a key or a command.
 
     Raises:
         ValueError: a library is missing.
@@ -31,10 +31,15 @@ def needed(extra: str, who: str) -> Iterator[None]:
 
 
 def check(library: str, extra: str, who: str) -> None:
-    """Refuse to go on without a library, which is not imported yet.
+    """Check that a library is installed, without importing it.
+
+    Args:
+        library: name of its package.
+        extra: name of the extra of pyproject.toml that contains it.
+        who: what needs it, as the user knows it: a key or a command.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the library is not installed.
     """
     if importlib.util.find_spec(library) is None:
         raise ValueError(_missing(library, extra, who))

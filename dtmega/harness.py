@@ -1,10 +1,11 @@
-"""lm-evaluation-harness on a run: the harness asks, a model of ours answers, on one process or cut over several.
+"""Scores a run with lm-evaluation-harness, on one process or with the model cut over several.
 
-    scores = evaluate(used, find_tasks(["hellaswag"], None), batch_size=8)
+    tasks = ["hellaswag"]
+    scores = evaluate(used, tasks, find_tasks(tasks, None), batch_size=8)
 
-Every rank asks itself the same questions in the same order (to the harness each is the only one), since all ranks of a
-cut model compute each batch together. What is asked for is that of the harness's own class for models of transformers
-(`HFLM`): how texts are cut into tokens, what is left out of a long one, where an answer ends.
+Every rank runs the whole harness on the same questions in the same order, because all ranks of a cut model compute each
+batch together; to the harness, each rank is the only process. Tokenization, truncation of long texts and the end of an
+answer follow the harness's own class for models of transformers (`HFLM`), so that scores are comparable.
 
 Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
 """
@@ -33,73 +34,88 @@ from dtmega import families, mesh
 from dtmega.models.generate import Drawing, generate, settled
 from dtmega.use import Used, agreed
 
-DEFAULT_LENGTH = 2048  # the harness's, for a model that has no longest sequence
-N_BOOTSTRAPS = 1000  # for the error of a score that has no formula for it
-PART = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
+DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a longest sequence
+N_BOOTSTRAPS = 1000  # for the standard error of metrics that have no formula for it
+REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
 
-Pair = tuple[Any, list[int], list[int]]  # a key, tokens of a context, tokens of what follows
+Pair = tuple[Any, list[int], list[int]]  # a key, the tokens of a context, the tokens of its continuation
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
-    """Find a list that knows these tasks: that of a folder of YAML files, with the harness's own if others are meant.
+    """Load the definitions of these tasks.
+
+    A folder of YAML files is tried alone first, because the harness's own definitions are thousands of files.
+
+    Args:
+        names: names of the tasks.
+        folder: folder with more definitions; None: only the harness's own.
 
     Raises:
-        ValueError: nobody knows one of them.
+        ValueError: a task that has no definition.
     """
-    known = TaskManager(include_path=folder, include_defaults=False) if folder else None
-    if known is None or any(name not in known.all_tasks for name in names):
-        known = TaskManager(include_path=folder)  # reads thousands of files
-    if unknown := [name for name in names if name not in known.all_tasks]:
+    manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
+    if manager is None or any(name not in manager.all_tasks for name in names):
+        manager = TaskManager(include_path=folder)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
         where = f" nor in {folder}" if folder else ""
         raise ValueError(f"no task of the harness{where} is called {', '.join(unknown)} (--tasks, --include-path)")
-    return known
+    return manager
 
 
 def evaluate(
     used: Used,
     tasks: Sequence[str],
-    known: TaskManager,
+    manager: TaskManager,
     batch_size: int,
     n_shots: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """The scores of a model, and what they are of; on every rank.
+    """Score a model. Every rank calls it, and every rank has the result.
 
     Args:
-        n_shots: examples before each question; None: as the task says.
-        limit: the first so many questions of each task; None: all.
+        used: the model with its tokenizer.
+        tasks: names of the tasks.
+        manager: their definitions, from `find_tasks`.
+        batch_size: number of texts in one forward.
+        n_shots: number of examples before each question; None: the task's own.
+        limit: number of questions of each task to ask, from its first; None: all.
+
+    Returns:
+        The harness's scores, with the checkpoint, its step, the date, the harness's version and the limit.
     """
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its pool would fork a process that has threads
-    found = simple_evaluate(
+    # The harness would compute bootstraps in a pool, which forks a process that has threads.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    evaluation = simple_evaluate(
         model=RunLM(used, batch_size),
         tasks=list(tasks),
-        task_manager=known,
+        task_manager=manager,
         num_fewshot=n_shots,
         limit=limit,
         bootstrap_iters=N_BOOTSTRAPS,
         log_samples=False,
     )
-    assert found is not None
+    assert evaluation is not None
     return {
         "checkpoint": used.checkpoint,
         "step": used.step,
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "lm_eval": version("lm_eval"),
         "limit": limit,
-        **{key: found[key] for key in PART if key in found},
+        **{key: evaluation[key] for key in REPORTED if key in evaluation},
     }
 
 
 def table(scores: dict[str, Any]) -> str:
-    """The scores for people: a table of Markdown."""
+    """Format the scores as a Markdown table."""
     return utils.make_table(scores)
 
 
 class RunLM(TemplateLM):
-    """A decoder of ours, as the harness asks for it.
+    """A decoder of ours behind the harness's interface for models.
 
     Args:
-        batch_size: how many texts a forward reads.
+        used: the model with its tokenizer.
+        batch_size: number of texts in one forward.
     """
 
     def __init__(self, used: Used, batch_size: int) -> None:
@@ -121,38 +137,48 @@ class RunLM(TemplateLM):
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
-        """For each pair the logarithm of the probability that the one follows the other, and if greedy draws say it."""
-        # The longest first: neighbours are of nearly one length, and what does not fit into memory fails at once.
+        """Log-likelihood of each continuation given its context, and whether greedy decoding would produce it."""
+        # Longest first: texts in a batch then have nearly the same length, and a batch too large for memory fails at
+        # the start.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        found: dict[int, tuple[float, bool]] = {}
+        answers: dict[int, tuple[float, bool]] = {}
         for batch in _batches(order, self.batch_size, "texts"):
-            answers = self._score([requests[i] for i in batch])
-            found |= dict(zip(batch, answers, strict=True))
-        return [found[i] for i in range(len(requests))]
+            scores = self._score([requests[i] for i in batch])
+            answers |= dict(zip(batch, scores, strict=True))
+        return [answers[i] for i in range(len(requests))]
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """The answers for pairs, in one forward. The beginning of a text that is too long is left out."""
-        read = [(context + follows)[-(self.max_length + 1) :][:-1] for _, context, follows in pairs]
-        longest = max(map(len, read))
-        # What fills up a shorter text stands behind it, and nothing before sees it.
-        tokens = torch.tensor([text + [0] * (longest - len(text)) for text in read], device=self._device)
-        rows = {}
+        """Score pairs in one forward; a text that is too long loses tokens at its beginning.
+
+        Returns:
+            For each pair, the log-likelihood of the continuation, and whether greedy decoding would produce it.
+        """
+        # The model predicts each next token, so the last token of a text is never an input.
+        inputs = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in pairs]
+        longest = max(map(len, inputs))
+        # Padding stands after a text, where no token of a causal model sees it.
+        tokens = torch.tensor([text + [0] * (longest - len(text)) for text in inputs], device=self._device)
+        masks = {}
         if self._prompt_is_prefix:
-            n_given = [len(text) - (len(follows) - 1) for text, (_, _, follows) in zip(read, pairs, strict=True)]
+            n_given = []
+            for text, (_, _, continuation) in zip(inputs, pairs, strict=True):
+                n_given.append(len(text) - (len(continuation) - 1))
             lengths = torch.tensor(n_given, device=self._device).unsqueeze(1)
-            rows["prefix"] = torch.arange(longest, device=self._device) < lengths
-        logits = self._model(tokens, **rows)[:, :, : self._tokenizer.vocab_size].float()
-        answers = []
-        for (_, _, follows), text, row in zip(pairs, read, logits, strict=True):
-            of_them = row[len(text) - len(follows) : len(text)].log_softmax(-1)
-            wanted = torch.tensor(follows, device=self._device)
-            total = of_them.gather(1, wanted.unsqueeze(1)).sum()
-            answers.append((float(total), bool((of_them.argmax(-1) == wanted).all())))
-        return answers
+            masks["prefix"] = torch.arange(longest, device=self._device) < lengths
+        # The model's vocabulary may be padded; padding must take no part in the softmax.
+        logits = self._model(tokens, **masks)[:, :, : self._tokenizer.vocab_size].float()
+        scores = []
+        for (_, _, continuation), text, row in zip(pairs, inputs, logits, strict=True):
+            log_probabilities = row[len(text) - len(continuation) : len(text)].log_softmax(-1)
+            expected = torch.tensor(continuation, device=self._device)
+            total = log_probabilities.gather(1, expected.unsqueeze(1)).sum()
+            is_greedy = (log_probabilities.argmax(-1) == expected).all()
+            scores.append((float(total), bool(is_greedy)))
+        return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The logarithm of the probability of each text: windows side by side, each with the token before it."""
+        """Log-likelihood of each text, summed over windows that do not overlap, each after one token of context."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -172,48 +198,49 @@ class RunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to a stop sequence, which is left out."""
+        """Generate the text after each context, up to a stop sequence, which is left out."""
         numbers = _batches(list(range(len(requests))), 1, "answers")
-        return [self._say(*requests[i].args) for (i,) in numbers]
+        return [self._generate_answer(*requests[i].args) for (i,) in numbers]
 
-    def _say(self, context: str, asked: dict[str, Any]) -> str:
-        keys = dict(normalize_gen_kwargs(asked))
+    def _generate_answer(self, context: str, task_options: dict[str, Any]) -> str:
+        """Generate one answer, by the options of generation that its task sets."""
+        keys = dict(normalize_gen_kwargs(task_options))
         n_tokens = keys.pop("max_gen_toks")
         eod = self._tokenizer.decode([self.eot_token_id])
         stops = handle_stop_sequences(keys.pop("until", None), eos=eod)
         draws = keys.pop("do_sample", False)
-        how: dict[str, Any] = {key: keys.pop(key) for key in ("temperature", "top_k", "top_p") if key in keys}
+        options: dict[str, Any] = {key: keys.pop(key) for key in ("temperature", "top_k", "top_p") if key in keys}
         if keys:
             raise ValueError(f"a task asks for generation with {', '.join(keys)}, which is not known here")
         if not draws:
-            how = {"temperature": 0.0}
+            options = {"temperature": 0.0}
         if n_tokens >= self.max_length:
             raise ValueError(f"a task asks for {n_tokens} tokens, and the model has positions for {self.max_length}")
-        read = self.tok_encode(context)[-(self.max_length - n_tokens) :] or [self.prefix_token_id]
-        ends = frozenset([self.eot_token_id])
-        settle = _until(stops, self._tokenizer.decode)
-        how |= {"settle": settle, "prompt_is_prefix": self._prompt_is_prefix}
-        drawing = Drawing(self._tokenizer.vocab_size, ends, **how)
-        said = generate(self._model, read, n_tokens, drawing)
-        return postprocess_generated_text(self._tokenizer.decode(said), stop=stops, think_end_token=None)
+        prompt = self.tok_encode(context)[-(self.max_length - n_tokens) :] or [self.prefix_token_id]
+        end_ids = frozenset([self.eot_token_id])
+        settle = _stop_at(stops, self._tokenizer.decode)
+        options |= {"settle": settle, "prompt_is_prefix": self._prompt_is_prefix}
+        drawing = Drawing(self._tokenizer.vocab_size, end_ids, **options)
+        answer = generate(self._model, prompt, n_tokens, drawing)
+        return postprocess_generated_text(self._tokenizer.decode(answer), stop=stops, think_end_token=None)
 
 
-def _until(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
-    """A `settle` that ends an answer when a stop sequence stands in it, the token with its end being said already."""
+def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
+    """A `settle` for one answer, which ends it once the tokens before the present one contain a stop sequence."""
     agree = agreed if mesh.world_size() > 1 else settled
-    said: list[int] = []
+    answer: list[int] = []
 
     def settle(token: Tensor) -> bool:
         agree(token)
-        text = decode(said)
-        said.append(int(token))
+        text = decode(answer)
+        answer.append(int(token))
         return not any(stop in text for stop in stops if stop)
 
     return settle
 
 
 def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
-    """So many at a time, with a bar on the first process."""
+    """Yield `size` numbers at a time, with a progress bar on rank 0, where `what` is the unit's name."""
     with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]

@@ -1,4 +1,4 @@
-"""JSON objects and TOML tables from files of other people: within bounds, or one message."""
+"""Reads JSON objects and TOML tables that other people wrote: limited in size and depth, with one message per fault."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 import tomli
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model with 140,000 tensors has 14 MB
-MAX_DEPTH = 64  # objects and lists inside each other; a config.json has 5
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # its first line, up to the version
+MAX_DEPTH = 64  # levels of objects and lists inside each other; a config.json has 5
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a pointer file, up to the version
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # gpt2, meta-llama/Llama-3.2-1B
 
 
 def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object that a file is.
+    """Read a file that holds one JSON object.
 
     Raises:
-        ValueError: no such file, too large, no JSON, nested too deeply, or no object; names the file.
+        ValueError: the file is missing, larger than `max_bytes`, not JSON, nested too deeply, or not an object; the
+            message names it.
     """
     try:
         with path.open("rb") as file:
@@ -37,14 +38,14 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def check_not_a_pointer(start: bytes, path: str | Path) -> None:
-    """Refuse what a clone without git-lfs has in the place of each large file.
+    """Refuse a pointer file of Git LFS, which a clone without git-lfs has in place of each large file.
 
     Args:
-        start: the file's first bytes, 64 at least if it has as many.
-        path: for the message.
+        start: first bytes of the file: at least 64, or all if it is shorter.
+        path: name of the file, for the message.
 
     Raises:
-        ValueError: the file is a pointer of Git LFS.
+        ValueError: the file is such a pointer.
     """
     if start.startswith(LFS_POINTER):
         raise ValueError(
@@ -53,17 +54,17 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
 
 
 def dangling(path: str | Path) -> str:
-    """The end of a message about a path that cannot be opened: the place that a link names; '' for what is no link."""
+    """End of a message about a path that cannot be opened: where a broken link points to; '' if it is not one."""
     if os.path.islink(path) and not os.path.exists(path):
         return f" (it is a link to {os.readlink(path)}, which is not there)"
     return ""
 
 
 def download(name: str) -> str:
-    """The end of a message about a folder that is not there: the command to run if an id of the hub was meant.
+    """End of a message about a missing folder: the command that downloads a model with this id of the hub.
 
     Returns:
-        '' where there is something of that name, or where no id of the Hugging Face hub can have it.
+        The text, or '' if the path exists, or if the name cannot be an id of the Hugging Face hub.
     """
     if os.path.lexists(name) or not HUB_ID.fullmatch(name):
         return ""
@@ -72,10 +73,13 @@ def download(name: str) -> str:
 
 
 def parse_object(raw: bytes, name: str) -> dict[str, Any]:
-    """The JSON object that these bytes are; `name` is for messages.
+    """Parse bytes that hold one JSON object.
+
+    Args:
+        name: where the bytes come from, for messages.
 
     Raises:
-        ValueError: no JSON, nested too deeply, or no object.
+        ValueError: not JSON, nested too deeply, or not an object.
     """
     too_deep = f"cannot read {name}: expected JSON of at most {MAX_DEPTH} levels"
     try:
@@ -92,10 +96,10 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text.
+    """Parse a TOML text.
 
     Raises:
-        ValueError: no TOML, a number of thousands of digits, or nested too deeply.
+        ValueError: not TOML, a number of thousands of digits, or nested too deeply.
     """
     too_deep = f"expected at most {MAX_DEPTH} levels"
     try:
@@ -108,11 +112,14 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
-    """True if objects and lists stand inside each other in more levels than whoever walks through them may recurse."""
-    nested: list[Any] = [value]
+    """True if objects and lists are nested in more than MAX_DEPTH levels, so that a recursive walk might overflow."""
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        if not nested:
+        if not level:
             return False
-        inside = (child for node in nested for child in (node.values() if isinstance(node, dict) else node))
-        nested = [child for child in inside if isinstance(child, dict | list)]
-    return bool(nested)
+        next_level: list[Any] = []
+        for node in level:
+            children = node.values() if isinstance(node, dict) else node
+            next_level += [child for child in children if isinstance(child, dict | list)]
+        level = next_level
+    return bool(level)

@@ -1,12 +1,12 @@
-"""Other people's torch.distributed.checkpoint (DCP) folders, read without running anything that is in them.
+"""Reads folders of torch.distributed.checkpoint (DCP) that other people made, without running anything in them.
 
     .metadata           pickle: name -> dtype, shape and chunks; (name, offsets) -> file, first byte, length
     __RANK_N.distcp     items one after the other; the item of a tensor's chunk is an archive made by torch.save
 
 DCP itself unpickles `.metadata` and byte entries, so a stranger's folder runs the stranger's code. Here nothing is
 unpickled (inert.py), the data of a tensor are read in place (torch_save.py), and byte entries are never opened. Every
-size is held against the files before memory is taken for it. Format: `distributed/checkpoint/{metadata,filesystem}.py`
-of torch 2.13; the names that torch 2.0 to 2.2 used are known too.
+size is compared with the files before memory is allocated for it. Format:
+`distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13; the names that torch 2.0 to 2.2 used are known too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 
 METADATA = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
-OLD = "torch.distributed._shard.sharded_tensor.metadata"  # of TensorProperties, before torch 2.3
+OLD = "torch.distributed._shard.sharded_tensor.metadata"  # the module of TensorProperties before torch 2.3
 PROPERTIES = (f"{METADATA} TensorProperties", f"{OLD} TensorProperties")
 _CLASSES = (
     "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta "
@@ -40,7 +40,7 @@ NAMES = {
     *(*PROPERTIES, STORAGE_INFO, f"{OLD} MEM_FORMAT_ENCODING"),
     *("torch Size", "torch.serialization _get_layout", *PICKLED_DTYPES),
     *("pathlib PosixPath", "pathlib WindowsPath", "pathlib._local PosixPath", "pathlib._local WindowsPath"),
-    # Of megatron-core, which keeps the plans of its last save there.
+    # megatron-core keeps the plans of its last save in the metadata.
     *(f"torch.distributed.checkpoint.planner {name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
     "torch.distributed.checkpoint.planner TensorWriteData",
     "builtins getattr",  # how Python 3.11.2, Debian 12's, pickles a member of an Enum; inert like every name
@@ -51,12 +51,13 @@ class DCPFolder:
     """The tensors of a DCP folder: a `Source`.
 
     Attributes:
+        path: the folder.
         tensors: name -> dtype and whole shape.
-        others: names of byte entries (numbers, strings, objects): listed, never opened.
+        others: names of byte entries (numbers, strings, objects), which are listed but never opened.
 
     Raises:
-        ValueError: not a DCP folder, a damaged or a malicious one: names the file and what is wrong with it. `read`
-            raises it too, for what only the data files say.
+        ValueError: not a DCP folder, or a damaged or malicious one; the message names the file and what is wrong with
+            it. `read` raises it too, for faults that only the data files show.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -64,7 +65,7 @@ class DCPFolder:
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.others: list[str] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._found: dict[_Item, SavedTensor] = {}  # what was looked at, and its checksum compared
+        self._checked: dict[_Item, SavedTensor] = {}  # chunks that were opened, and whose checksum was compared
         file = self.path / ".metadata"
         with regular_file(file) as (fd, n_bytes):
             if n_bytes > MAX_METADATA_BYTES:
@@ -75,6 +76,7 @@ class DCPFolder:
         self._check_files(sorted(items.values()))
 
     def _add_entries(self, entries: dict[Any, Any], items: _Items, n_bytes: int) -> None:
+        """Take in the tensors and the byte entries that the metadata, a file of `n_bytes`, lists."""
         n_chunks = 0
         for name, entry in entries.items():
             if not of_type(name, str, "a name").isprintable():
@@ -82,15 +84,25 @@ class DCPFolder:
             if type(entry) is PickledObject and entry.name == f"{METADATA} BytesStorageMetadata":
                 self.others.append(name)
                 continue
-            there = fields(entry, f"{METADATA} TensorStorageMetadata")
-            n_chunks += len(of_type(there.get("chunks"), list, f"the chunks of '{name}'"))
-            if n_chunks > n_bytes:  # one list under many names would be work without end
+            tensor = fields(entry, f"{METADATA} TensorStorageMetadata")
+            n_chunks += len(of_type(tensor.get("chunks"), list, f"the chunks of '{name}'"))
+            # A pickle can put one long list under many names in a few bytes, which would be endless work.
+            if n_chunks > n_bytes:
                 raise ValueError(f"more chunks than the file has bytes ({n_bytes})")
-            dtype, shape, self._chunks[name] = _tensor(name, there, items)
+            dtype, shape, self._chunks[name] = _tensor(name, tensor, items)
             self.tensors[name] = dtype, shape
 
     def _check_files(self, items: list[_Item]) -> None:
-        """Each item is inside its file and no two overlap: all tensors together are no larger than the files."""
+        """Check that each item is inside its file and that no two overlap.
+
+        All tensors together are then no larger than the files, so a small folder cannot ask for much memory.
+
+        Args:
+            items: sorted by file and first byte.
+
+        Raises:
+            ValueError: an item that overlaps another one or ends after its file.
+        """
         for file, group in itertools.groupby(items, key=lambda item: item.file):
             with regular_file(self.path / file) as (_, n_bytes):
                 end = 0
@@ -103,10 +115,10 @@ class DCPFolder:
                     end = item.start + item.length
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor, in host memory. Only chunks that hold some of it are opened.
+        """Read a part of a tensor into host memory. Only chunks that overlap the part are opened.
 
         Args:
-            index: a slice without step per dim; dims that are not given are whole.
+            index: one slice without step for each dim, or for the first dims; the others are read whole. None: all.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor '{name}'")
@@ -119,26 +131,30 @@ class DCPFolder:
         stops = [max(s.indices(n)[1], start) for s, n, start in zip(index, shape, starts, strict=True)]
         out = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=dtype)
         for chunk in self._chunks[name]:
-            dims = list(zip(starts, stops, chunk.offsets, chunk.sizes, strict=True))
-            common = [(max(start, o), min(stop, o + n)) for start, stop, o, n in dims]
-            if all(low < high for low, high in common):
-                here = tuple(
-                    slice(low - start, high - start) for (low, high), start in zip(common, starts, strict=True)
-                )
-                there = [(low - o, high - o) for (low, high), o in zip(common, chunk.offsets, strict=True)]
-                out[here] = self._read_chunk(name, chunk, dtype, there)
+            # The box that the part and the chunk have in common: by places in the tensor, in `out`, and in the chunk.
+            in_tensor: list[tuple[int, int]] = []
+            for start, stop, offset, size in zip(starts, stops, chunk.offsets, chunk.sizes, strict=True):
+                in_tensor.append((max(start, offset), min(stop, offset + size)))
+            if any(low >= high for low, high in in_tensor):
+                continue
+            in_out = tuple(
+                slice(low - start, high - start) for (low, high), start in zip(in_tensor, starts, strict=True)
+            )
+            in_chunk = [(low - o, high - o) for (low, high), o in zip(in_tensor, chunk.offsets, strict=True)]
+            out[in_out] = self._read_chunk(name, chunk, dtype, in_chunk)
         return out
 
     def _read_chunk(self, name: str, chunk: _Chunk, dtype: torch.dtype, part: list[tuple[int, int]]) -> Tensor:
+        """Read a part of a chunk: (start, stop) in each dim, counted from the chunk's first element."""
         file, start, length = chunk.item
         with regular_file(self.path / file, f"'{name}' at byte {start}: ") as (fd, _):
-            if chunk.item not in self._found:
-                self._found[chunk.item] = find_tensor(fd, start, length, dtype, chunk.sizes)
-            return self._found[chunk.item].read(fd, part)
+            if chunk.item not in self._checked:
+                self._checked[chunk.item] = find_tensor(fd, start, length, dtype, chunk.sizes)
+            return self._checked[chunk.item].read(fd, part)
 
 
 class _Item(NamedTuple):
-    """The place of a chunk's archive, or of a byte entry."""
+    """The bytes of one chunk's archive, or of one byte entry."""
 
     file: str
     start: int
@@ -146,17 +162,18 @@ class _Item(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A box of a tensor; none of its sizes is 0."""
+    """A box of a tensor, which is stored as one item; none of its sizes is 0."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     item: _Item
 
 
-_Items = dict[tuple[str, "tuple[int, ...] | None"], _Item]  # by name and offsets; these are None for byte entries
+_Items = dict[tuple[str, "tuple[int, ...] | None"], _Item]  # by name and offsets; the offsets of a byte entry are None
 
 
 def _items(storage_data: dict[Any, Any]) -> _Items:
+    """Decode the places of all items from the metadata's `storage_data`."""
     items: _Items = {}
     for key, value in storage_data.items():
         index, info = fields(key, f"{METADATA} MetadataIndex"), fields(value, STORAGE_INFO)
@@ -169,33 +186,29 @@ def _items(storage_data: dict[Any, Any]) -> _Items:
         offsets = None if offsets is None else naturals(offsets, f"the offsets of {name!a:.200}")
         if (name, offsets) in items:
             raise ValueError(f"two items for {name!a:.200} at {offsets}")
-        start, length = (natural(info.get(field), f"the {field} of {name!a:.200}") for field in ("offset", "length"))
+        start = natural(info.get("offset"), f"the offset of {name!a:.200}")
+        length = natural(info.get("length"), f"the length of {name!a:.200}")
         items[name, offsets] = _Item(file, start, length)
     return items
 
 
-def _tensor(name: str, there: dict[str, Any], items: _Items) -> tuple[torch.dtype, tuple[int, ...], list[_Chunk]]:
-    """dtype, shape and chunks; the chunks cover each element of the tensor exactly once."""
-    properties = there.get("properties")
-    if type(properties) is not PickledObject or properties.name not in PROPERTIES:
-        raise ValueError(f"expected the properties of '{name}' to be TensorProperties, got {kind_name(properties)}")
-    dtype, *_ = of_type(properties.state, tuple, f"the state of the properties of '{name}'") or (None,)
-    dtype = PICKLED_DTYPES.get(dtype.name) if type(dtype) is PickledObject else None
-    if dtype is None:
-        raise ValueError(f"expected the first property of '{name}' to be a dtype")
-    shape = naturals(there.get("size"), f"the size of '{name}'")
-    if math.prod(n for n in shape if n) * dtype.itemsize >= 1 << 63:  # an empty tensor's strides have to be numbers too
+def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dtype, tuple[int, ...], list[_Chunk]]:
+    """The dtype, shape and chunks of a tensor; the chunks cover each of its elements exactly once.
+
+    Args:
+        tensor: fields of its TensorStorageMetadata.
+        items: places of all items of the folder.
+
+    Raises:
+        ValueError: the metadata are damaged or crafted.
+    """
+    dtype = _dtype(name, tensor.get("properties"))
+    shape = naturals(tensor.get("size"), f"the size of '{name}'")
+    # Sizes of 0 do not count here: the strides of an empty tensor have to be numbers below 2^63 too.
+    if math.prod(n for n in shape if n) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"expected less than 2^63 bytes for '{name}' of shape {shape}")
-    boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    for chunk in there["chunks"]:
-        box = fields(chunk, f"{METADATA} ChunkStorageMetadata")
-        offsets, sizes = (naturals(box.get(field), f"{field} of a chunk of '{name}'") for field in ("offsets", "sizes"))
-        if not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"'{name}' of shape {shape} has a chunk {sizes} at {offsets}")
-        if 0 not in sizes:  # ranks that hold nothing of a tensor write empty chunks
-            boxes.add((offsets, sizes))
     chunks = []
-    for offsets, sizes in sorted(boxes):
+    for offsets, sizes in sorted(_boxes(name, shape, tensor["chunks"])):
         item, n_bytes = items.get((name, offsets)), math.prod(sizes) * dtype.itemsize
         if item is None or item.length <= n_bytes:
             raise ValueError(
@@ -205,9 +218,35 @@ def _tensor(name: str, there: dict[str, Any], items: _Items) -> tuple[torch.dtyp
         chunks.append(_Chunk(offsets, sizes, item))
     if 0 not in shape:
         try:
-            whole = cover(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+            is_covered = cover(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
         except ValueError as error:
             raise ValueError(f"'{name}': {error}") from None
-        if not whole:
+        if not is_covered:
             raise ValueError(f"the chunks of '{name}' do not cover its shape {shape} exactly once")
     return dtype, shape, chunks
+
+
+def _dtype(name: str, properties: Any) -> torch.dtype:
+    """The dtype of the tensor `name`: the first field in the state of its TensorProperties."""
+    if type(properties) is not PickledObject or properties.name not in PROPERTIES:
+        raise ValueError(f"expected the properties of '{name}' to be TensorProperties, got {kind_name(properties)}")
+    dtype, *_ = of_type(properties.state, tuple, f"the state of the properties of '{name}'") or (None,)
+    dtype = PICKLED_DTYPES.get(dtype.name) if type(dtype) is PickledObject else None
+    if dtype is None:
+        raise ValueError(f"expected the first property of '{name}' to be a dtype")
+    return dtype
+
+
+def _boxes(name: str, shape: tuple[int, ...], chunks: list[Any]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the chunks that hold elements of the tensor `name`."""
+    boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for chunk in chunks:
+        box = fields(chunk, f"{METADATA} ChunkStorageMetadata")
+        offsets = naturals(box.get("offsets"), f"offsets of a chunk of '{name}'")
+        sizes = naturals(box.get("sizes"), f"sizes of a chunk of '{name}'")
+        if not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"'{name}' of shape {shape} has a chunk {sizes} at {offsets}")
+        # Ranks that hold nothing of a tensor write empty chunks.
+        if 0 not in sizes:
+            boxes.add((offsets, sizes))
+    return boxes
