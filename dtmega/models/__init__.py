@@ -1,1 +1,1 @@
-"""One plain single-device file per model. `dtmega/families.py` finds it by name."""
+"""One file per model, written as if for a single device. `dtmega/families.py` lists them by name."""

@@ -1,8 +1,8 @@
 """BERT (Devlin et al., arXiv:1810.04805), by default in Megatron's order (arXiv:1909.08053): LayerNorm first.
 
-An encoder: every token sees all others of its sample, but for padding. It is trained to fill in masked tokens, and to
-say whether two segments changed places. Written as if for one device, as all models here: first and last modules are
-optional, and head counts come from tensors.
+An encoder: every token attends to all tokens of its sample except padding. It is trained to fill in masked tokens and
+to tell whether the two segments of a sample were swapped. bloom.py says how a file written for one device also runs in
+pieces.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from dtmega.models.layers import (
 from dtmega.models.model import Model
 from dtmega.rule import AttentionRule, attention_rule
 
-N_TYPES = 2  # of tokens: those of segment A, with its [CLS] and [SEP], and those of segment B
+N_TYPES = 2  # token types: 0 in segment A, with its [CLS] and [SEP], 1 in segment B
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward, each f with its LayerNorm and residual, in the order of `[model] norm`.
+    """One layer: attention, then a feed-forward. Each of them, f, has its LayerNorm where `[model] norm` puts it.
 
-    pre: x + drop(f(LN x)), or LN x + drop(f(LN x)) with apply_residual_connection_post_layernorm.
-    post: LN(x + drop(f(x))).
+    pre: h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
+    post: LN(h + drop(f(h))).
     """
 
     def __init__(self, cfg: config.Bert, number: int) -> None:
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class WordHead(nn.Module):
-    """Head for the words behind masked tokens: LN(gelu(dense(h))), then logits by the embedding and a bias."""
+    """Head that predicts the masked tokens: LN(gelu(dense(h))), then logits by the tied embedding and a bias."""
 
     def __init__(self, cfg: config.Bert) -> None:
         super().__init__()
@@ -79,19 +79,18 @@ class WordHead(nn.Module):
         self.output = LMHead(cfg, bias=True)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute logits [B, S, V] of hidden [B, S, D], or with labels [B, S] the fp32 sum of losses.
-
-        Of tokens without a label nothing is computed.
-        """
+        """Compute logits [B, S, V] from hidden [B, S, D], or with labels [B, S] the fp32 sum of token losses."""
         if labels is not None:
+            # Only about 15 % of the tokens are masked and have a label: drop all others before the large products.
+            # Indexing by a mask makes the host wait for a GPU, since only the GPU knows N.
             labelled = labels != IGNORED
-            hidden = hidden[labelled]  # [N, D]; a GPU is waited for here, which alone knows N
+            hidden = hidden[labelled]  # [N, D]
             labels = labels[labelled]
         return self.output(self.norm(gelu(self.dense(hidden), self.form)), labels)
 
 
 class OrderHead(nn.Module):
-    """Head for the order of the two segments, read from the hidden state of a sample's first token, [CLS]."""
+    """Head that predicts the order of a sample's two segments from the hidden state of its first token, [CLS]."""
 
     def __init__(self, cfg: config.Bert) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ class OrderHead(nn.Module):
         self.classifier = nn.Linear(cfg.hidden_size, 2)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute logits [B, 2], of segments in order and of segments that changed places, of hidden [B, S, D]."""
+        """Compute logits [B, 2] from hidden [B, S, D]: column 0 for segments in order, column 1 for swapped ones."""
         return self.classifier(torch.tanh(self.pooler(hidden[:, 0])))
 
 
@@ -107,7 +106,8 @@ class Bert(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: a buffer with one entry per head; a plan shards it as it shards the heads.
+        head_ids: global number of each head, by which attention dropout is keyed. A buffer, which a plan cuts as it
+            cuts the heads.
     """
 
     cfg: config.Bert
@@ -119,8 +119,10 @@ class Bert(Model):
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings
+        # What the FLOP counter has to know: WordHead computes labelled tokens only, OrderHead one token a sample.
         self.works_per = {"head": "label", "order": "sequence"}
 
+        # With norm = "post" each layer ends in a LayerNorm, so the embedding needs one and the last layer does not.
         def norm_if(order: str) -> nn.LayerNorm | None:
             return stream_norm(cfg, cfg.layer_norm_eps) if cfg.norm == order else None
 
@@ -148,27 +150,29 @@ class Bert(Model):
         *,
         places: Tensor,
     ) -> dict[str, Tensor]:
-        """One microbatch through the layers this stage holds.
+        """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64.
-            labels: [B, S] int64, the token that was masked; -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
+            tokens: [B, S] int64, some of them replaced by [MASK].
+            labels: [B, S] int64, the token that a [MASK] hides; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
             token_types: [B, S] int64, the segment of each token, 0 or 1; None: all are 0.
-            swapped: [B] int64, 1 where the segments changed places; needed with labels.
-            document_ids: [B, S] int64; attention stays inside a document, of which padding is one.
-            hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
+            swapped: [B] int64, 1 if the sample's segments were swapped; needed with labels.
+            document_ids: [B, S] int64; a token attends only to tokens with its number. Padding has one of its own.
+            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
+                cuts the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample, below `longest`.
 
         Returns:
-            Sums over the microbatch, fp32: lm, of token losses; order, of losses of whether the segments changed
-            places; order_right, how often the larger logit is right, without a gradient. On earlier stages hidden.
-            Without labels logits [B, S, V] and order, logits [B, 2].
+            With labels fp32 sums over the microbatch: lm, the token losses; order, the losses of the segments' order;
+            order_right, the number of samples whose larger logit is the right one, without a gradient. Without labels
+            logits [B, S, V], and order [B, 2], also logits. {"hidden": hidden state} on earlier stages.
 
         Raises:
             ValueError: dropout in training without sample_ids, or labels without swapped.
         """
-        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths. Dropout on
+        # attention probabilities needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, document_ids=document_ids, fused=fused)
         if self.embed is not None and self.positions is not None and self.types is not None:
@@ -187,7 +191,7 @@ class Bert(Model):
         if labels is None:
             return {"logits": self.head(hidden), "order": self.order(hidden)}
         if swapped is None:
-            raise ValueError("labels come with swapped [B], 1 where the segments of a sample changed places")
+            raise ValueError("labels need swapped [B] beside them, 1 where the segments of a sample were swapped")
         order = self.order(hidden).float()
         return {
             "lm": self.head(hidden, labels),
@@ -200,19 +204,19 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """The FLOPs of attention, twice a decoder's: every token sees all of them. Padding counts like text."""
+        """The FLOPs of attention, twice a decoder's, since every token attends to all. Padding counts like text."""
         return 2 * super().attention_flops(piece)
 
 
-# The names in transformers of the two forms of GELU; the first name of each is the one that is written.
+# The names in transformers of the two forms of GELU; exports write the first name of each.
 ACTIVATIONS = {"erf": ("gelu",), "tanh": ("gelu_pytorch_tanh", "gelu_new")}
 
 
 def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [model] for both forms of GELU, of a config.json, which has one name for the two.
+    """The keys of [model] for the feed-forward's and the head's GELU, which config.json gives one name.
 
     Raises:
-        ValueError: it is no GELU.
+        ValueError: the activation is not a GELU.
     """
     said = theirs.get("hidden_act", "gelu")
     for form, names in ACTIVATIONS.items():
@@ -244,7 +248,7 @@ def _refuse(model: config.Model) -> None:
 
 
 def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ...]) -> Format:
-    """The format of one of transformers' two classes, which differ in where their LayerNorms are."""
+    """The format of one of transformers' two BERT classes, which differ in where their LayerNorms are."""
     attention = "bert.encoder.layer.{}.attention."
     apart = tuple(f"{attention}self.{name}." for name in ("query", "key", "value"))
     return Format(

@@ -1,7 +1,8 @@
 """BLOOM (arXiv:2211.05100): Megatron's GPT with ALiBi, a LayerNorm after the embedding, and a tied head.
 
-Written as if for one device. The first and last modules are optional, so that one forward serves every stage of a
-pipeline; head counts come from tensors, so that a sharded weight just works.
+Written as if for one device, like every model here. Two habits let the same code run in pieces. The first and last
+modules may be None, so that one `forward` serves every stage of a pipeline. Numbers of heads are read off the tensors,
+so that a weight that tensor parallelism has cut needs no special case.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
 
 
 class Block(nn.Module):
-    """x + drop(attn(LN x)), then x + drop(mlp(LN x)); or, post-layernorm, the residual is the LayerNorm's output."""
+    """One layer: h + drop(attn(LN h)), then h + drop(mlp(LN h)).
+
+    With `apply_residual_connection_post_layernorm` the sum starts from LN h instead of h, as in the first BERT.
+    """
 
     def __init__(self, cfg: config.Bloom, number: int) -> None:
         super().__init__()
@@ -56,7 +60,8 @@ class Bloom(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        slopes, head_ids: buffers with one entry per head; a plan shards them as it shards the heads.
+        slopes: ALiBi's slope of each head (arXiv:2108.12409). A buffer, which a plan cuts as it cuts the heads.
+        head_ids: global number of each head, by which attention dropout is keyed; cut likewise.
     """
 
     cfg: config.Bloom
@@ -93,27 +98,30 @@ class Bloom(Model):
         places: Tensor,
         past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """One microbatch through the layers this stage holds.
+        """Run one microbatch through the layers that this stage holds.
 
         Args:
             tokens: [B, S] int64.
-            labels: [B, S] int64; -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
-            position_ids: [B, S] int64, of no effect: ALiBi measures distance in the sequence, as Megatron's does.
-            document_ids: [B, S] int64; attention stays inside a document.
-            prefix: [B, S] bool, of tokens that those before them in their document see too.
-            label_weights: [B, S] fp32, of each token in the sum; None: 1.
-            hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
+            labels: [B, S] int64, the token to predict at each place; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
+            position_ids: [B, S] int64, ignored: ALiBi measures distances by `places`, as Megatron's does.
+            document_ids: [B, S] int64; a token attends only to tokens of its own document.
+            prefix: [B, S] bool, True for tokens that their whole document sees, the tokens before them included.
+            label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
+            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
+                cuts the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            past: of the tokens before these, which it takes in, too.
+            past: keys and values of earlier tokens; those of these tokens are added to it.
 
         Returns:
-            lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
+            With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
+            {"hidden": hidden state} on earlier stages.
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
+        # token. Dropout on attention probabilities needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(
             places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, past=past, fused=fused

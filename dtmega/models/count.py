@@ -1,4 +1,4 @@
-"""The pieces of a model on meta, counted: how many weights there are, and what multiplies."""
+"""Parameters and FLOPs of each piece of a model, counted on its modules. They may be on the meta device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from torch import nn
 
 from dtmega.cost import Piece
 from dtmega.models.layers import LMHead
-from dtmega.models.model import Model
+from dtmega.models.model import Model, Per
 
 
 def pieces(whole: Model) -> list[Piece]:
-    """The pieces of a whole model, in the pipeline's order."""
+    """The pieces of a whole model with their costs, in the pipeline's order."""
     seen = set[int]()
-    found = []
-    works_per = {module: per for name, per in whole.works_per.items() for module in whole.get_submodule(name).modules()}
+    costed = []
+    works_per: dict[nn.Module, Per] = {}
+    for name, per in whole.works_per.items():
+        works_per |= dict.fromkeys(whole.get_submodule(name).modules(), per)
     for name, modules in whole.parts().items():
         elements = shared = 0
         multiplied = Counter[str]()
@@ -29,6 +31,7 @@ def pieces(whole: Model) -> list[Piece]:
                 per = works_per.get(module, "token")
                 multiplied[per] += _multiplied(module, parameter, whole.experts_per_token)
         of_decoder, across = whole.decoder_attention_flops(name)
+        # 2 FLOPs per element forward and 4 backward: a gradient for the input and one for the weight.
         flops = {
             "matmul_flops": 6 * multiplied["token"],
             "attention_flops": whole.attention_flops(name),
@@ -39,12 +42,13 @@ def pieces(whole: Model) -> list[Piece]:
             "cross_attention_flops": across,
         }
         begins_decoder = name == whole.decoder_begins
-        found.append(Piece(name, elements, shared=shared, **flops, begins_decoder=begins_decoder))
-    return found
+        costed.append(Piece(name, elements, shared=shared, **flops, begins_decoder=begins_decoder))
+    return costed
 
 
 def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int | None) -> int:
-    """Elements of a weight that a row, mostly of a token, is multiplied with."""
+    """The number of a weight's elements that one row of activations, usually one token's, is multiplied with."""
+    # A look-up and a bias or scale multiply no matrix.
     if isinstance(module, nn.Embedding) or weight.ndim < 2:
         return 0
     if isinstance(module, LMHead):

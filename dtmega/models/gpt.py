@@ -1,8 +1,7 @@
 """GPT as Megatron trains it, and GPT-2 (Radford et al. 2019): learned positions, LayerNorm first, GELU, a tied head.
 
-BLOOM with an embedding of positions where that has ALiBi and a LayerNorm; attention and feed-forward are the same, and
-stand in layers.py. Written as if for one device, as all models here: first and last modules are optional, and head
-counts come from tensors.
+Like BLOOM, but with an embedding of positions in place of ALiBi and of the LayerNorm after the embedding. Both take
+attention and feed-forward from layers.py. bloom.py says how a file written for one device also runs in pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dtmega.rule import AttentionRule, attention_rule
 
 
 class Block(nn.Module):
-    """x + drop(attn(LN x)), then x + drop(mlp(LN x))."""
+    """One layer: h + drop(attn(LN h)), then h + drop(mlp(LN h))."""
 
     def __init__(self, cfg: config.GPT, number: int) -> None:
         super().__init__()
@@ -55,7 +54,8 @@ class GPT(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: a buffer with one entry per head; a plan shards it as it shards the heads.
+        head_ids: global number of each head, by which attention dropout is keyed. A buffer, which a plan cuts as it
+            cuts the heads.
     """
 
     cfg: config.GPT
@@ -91,27 +91,31 @@ class GPT(Model):
         places: Tensor,
         past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """One microbatch through the layers this stage holds.
+        """Run one microbatch through the layers that this stage holds.
 
         Args:
             tokens: [B, S] int64.
-            labels: [B, S] int64; -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
-            position_ids: [B, S] int64, which of the learned positions each token has; None: its place.
-            document_ids: [B, S] int64; attention stays inside a document.
-            prefix: [B, S] bool, of tokens that those before them in their document see too.
-            label_weights: [B, S] fp32, of each token in the sum; None: 1.
-            hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
-            places: [B, S] int64, the global index of each token in its sample, below `longest`.
-            past: of the tokens before these, which it takes in, too.
+            labels: [B, S] int64, the token to predict at each place; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
+            position_ids: [B, S] int64, the row of the positions' embedding for each token, below `longest`; None:
+                `places`.
+            document_ids: [B, S] int64; a token attends only to tokens of its own document.
+            prefix: [B, S] bool, True for tokens that their whole document sees, the tokens before them included.
+            label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
+            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
+                cuts the sequence, only this rank's part of S.
+            places: [B, S] int64, the global index of each token in its sample.
+            past: keys and values of earlier tokens; those of these tokens are added to it.
 
         Returns:
-            lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
+            With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
+            {"hidden": hidden state} on earlier stages.
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
+        # token. Dropout on attention probabilities needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, past=past, fused=fused)
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
@@ -127,7 +131,7 @@ class GPT(Model):
 
 
 def _described(model: config.Model) -> dict[str, Any]:
-    """The rate of the embedding's dropout, which has a key of its own there."""
+    """The embedding's dropout rate, which config.json keeps under a key of its own."""
     assert isinstance(model, config.GPT)
     return {"embd_pdrop": model.hidden_dropout}
 

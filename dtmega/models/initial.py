@@ -14,7 +14,7 @@ from dtmega.shards import boxes
 
 @torch.no_grad()
 def init_weights(model: Model, seed: int) -> None:
-    """Fill the parameters held here: N(0, std) where `Model.init_std` gives one, else `init_constant`."""
+    """Fill this rank's parts of the parameters: N(0, std) if `Model.init_std` has an std, else `init_constant`."""
     for name, parameter in model.named_parameters():
         name = model.full_name(name)
         std = model.init_std(name)
@@ -22,22 +22,27 @@ def init_weights(model: Model, seed: int) -> None:
             if std is None:
                 part.fill_(model.init_constant(name))
                 continue
-            # Some rows at a time, whose fp64 temporaries take ten times the memory of what is drawn.
-            step = max(1, _at_a_time(part.device) // part[0].numel())
-            for start in range(0, part.shape[0], step):
-                piece = part[start : start + step]
-                where = _numbers(piece, (offsets[0] + start, *offsets[1:]), parameter.shape)
-                piece.copy_(keyed.normal(seed, name, where) * std)
+            # A few rows at a time: the fp64 temporaries of a draw take ten times the memory of its result.
+            n_rows = max(1, _values_per_draw(part.device) // part[0].numel())
+            for start in range(0, part.shape[0], n_rows):
+                rows = part[start : start + n_rows]
+                indices = _global_indices(rows, (offsets[0] + start, *offsets[1:]), parameter.shape)
+                rows.copy_(keyed.normal(seed, name, indices) * std)
 
 
-def _at_a_time(device: torch.device) -> int:
-    """How many values: on a CPU as many as leave their temporaries in the cache of each core, else a few launches."""
+def _values_per_draw(device: torch.device) -> int:
+    """Values to draw at a time: on a CPU few enough for each core's cache, on a GPU enough for few launches."""
     return 2**16 * torch.get_num_threads() if device.type == "cpu" else 2**22
 
 
-def _numbers(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """The number of each element of the box at `offsets` among those of the whole tensor, row by row."""
-    found = torch.zeros((), dtype=torch.int64, device=part.device)
+def _global_indices(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """The row-major index in the whole tensor of each element of `part`, int64 in its shape.
+
+    Args:
+        offsets: where `part` begins in the whole tensor, along each dim.
+        whole: shape of the whole tensor.
+    """
+    indices = torch.zeros((), dtype=torch.int64, device=part.device)
     for size, offset, length in zip(part.shape, offsets, whole, strict=True):
-        found = (found * length).unsqueeze(-1) + torch.arange(offset, offset + size, device=part.device)
-    return found
+        indices = (indices * length).unsqueeze(-1) + torch.arange(offset, offset + size, device=part.device)
+    return indices

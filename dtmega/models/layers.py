@@ -1,4 +1,4 @@
-"""Pieces that models share: keyed dropout, Megatron's attention and feed-forward, the head that owns the loss."""
+"""Modules that the models share: keyed dropout, Megatron's attention and feed-forward, the head that owns the loss."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ Gelu = Literal["erf", "tanh"]
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of (site key, sample id, global place, channel), never of a generator.
 
+    So every layout drops the same elements, and recompute needs no saved generator state.
+
     Attributes:
-        key: int32 scalar buffer, set from (seed, site name) by the model's `init_buffers`.
+        key: int32 scalar buffer, which the model's `init_buffers` sets from the seed and the module's name.
     """
 
     key: Tensor
@@ -35,10 +37,14 @@ class KeyedDropout(nn.Module):
     def forward(
         self, x: Tensor, sample_ids: Tensor | None, places: Tensor, channel_ids: Tensor | None = None
     ) -> Tensor:
-        """x: [B, S, D]; sample_ids: [B] int64, absent only where nothing is dropped; places: [B, S] int.
+        """Drop elements of x, [B, S, D], and scale up the rest by 1 / (1 - p).
 
-        A plan that cuts the sequence of x, and not the places, gives this the places of its part. Where it cuts the
-        channels, channel_ids [D] int32 are the global numbers of these; None: all are here.
+        Args:
+            x: [B, S, D], or a rank's part of it along S or D.
+            sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
+            places: [B, S] int, the global place of each token of x. Where a plan cuts S of x but not of the places that
+                the model passes, it puts the part's own places in here.
+            channel_ids: [D] int32, global numbers of the channels, where a plan cuts them; None: x has all channels.
         """
         if self.p == 0.0 or not self.training:
             return x
@@ -46,11 +52,17 @@ class KeyedDropout(nn.Module):
         channels = channel_ids
         if channels is None:
             channels = torch.arange(x.shape[2], device=x.device, dtype=torch.int32)
+        # One hash per token; `keep` hashes each with the channel numbers into the mask [B, S, D].
         rows = keyed.mix(keyed.fold(sample_ids) ^ self.key).unsqueeze(1) ^ places.to(torch.int32)
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
     def of_probabilities(self, head_ids: Tensor, sample_ids: Tensor | None) -> Dropout | None:
-        """The dropout for `attention`, whose rule has the places. head_ids: [H] int32, global numbers of the heads."""
+        """The same site's dropout for `attention`, which takes the places from its rule; None if nothing is dropped.
+
+        Args:
+            head_ids: [H] int32, global numbers of the heads of this rank.
+            sample_ids: [B] int64, global sample numbers.
+        """
         if self.p == 0.0 or not self.training:
             return None
         return Dropout(self.p, self.key, head_ids, _needed(sample_ids))
@@ -63,21 +75,21 @@ def _needed(sample_ids: Tensor | None) -> Tensor:
 
 
 def set_dropout_keys(model: nn.Module, seed: int) -> None:
-    """Give each dropout site of a model, or of a stage of it, the key that its name has with this seed."""
+    """Set the key of each dropout site of a model, or of a stage, from the seed and the site's name."""
     for name, module in model.named_modules():
         if isinstance(module, KeyedDropout):
             module.key.fill_(keyed.key(seed, name))
 
 
 def residual_stream(embedded: Tensor, cfg: config.DroppingModel) -> Tensor:
-    """The embedding's output as the residual stream begins: what is added to it later stays in its dtype."""
+    """The embedding's output as the start of the residual stream, whose dtype all later sums keep."""
     return embedded.float() if cfg.fp32_residual else embedded
 
 
 class MixedLayerNorm(nn.LayerNorm):
-    """A LayerNorm of the fp32 residual stream: its output has the dtype of its weight, and is rounded once.
+    """A LayerNorm that reads the fp32 residual stream and returns the dtype of its weight.
 
-    Megatron's `MixedFusedLayerNorm`.
+    Computed in fp32 throughout and rounded once, at the end: Megatron's `MixedFusedLayerNorm`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -87,7 +99,7 @@ class MixedLayerNorm(nn.LayerNorm):
 
 
 def stream_norm(cfg: config.DroppingModel, eps: float) -> nn.LayerNorm:
-    """A LayerNorm that reads the residual stream."""
+    """A LayerNorm for the residual stream, in the kind that the stream's dtype needs."""
     kind = MixedLayerNorm if cfg.fp32_residual else nn.LayerNorm
     return kind(cfg.hidden_size, eps)
 
@@ -95,12 +107,13 @@ def stream_norm(cfg: config.DroppingModel, eps: float) -> nn.LayerNorm:
 class FusedAttention(nn.Module):
     """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
 
-    With query-key layer scaling queries are divided by `number` x sqrt(K), and scores multiplied by `number` in fp32:
-    the same by mathematics, but products that are rounded to float16 stay below its largest number. That is where a
-    product leaves its kernel, with attention dropout; others keep it in fp32 anyway.
+    With query-key layer scaling queries are divided by `number` x sqrt(K), and scores are multiplied by `number` in
+    fp32. Mathematically nothing changes, but in float16 the products q k^T stay below its largest number. That matters
+    with attention dropout, whose plain formula stores the products in float16; all other kernels keep them in fp32.
 
     Args:
-        number: of the layer, from 1.
+        cfg: sizes and dropout rate.
+        number: number of the layer, from 1.
     """
 
     def __init__(self, cfg: config.DroppingModel, number: int) -> None:
@@ -112,6 +125,7 @@ class FusedAttention(nn.Module):
         self.dropout = KeyedDropout(cfg.attention_dropout)
 
     def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
+        # -1: under tp the projection has only this rank's heads, so their number comes from the tensor.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
         dropout = self.dropout.of_probabilities(head_ids, sample_ids)
         if self.coefficient is not None:
@@ -128,14 +142,14 @@ class FusedAttention(nn.Module):
 def gelu(x: Tensor, form: Gelu) -> Tensor:
     """GELU (arXiv:1606.08415): `erf` is x times the normal distribution's cdf, `tanh` the paper's approximation."""
     if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
-        # The same by 1 + tanh(u) = 2 sigmoid(2 u): Inductor's kernel of this one takes half of the time there.
+        # The same function, by 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel takes half the time for this form.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         twice_u = math.sqrt(8 / math.pi) * (wide + 0.044715 * wide * wide * wide)
         return (wide * torch.sigmoid(twice_u)).to(x.dtype)
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
-# The activation of the gate, by which the value is multiplied (arXiv:2002.05202; Megatron-DeepSpeed's glu_activations).
+# Activation of the gate, which multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's glu_activations).
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "swiglu": F.silu,
@@ -145,9 +159,13 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """A feed-forward with GELU: in its approximation by tanh Megatron's, BLOOM's and GPT-2's. Or a gated one.
+    """The feed-forward down(gelu(up x)), or with `[model] glu` the gated down(value * activation(gate)).
 
     Rows of a gated `up` are ordered [F, (value, gate)], so that tp cuts between pairs.
+
+    Args:
+        cfg: sizes and the kind of gate.
+        form: form of the GELU; Megatron, BLOOM and GPT-2 use the approximation by tanh.
     """
 
     def __init__(self, cfg: config.DroppingModel, form: Gelu = "tanh") -> None:
@@ -166,30 +184,32 @@ class MLP(nn.Module):
 
 
 def refuse_gated(model: config.Model) -> None:
-    """Refuse a gated feed-forward, for a program that has none.
+    """Refuse to store a gated feed-forward in a format of transformers whose class has none.
 
     Raises:
-        ValueError: of a model with a gated feed-forward, where another program has none.
+        ValueError: the model has a gated feed-forward.
     """
     assert isinstance(model, config.DroppingModel)
     if model.glu != "none":
         raise ValueError(
-            f"Hugging Face's has no gated feed-forward: expected glu='none', got '{model.glu}' ([model] glu)"
+            f"Hugging Face's class has no gated feed-forward: expected glu='none', got '{model.glu}' ([model] glu)"
         )
 
 
 class LMHead(nn.Module):
-    """Logits, or the sum of token losses, from the last hidden state.
+    """The output layer: logits from the last hidden state, or with labels the sum of token losses.
 
-    Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); they give no logits.
+    It owns the loss, so that product and cross-entropy run chunk by chunk and all logits never exist at once. Weight
+    and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); those give no logits.
 
     Args:
-        bias: one number for each token, as BERT's has; BLOOM's and GPT's have none.
+        cfg: sizes and the terms of the loss.
+        bias: add one number per token of the vocabulary, as BERT does; BLOOM and GPT do not.
 
     Attributes:
-        loss_name: its sum among the model's.
-        expected: by `Model.expect`.
-        compiled: by `Model.compile_losses`.
+        loss_name: name of its sum among those that the model returns.
+        expected: the factor with which backward will begin at this loss, set by `Model.expect`.
+        compiled: whether the loss runs in compiled kernels, set by `Model.compile_losses`.
     """
 
     bias: nn.Parameter | None
@@ -206,9 +226,12 @@ class LMHead(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(cfg.padded_vocab_size)) if bias else None)
 
     def forward(self, h: Tensor, labels: Tensor | None = None, label_weights: Tensor | None = None) -> Tensor:
-        """h: [..., D]. Returns logits [..., V], or with labels [...] the fp32 scalar sum (-100 is ignored).
+        """Compute logits [..., V] from h, or with labels the fp32 scalar sum of token losses.
 
-        label_weights: [...] fp32, of each token in that sum; None: 1.
+        Args:
+            h: [..., D].
+            labels: [...] int64; -100 takes no part in the sum.
+            label_weights: [...] fp32, the weight of each token's loss in the sum; None: all 1.
         """
         if labels is None:
             bias = None if self.bias is None else self.bias[: self.vocab_size]
@@ -218,18 +241,29 @@ class LMHead(nn.Module):
         return linear_cross_entropy(rows, self.weight, labels.flatten(), bias=self.bias, **terms)
 
     def loss_terms(self, label_weights: Tensor | None = None) -> dict[str, Any]:
-        """The terms for `linear_cross_entropy`; the extra ones in training only, so that evaluations are comparable."""
+        """The keyword arguments for `linear_cross_entropy`."""
+        # Only in training, so that evaluations of runs with different settings can be compared.
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         weights = None if label_weights is None else label_weights.flatten()
-        how = {"expected": self.expected, "compiled": self.compiled}
-        return {"n_valid": self.vocab_size, "label_weights": weights, **how, **terms}
+        return {
+            "n_valid": self.vocab_size,
+            "label_weights": weights,
+            "expected": self.expected,
+            "compiled": self.compiled,
+            **terms,
+        }
 
 
 def finish(
     hidden: Tensor, norm: nn.Module | None, head: LMHead | None, labels: Tensor | None, label_weights: Tensor | None
 ) -> Any:
-    """The result of a stage of a decoder: hidden without a head, else lm, the sum of token losses, or bare logits."""
+    """The result of one stage of a decoder.
+
+    Returns:
+        {"hidden": hidden} on a stage without the head. With the head the logits [B, S, V], or if there are labels
+        {"lm": fp32 sum of token losses}.
+    """
     if norm is None or head is None:
         return {"hidden": hidden}
-    found = head(norm(hidden), labels, label_weights)
-    return found if labels is None else {"lm": found}
+    logits_or_loss = head(norm(hidden), labels, label_weights)
+    return logits_or_loss if labels is None else {"lm": logits_or_loss}

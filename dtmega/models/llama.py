@@ -1,7 +1,6 @@
-"""Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): rotary positions, RMSNorm, a gated feed-forward, shared keys.
+"""Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
-Written as if for one device. The first and last modules are optional, so that one forward serves every stage of a
-pipeline; head counts come from tensors, so that a sharded weight just works.
+bloom.py says how a file written for one device also runs in pieces.
 """
 
 from __future__ import annotations
@@ -25,20 +24,25 @@ from dtmega.rule import AttentionRule, attention_rule
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys: cosine and sine of the angles, [B, S, 1, K / 2] fp32 each."""
+    """The rotation of queries and keys by their positions (Su et al., arXiv:2104.09864).
+
+    Attributes:
+        cos, sin: [B, S, 1, K / 2] fp32, of the angle by which each pair of channels is turned.
+    """
 
     cos: Tensor
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [B, S, H, K], of which channels i and i + K / 2 are a pair, as in transformers' files."""
+        """Rotate x, [B, S, H, K]; channels i and i + K / 2 are a pair, as in transformers' checkpoints."""
+        # In fp32, as cos and sin are, and rounded once at the end.
         first, second = x.float().chunk(2, dim=-1)
         turned = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
         return turned.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Self-attention of H heads of queries, groups of which share one of `n_kv_heads` heads of keys and values."""
+    """Grouped-query attention (arXiv:2305.13245): groups of the H query heads share one of `n_kv_heads` KV heads."""
 
     def __init__(self, cfg: config.Llama) -> None:
         super().__init__()
@@ -52,14 +56,14 @@ class Attention(nn.Module):
         q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
         k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        # Transposed only here, after the rotation: a kernel's result and gradients then lie as the products write and
-        # read them, and nothing is copied.
+        # Transposed only here, after the rotation: memory then stays in the order [B, S, H, K] that the linears write
+        # and read, forward and backward, and nothing is copied.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
         return self.out(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """The gated feed-forward SwiGLU (arXiv:2002.05202): down(silu(gate x) * up x)."""
 
     def __init__(self, cfg: config.Llama) -> None:
         super().__init__()
@@ -72,6 +76,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: h + attn(norm h), then h + mlp(norm h)."""
+
     def __init__(self, cfg: config.Llama) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -88,7 +94,7 @@ class Llama(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        frequencies: buffer of the angle per position of each pair of channels.
+        frequencies: angle per position of each pair of channels. A buffer, equal for all heads: no plan cuts it.
     """
 
     cfg: config.Llama
@@ -122,24 +128,27 @@ class Llama(Model):
         places: Tensor,
         past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """One microbatch through the layers this stage holds.
+        """Run one microbatch through the layers that this stage holds.
 
         Args:
             tokens: [B, S] int64.
-            labels: [B, S] int64; -100 takes no part in the loss.
-            sample_ids: of no effect: nothing is dropped.
-            position_ids: [B, S] int64, by which queries and keys are turned; None: `places`.
-            document_ids: [B, S] int64; attention stays inside a document.
-            prefix: [B, S] bool, of tokens that those before them in their document see too.
-            label_weights: [B, S] fp32, of each token in the sum; None: 1.
-            hidden: on stages without the embedding the hidden state [B, S, D], or its part under a plan that cuts S.
+            labels: [B, S] int64, the token to predict at each place; -100 takes no part in the loss.
+            sample_ids: [B] int64, ignored: Llama has no dropout.
+            position_ids: [B, S] int64, the positions by which queries and keys are rotated; None: `places`.
+            document_ids: [B, S] int64; a token attends only to tokens of its own document.
+            prefix: [B, S] bool, True for tokens that their whole document sees, the tokens before them included.
+            label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
+            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
+                cuts the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            past: of the tokens before these, which it takes in, too.
+            past: keys and values of earlier tokens; those of these tokens are added to it.
 
         Returns:
-            lm, the fp32 sum of token losses; on earlier stages hidden. Without labels the logits [B, S, V].
+            With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
+            {"hidden": hidden state} on earlier stages.
         """
-        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
+        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
+        # token: only a training or evaluation batch, which has labels, is worth one.
         rule = attention_rule(
             places, causal=True, document_ids=document_ids, prefix=prefix, past=past, fused=labels is not None
         )
@@ -157,20 +166,22 @@ class Llama(Model):
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
-    """[K / 2] fp32: theta^(-2i / K) (Su et al., arXiv:2104.09864), the slow ones divided by `rope_factor`.
+    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, slow ones divided.
 
-    Llama 3.1 reaches further by that: a frequency that turns fewer than `rope_low_freq_factor` times within
-    `rope_original_length` is divided, one that turns more than `rope_high_freq_factor` times stays, and those between
-    go from one to the other (github.com/meta-llama/llama-models, models/llama3/model.py `apply_scaling`).
+    Llama 3.1 extends its context by slowing the low frequencies down. One that turns fewer
+    than `rope_low_freq_factor` times within `rope_original_length` is divided by `rope_factor`, one that turns more
+    than `rope_high_freq_factor` times stays, and those between are interpolated
+    (github.com/meta-llama/llama-models, models/llama3/model.py `apply_scaling`).
     """
     frequencies = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     turns = cfg.rope_original_length * frequencies / (2 * math.pi)
     width = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
+    # 1 for a frequency that stays, 0 for one that is divided in full.
     stays = ((turns - cfg.rope_low_freq_factor) / width).clamp(0, 1)
     return frequencies * (stays + (1 - stays) / cfg.rope_factor)
 
 
-# Keys of [model] -> what config.json calls them where it scales rotary positions.
+# Keys of [model] -> their names in config.json where it scales rotary positions.
 SCALING = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -180,10 +191,10 @@ SCALING = {
 
 
 def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [model] for rotary positions, of a config.json.
+    """The keys of [model] for rotary positions, from a config.json.
 
     Raises:
-        ValueError: it describes a Llama that computes something else.
+        ValueError: the file describes a Llama that this code would compute differently.
     """
     head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
     if theirs.get("head_dim") not in (None, head_dim):
@@ -191,7 +202,7 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has head_dim={theirs['head_dim']!r:.80}, expected hidden_size / num_attention_heads = "
             f"{head_dim} ([model] name)"
         )
-    # transformers 5 says it in one object; before, theta stood outside of it.
+    # transformers 5 has one object for all of it; earlier versions keep theta outside.
     said = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     theta = {"rope_theta": said.get("rope_theta", theirs.get("rope_theta", 10_000.0))}
     kind = said.get("rope_type", said.get("type", "default"))
@@ -206,7 +217,7 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(model: config.Model) -> dict[str, Any]:
-    """The same for a config.json of ours, which transformers 4 reads too."""
+    """The entries for rotary positions of a config.json that we write, which transformers 4 reads too."""
     assert isinstance(model, config.Llama)
     scaling = {name: getattr(model, ours) for ours, name in SCALING.items()}
     return {

@@ -1,4 +1,4 @@
-"""The contract between a model and the rest of the house: whole, or the part of it that one pipeline stage holds."""
+"""The base class of all models: what the trainer, the plans and the pipeline may ask of one."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ Per = Literal["token", "label", "decoder", "sequence"]
 
 
 class Model(nn.Module):
-    """A model that can be cut into stages; a new model of the house is one of these.
+    """A model, whole or the part of it that one pipeline stage holds. Every model that dtmega trains is one of these.
 
-    It is called as model(**rows of a microbatch, **what the stage before hands on) and returns tensors by name: what it
-    hands on to the next stage (the family's `boundary`) and its sums over the microbatch (those of the family's
-    objective), fp32 scalars, as far as this stage has any. Without labels the last stage returns what there is instead
-    of a loss, of a language model the logits [B, S, V]. A stage does what the modules that it holds are for: a stack
-    may begin on any stage, and a sum may be on any. What a stage is given and does not return is handed on as it came,
-    if the boundary has it.
+    It is called as `model(**rows of a microbatch, **tensors from the stage before)` and returns tensors by name: those
+    that it hands on to the next stage (listed by the family's `boundary`), and its sums over the microbatch (listed by
+    the family's objective) as fp32 scalars. Without labels the last stage returns what stands in for a loss, in a
+    language model the logits [B, S, V].
 
-    Places are the global index of each token in its sample. They come with the batch, and no model counts for itself:
-    its tokens may be any part of a sequence. Without them, as in a notebook, the tokens are a whole sequence, from 0.
+    A stage runs whatever modules it holds, so a stack may begin on any stage, and a sum may come from any. A tensor
+    that a stage is given and does not return goes on to the next stage unchanged, if the boundary lists it.
+
+    Places are the global index of each token in its sample. They come with the batch, because a rank's tokens may be
+    any part of a sequence: no model counts for itself. Without them, as in a notebook, the tokens are taken for a whole
+    sequence that starts at 0.
 
     Attributes:
-        cfg: its [model] section, of its family.
-        layers: its blocks by number, of a model with one stack.
-        ties: all names of each parameter that has several in the whole model; the first is its name in checkpoints.
-        longest: sequence it has positions for; None: any.
-        runs_layers: it runs its layers by `run_layers`, those of each stack together.
-        has_past: its forward takes a `past`, so that a token is computed once where one after the other is made.
-        experts_per_token: of those that a weight [experts, rows, columns] stacks; None: no weight is one.
-        works_per: names of modules that do not work on every token, and with all inside of them once for each token
-            that has a label, for each of a decoder's, or once for a sequence; of several names the last one counts.
-        lengths: keys of [data] with the lengths of its sequences.
-        decoder_begins: the piece with which a decoder behind an encoder begins; '' where there is none.
-        one_backward: why its backward cannot run in two parts; '' where it can.
+        cfg: the [model] section.
+        layers: the blocks by number, in a model with a single stack.
+        ties: groups of names that share one parameter in the whole model; the first name is the one in checkpoints.
+        longest: longest sequence that the model has positions for; None: any length.
+        runs_layers: True if the model calls `run_layers` for all layers of a stack, as recomputing units needs it.
+        has_past: True if forward takes a `past`, so that generation computes each token once.
+        experts_per_token: number of experts that a token uses of those stacked in a weight [experts, rows, columns];
+            None: no weight stacks experts.
+        works_per: names of modules that do not run on every token -> how often they run: once per token with a label,
+            per token of a decoder, or per sequence. A name covers all modules inside; later names override earlier.
+        lengths: keys of [data] that hold the lengths of the model's sequences.
+        decoder_begins: name of the first piece of a decoder that follows an encoder; '' if there is none.
+        one_backward: reason why backward cannot run in two parts; '' if it can.
     """
 
     cfg: Any
@@ -60,99 +63,107 @@ class Model(nn.Module):
         return super().__call__(tokens, *args, places=places, **kwargs)
 
     def stored_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that a checkpoint has, by name: numbers that are given, and that training does not change."""
+        """The buffers that checkpoints store, by name: fixed numbers, which training does not change."""
         for prefix, module in self.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                     yield name, buffer
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that a checkpoint has, by name: parameters, and then stored buffers."""
+        """The tensors that checkpoints store, by name: the parameters, then the stored buffers."""
         yield from self.named_parameters()
         yield from self.stored_buffers()
 
     def blocks(self) -> list[nn.Module]:
-        """The layers held here, in order: what is recomputed, compiled and wrapped by FSDP one by one."""
+        """The layers held here, in order; recomputing, compiling and FSDP take them one by one."""
         return list(self.layers.values())
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
-        """Run hidden through these layers, one after the other; all are given the same beside it.
+        """Run hidden through these layers in turn; all of them also get the `shared` arguments.
 
-        A model calls it for all layers of a stack, so that several of them can be recomputed as a unit.
+        A model calls this once for all layers of a stack, so that `recompute.py` can recompute several as a unit.
         """
         for layer in layers:
             hidden = layer(hidden, *shared)
         return hidden
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The pieces of a whole model, in the pipeline's order -> all modules in each, single ones and nested.
+        """The pieces of a whole model, in the pipeline's order: name -> all its modules, nested ones included.
 
-        By default what is registered before the blocks is the embedding, and what comes after them the head.
+        By default modules registered before the blocks belong to the embedding, and those after them to the head.
         """
         blocks = self.blocks()
-        number = {module: i for i, block in enumerate(blocks) for module in block.modules()}
-        found: dict[str, list[nn.Module]] = {"embed": [], **{f"layers.{i}": [] for i in range(len(blocks))}, "head": []}
+        layer_of: dict[nn.Module, str] = {}
+        for i, block in enumerate(blocks):
+            layer_of |= dict.fromkeys(block.modules(), f"layers.{i}")
+        names = ["embed", *(f"layers.{i}" for i in range(len(blocks))), "head"]
+        modules_of: dict[str, list[nn.Module]] = {name: [] for name in names}
         end = "embed"
         for module in self.modules():
-            if module in number:
+            if module in layer_of:
                 end = "head"
-                found[f"layers.{number[module]}"].append(module)
+                modules_of[layer_of[module]].append(module)
             else:
-                found[end].append(module)
-        return found
+                modules_of[end].append(module)
+        return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the piece of that name: of a causal decoder, whose heads make up D."""
+        """`Piece.attention_flops` of the piece with that name, for a causal decoder whose heads make up D."""
         return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the piece of that name: of no decoder."""
+        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the piece: 0 without a separate decoder."""
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
-        """The tensors [B, length, D] that a stage whose last piece is `after` hands on: name -> key of their length."""
+        """The tensors [B, length, D] that a stage ending with the piece `after` hands on: name -> key of the length."""
         return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
-        """Delete from a (copied, meta) whole model what none of these pieces needs. The names of what stays stay.
+        """Delete all modules that none of these pieces needs, from a whole model that was copied on meta.
 
-        A layer is gone from its ModuleDict, any other module is None.
+        A layer disappears from its ModuleDict, any other module becomes None; the modules that stay keep their names.
         """
         parts = self.parts()
         _keep(self, {module for piece in pieces for module in parts[piece]})
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Tell the heads, before a forward in training, with which factor backward will begin at each sum, by name.
+        """Tell the heads, before a forward in training, the factor with which backward will begin at each sum.
 
-        A head that computes its gradient in forward has the factor in it before it rounds: float16 needs that.
+        A head computes its gradient in forward already. In float16 it must include the factor before it rounds, or
+        small gradients become 0.
+
+        Args:
+            factors: loss scale x weight / count of each sum, by its name.
         """
         for module in self.modules():
             if hasattr(module, "expected"):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Let the heads that compute a loss by tokens do it in compiled kernels, as the blocks are compiled."""
+        """Compile the kernels of the heads that sum a loss over tokens, as the blocks are compiled."""
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
 
     def tie(self) -> None:
-        """Give the names of a tie that are here one parameter; again after anything that replaces parameters."""
+        """Make the tied names share one parameter. Call it again after anything that replaces parameters (`to_empty`).
+
+        A stage may hold only some of the names; those share, and `pipelining/tied.py` takes care of the other stages.
+        """
         here = dict(self.named_parameters(remove_duplicate=False))
         for names in self.ties:
-            found = [name for name in names if name in here]
-            for name in found[1:]:
+            names_here = [name for name in names if name in here]
+            for name in names_here[1:]:
                 owner, _, attribute = name.rpartition(".")
-                self.get_submodule(owner).register_parameter(attribute, self.get_parameter(found[0]))
+                self.get_submodule(owner).register_parameter(attribute, self.get_parameter(names_here[0]))
 
     def init_std(self, name: str) -> float | None:
-        """std of N(0, std) for the parameter of that full name; None for those that start with `init_constant`.
-
-        By default what writes to the residual is scaled down by sqrt(2 L) (GPT-2; Megatron's
-        `scaled_init_method_normal`).
-        """
+        """The std of N(0, std) for the parameter with that full name; None for those that `init_constant` fills."""
         if name.endswith("bias") or "norm" in name:
             return None
+        # 2 L of these write to the residual stream. Scaled down by sqrt(2 L), their sum keeps its variance whatever the
+        # depth (GPT-2; Megatron's `scaled_init_method_normal`).
         if name.endswith(("attn.out.weight", "mlp.down.weight")):
             return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
         return self.cfg.init_std
@@ -162,38 +173,40 @@ class Model(nn.Module):
         return 1.0 if name.endswith("weight") else 0.0
 
     def unseen(self) -> dict[str, Tensor]:
-        """Mark what no output depends on, by name here: a bool tensor in the shape of each whole parameter.
+        """Masks of the parameter elements that no output depends on: name -> bool, in the whole parameter's shape.
 
-        A bias of keys that are not rotated adds one number to all scores of a query, which its softmax does not see.
-        Its gradient is 0, but comes out as rounding, of which Adam would make full steps: training counts it as 0. Such
-        a bias is there because other programs have it, and keeps the value that it begins with.
+        A bias of keys that are not rotated adds the same number to all scores of a query, and softmax does not see it.
+        Its gradient is 0, but is computed as rounding noise, which Adam would turn into full steps. So training sets
+        these gradients to 0, and the bias keeps its initial value; it exists because other programs' weights have it.
 
-        A module that has such parameters says so by a method of this name.
+        A module with such parameters has a method of this name, which returns the masks by the names inside of it.
         """
-        found = {}
+        masks = {}
         for prefix, module in self.named_modules():
             if module is not self and hasattr(module, "unseen"):
-                found |= {f"{prefix}.{name}": marked for name, marked in module.unseen().items()}  # pyright: ignore
-        return found
+                masks |= {f"{prefix}.{name}": mask for name, mask in module.unseen().items()}  # pyright: ignore
+        return masks
 
     def init_buffers(self, seed: int) -> None:
-        """Set the values of everything that is not a parameter; needed after `to_empty`."""
+        """Set the values of all buffers; needed after `to_empty`, which leaves them undefined."""
 
     def full_name(self, name: str) -> str:
-        """The name in checkpoints, that of the whole model, of a parameter here; tied ones have one name."""
+        """A parameter's name in checkpoints: its name in the whole model, and of tied names the first."""
         return next((names[0] for names in self.ties if name in names), name)
 
 
 def consecutive(tokens: Tensor) -> Tensor:
-    """The places [B, S] of tokens [B, S] that are all of a sequence."""
+    """Places [B, S] for tokens [B, S] that are whole sequences: 0, 1, ..., S - 1."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
 
 
 def _keep(owner: nn.Module, needed: Collection[nn.Module]) -> None:
+    """Delete from `owner`, at any depth, the modules in which nothing is needed; containers stay, even empty."""
     for name, module in list(owner.named_children()):
         if isinstance(module, CONTAINERS) or any(inside in needed for inside in module.modules()):
             _keep(module, needed)
         elif isinstance(owner, CONTAINERS):
-            del owner._modules[name]  # not `del owner[i]`, which gives the others of a list new names
+            # `del owner[i]` would renumber the other items of a ModuleList, and with them the parameters' names.
+            del owner._modules[name]
         else:
             setattr(owner, name, None)
