@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from dtmega import config, families
-from dtmega.models.generate import Drawing, generate, generate_together
+from dtmega.models.generate import Sampling, generate, generate_together
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
 
@@ -61,12 +61,12 @@ def main() -> None:
     n = args.together
     lengths = torch.linspace(args.prompt, args.prompt // 2, n).int().tolist()
     prompts = [torch.randint(model.cfg.vocab_size, (length,), generator=generator).tolist() for length in lengths]
-    kept = Drawing(model.cfg.vocab_size, frozenset(), temperature=0)
+    kept = Sampling(model.cfg.vocab_size, frozenset(), temperature=0)
     again = dataclasses.replace(kept, keeps_past=False)
     one_by_one = {"kept": kept, "computed again": again} if n == 1 else {"one by one": kept}
     ways: dict[str, Callable[[], object]] = {
-        name: lambda drawing=drawing: [generate(model, prompt, args.tokens, drawing) for prompt in prompts]
-        for name, drawing in one_by_one.items()
+        name: lambda sampling=sampling: [generate(model, prompt, args.tokens, sampling) for prompt in prompts]
+        for name, sampling in one_by_one.items()
     }
     if n > 1:
         ways = {"together": lambda: generate_together(model, prompts, args.tokens, kept), **ways}

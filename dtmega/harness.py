@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtmega import families, mesh
-from dtmega.models.generate import Drawing, generate, settled
+from dtmega.models.generate import Sampling, generate, settle_alone
 from dtmega.use import Used, agreed
 
 DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a longest sequence
@@ -220,14 +220,14 @@ class RunLM(TemplateLM):
         end_ids = frozenset([self.eot_token_id])
         settle = _stop_at(stops, self._tokenizer.decode)
         options |= {"settle": settle, "prompt_is_prefix": self._prompt_is_prefix}
-        drawing = Drawing(self._tokenizer.vocab_size, end_ids, **options)
-        answer = generate(self._model, prompt, n_tokens, drawing)
+        sampling = Sampling(self._tokenizer.vocab_size, end_ids, **options)
+        answer = generate(self._model, prompt, n_tokens, sampling)
         return postprocess_generated_text(self._tokenizer.decode(answer), stop=stops, think_end_token=None)
 
 
 def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
     """A `settle` for one answer, which ends it once the tokens before the present one contain a stop sequence."""
-    agree = agreed if mesh.world_size() > 1 else settled
+    agree = agreed if mesh.world_size() > 1 else settle_alone
     answer: list[int] = []
 
     def settle(token: Tensor) -> bool:

@@ -29,7 +29,7 @@ from dtmega.data.objectives import NEXT_TOKEN
 from dtmega.data.text import open_text
 from dtmega.data.tokenizer_json import to_json
 from dtmega.fsdp import release
-from dtmega.models.generate import Drawing, generate
+from dtmega.models.generate import Sampling, generate
 from dtmega.parallelize import check, fitted, parallelize
 from dtmega.shards import local
 
@@ -133,8 +133,8 @@ if "ipykernel" in sys.modules:
 
 # %%
 prompt = text.tokenizer.encode("def ")
-drawing = Drawing(vocab_size=text.tokenizer.vocab_size, end_ids=frozenset({text.tokenizer.eod_id}))
-print("def " + text.tokenizer.decode(generate(model.stages[0], prompt, 16, drawing)))
+sampling = Sampling(vocab_size=text.tokenizer.vocab_size, end_ids=frozenset({text.tokenizer.eod_id}))
+print("def " + text.tokenizer.decode(generate(model.stages[0], prompt, 16, sampling)))
 
 # %%
 release(model.stages[0])  # which sampling leaves gathered, in bf16

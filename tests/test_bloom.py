@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from dtmega import config, families
 from dtmega.models.bloom import HF, Bloom
-from dtmega.models.generate import Drawing, generate
+from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
 from dtmega.rule import attention_rule
 
@@ -198,8 +198,8 @@ def test_a_sample_is_cut_into_equal_parts_and_padding_changes_no_token(monkeypat
         return forward(self, tokens, *args, **keywords)
 
     monkeypatch.setattr(Bloom, "forward", noting)
-    drawings = [Drawing(V, frozenset([V - 1]), seed=5, multiple=parts) for parts in (1, 2, 3, 6, 7)]
-    samples = [generate(model, [1, 2, 3], 70, drawing) for drawing in drawings]
+    samplings = [Sampling(V, frozenset([V - 1]), seed=5, multiple=parts) for parts in (1, 2, 3, 6, 7)]
+    samples = [generate(model, [1, 2, 3], 70, sampling) for sampling in samplings]
     assert samples == 5 * samples[:1]
     assert len(samples[0]) == 70
     assert set(lengths) == {3, 1, 64, 128, 192, 7 * 64}  # undivided, a token is computed once
@@ -213,5 +213,5 @@ def test_a_sample_takes_the_tokens_that_are_settled_and_ends_where_they_say():
         token.fill_(7)
         return len(seen) < 4
 
-    new = generate(small(6), [1, 2, 3], 10, Drawing(V, frozenset([V - 1]), seed=5, settle=settle))
+    new = generate(small(6), [1, 2, 3], 10, Sampling(V, frozenset([V - 1]), seed=5, settle=settle))
     assert new == [7, 7, 7]

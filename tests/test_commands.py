@@ -31,7 +31,7 @@ from dtmega.commands import endings
 from dtmega.convert import sources, to_checkpoint
 from dtmega.data.indexed import IndexedDataset
 from dtmega.hf.files import export as hf_export
-from dtmega.models.generate import Drawing
+from dtmega.models.generate import Sampling
 from dtmega.startup import Startup
 from tests import ranks
 from tests.test_hf import Memory
@@ -292,8 +292,8 @@ def text(tmp_path) -> Path:
 def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, place, capsys, monkeypatch):
     asked: dict[str, Any] = {}
 
-    def generate(model: torch.nn.Module, prompts: list[list[int]], n: int, drawing: Drawing) -> list[list[int]]:
-        asked.update(drawing=drawing, prompts=prompts, n=n, weights=dict(model.named_parameters()))
+    def generate(model: torch.nn.Module, prompts: list[list[int]], n: int, sampling: Sampling) -> list[list[int]]:
+        asked.update(sampling=sampling, prompts=prompts, n=n, weights=dict(model.named_parameters()))
         return [[33, 10]]
 
     monkeypatch.setattr("dtmega.models.show.generate_together", generate)
@@ -303,15 +303,15 @@ def test_generate_draws_with_its_options_from_the_weights_of_the_run(finished, p
     assert command(["generate", "--run", str(folder), "--prompt", "hi", *options]) == job.DONE
     assert capsys.readouterr().out == "hi!\n\n"
     loaded = asked.pop("weights")
-    drawing = Drawing(257, frozenset([256]), seed=9, temperature=0.5, top_k=3, top_p=0.25)
-    assert asked == {"prompts": [[104, 105]], "n": 7, "drawing": drawing}
+    sampling = Sampling(257, frozenset([256]), seed=9, temperature=0.5, top_k=3, top_p=0.25)
+    assert asked == {"prompts": [[104, 105]], "n": 7, "sampling": sampling}
     assert loaded.keys() == weights.tensors.keys()
     assert all(torch.equal(loaded[name], weights.read(name)) for name in loaded)
 
 
 def test_generate_reads_the_configuration_of_a_run_from_its_config_toml(finished, tmp_path, monkeypatch):
     asked: dict[str, Any] = {}
-    names = ("model", "prompts", "n", "drawing")
+    names = ("model", "prompts", "n", "sampling")
     monkeypatch.setattr(
         "dtmega.models.show.generate_together", lambda *args: asked.update(zip(names, args, strict=True)) or [[]]
     )
@@ -319,8 +319,8 @@ def test_generate_reads_the_configuration_of_a_run_from_its_config_toml(finished
     toml = tmp_path / "run" / "config.toml"
     toml.write_text(toml.read_text().replace('tokenizer = "bytes"', 'tokenizer = "stdlib-8k"'))
     assert command(["generate", "--run", str(tmp_path / "run"), "--prompt", "hi"]) == job.DONE
-    assert asked["drawing"].vocab_size > 8000
-    assert (asked["n"], asked["drawing"].seed) == (128, 0)
+    assert asked["sampling"].vocab_size > 8000
+    assert (asked["n"], asked["sampling"].seed) == (128, 0)
 
 
 # By name, as `errno` has them: what the user of a command has named wrongly. All others are of the machine.

@@ -22,7 +22,7 @@ from dtmega import evaluate, job, train
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.loader import TrainBatches
 from dtmega.metrics import Metrics
-from dtmega.models.generate import Drawing, generate
+from dtmega.models.generate import Sampling, generate
 from dtmega.parallelize import ShardedModel
 from dtmega.startup import Startup
 from dtmega.use import opened
@@ -208,8 +208,8 @@ def test_the_sample_of_a_run_that_goes_on_from_prefixes_is_of_a_prompt_that_is_o
     used = opened(str(tmp_path), None, {}, Startup())
     said = {}
     for is_prefix in (True, False):
-        drawing = Drawing(257, frozenset([256]), seed=used.cfg.run.seed, prompt_is_prefix=is_prefix)
-        new = generate(used.model, used.tokenizer.encode("a prompt"), 8, drawing)
+        sampling = Sampling(257, frozenset([256]), seed=used.cfg.run.seed, prompt_is_prefix=is_prefix)
+        new = generate(used.model, used.tokenizer.encode("a prompt"), 8, sampling)
         said[is_prefix] = "a prompt" + used.tokenizer.decode(new)
     assert shown == said[True] != said[False]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.models.generate import Drawing, answer, generate
+from dtmega.models.generate import Sampling, answer, generate
 from dtmega.models.model import Model
 from tests import plain_bloom
 from tests.test_definition import V, leaves, model_of
 
 PROMPT, VOCAB = [1, 2, 3], 120  # of the tokenizer, whose model has more rows
-GREEDY = Drawing(50, frozenset([10]), temperature=0)
+GREEDY = Sampling(50, frozenset([10]), temperature=0)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_tokens_are_drawn_from_the_softmax_over_the_most_probable(monkeypatch, k
         return honest(p, n, generator=generator)
 
     monkeypatch.setattr(torch, "multinomial", multinomial)
-    new = generate(model, PROMPT, 5, Drawing(VOCAB, frozenset([V - 1]), seed=9, **keys))
+    new = generate(model, PROMPT, 5, Sampling(VOCAB, frozenset([V - 1]), seed=9, **keys))
     assert model.training
     assert len(new) == len(drawn) == 5
     weights, generator = leaves(dict(model.named_parameters())), torch.Generator().manual_seed(9)
@@ -87,15 +87,15 @@ def test_a_sample_ends_after_n_tokens_before_the_end_of_document_and_where_posit
     how: dict[str, Any], prompt: list[int], n: int, longest: int | None, new: list[int]
 ):
     model = Counting(longest).eval()
-    assert generate(model, prompt, n, Drawing(50, frozenset([10, 30]), seed=1, **how)) == new
+    assert generate(model, prompt, n, Sampling(50, frozenset([10, 30]), seed=1, **how)) == new
     assert not model.training
     assert max(model.lengths, default=0) <= (longest or 64)
 
 
 def test_a_sample_on_several_ranks_ends_where_positions_that_they_can_share_end():
     model = Counting(7)
-    drawing = Drawing(50, frozenset([40]), multiple=3, temperature=0)
-    assert generate(model, [1], 9, drawing) == [2, 3, 4, 5, 6]
+    sampling = Sampling(50, frozenset([40]), multiple=3, temperature=0)
+    assert generate(model, [1], 9, sampling) == [2, 3, 4, 5, 6]
     assert {length % 3 for length in model.lengths} == {0}
 
 

@@ -19,7 +19,7 @@ from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.whole import as_theirs
 from dtmega.models import gpt
-from dtmega.models.generate import Drawing, generate
+from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
 from tests import plain_bloom
 from tests.test_hf import Memory
@@ -156,7 +156,7 @@ def test_initial_values_are_megatrons():
 def test_greedy_samples_are_those_of_hugging_face_and_end_where_positions_do(tmp_path: Path):
     theirs, ours = theirs_in(tmp_path).eval(), ours_in(tmp_path)
     prompt = [1, 2, 3]
-    new = generate(ours, prompt, 100, Drawing(V, frozenset([V - 1]), temperature=0))
+    new = generate(ours, prompt, 100, Sampling(V, frozenset([V - 1]), temperature=0))
     assert len(new) == POSITIONS - len(prompt)
     truth = theirs.generate(torch.tensor([prompt]), max_length=POSITIONS, do_sample=False, pad_token_id=0)
     assert [*prompt, *new] == truth[0].tolist()

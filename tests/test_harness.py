@@ -152,7 +152,7 @@ def test_two_processes_give_the_scores_of_one_whatever_is_cut(folder, found):
 
 def test_a_context_is_read_as_the_prefixes_were_that_a_run_was_trained_on():
     from dtmega.harness import RunLM
-    from dtmega.models.generate import Drawing, generate
+    from dtmega.models.generate import Sampling, generate
 
     tokenizer = load_tokenizer("bytes")
     model = model_of(vocab_size=tokenizer.vocab_size).eval()
@@ -167,7 +167,7 @@ def test_a_context_is_read_as_the_prefixes_were_that_a_run_was_trained_on():
         assert found == pytest.approx(-model(tokens, labels, prefix=prefix)["lm"].item(), rel=1e-5)
     how = {"until": [], "max_gen_toks": 6, "do_sample": False}
     (said,) = asked.generate_until([SimpleNamespace(args=("question", how))])
-    greedy = Drawing(tokenizer.vocab_size, frozenset(), temperature=0, prompt_is_prefix=True)
+    greedy = Sampling(tokenizer.vocab_size, frozenset(), temperature=0, prompt_is_prefix=True)
     assert said == tokenizer.decode(generate(model, tokenizer.encode("question"), 6, greedy))
 
 

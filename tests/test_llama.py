@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from dtmega import config, families, job, rule
 from dtmega.__main__ import main as command
 from dtmega.formats.whole import as_theirs
-from dtmega.models.generate import Drawing, generate
+from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
 from dtmega.models.llama import HF, Llama, Rotation, rotary_frequencies
 from tests.test_hf import Memory
@@ -215,7 +215,7 @@ def test_a_block_compiles_as_one_graph_to_the_same_numbers():
 
 def test_a_sample_is_what_transformers_generates():
     ours, theirs = pair("Llama 3.2")
-    new = generate(ours, [1, 2, 3], 20, Drawing(V, frozenset([V - 1]), temperature=0))
+    new = generate(ours, [1, 2, 3], 20, Sampling(V, frozenset([V - 1]), temperature=0))
     theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = V - 1
     truth = theirs.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False)
     assert new == [token for token in truth[0, 3:].tolist() if token != V - 1]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from dtmega import config
 from dtmega.attention import attention
 from dtmega.hf.model import HF
-from dtmega.models.generate import Drawing, answer, generate, generate_together
+from dtmega.models.generate import Sampling, answer, generate, generate_together
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
@@ -26,7 +26,7 @@ from tests.test_definition import model_of
 from tests.test_hf_stages import ALIKE, DISTINCT, built
 
 V = 131
-DRAWING = Drawing(V, frozenset([V - 1]), seed=5)
+SAMPLING = Sampling(V, frozenset([V - 1]), seed=5)
 PROMPTS = [[7], [1, 2, 3], [(11 * i) % 120 for i in range(70)]]
 
 
@@ -47,9 +47,9 @@ DECODERS: dict[str, Callable[[], Model]] = {
 T5S: dict[str, dict[str, Any]] = {"relative": {}, "learned": test_t5.MEGATRON}
 
 
-def again(drawing: Drawing) -> Drawing:
+def again(sampling: Sampling) -> Sampling:
     """The same, by a model that computes every token again for each."""
-    return dataclasses.replace(drawing, keeps_past=False)
+    return dataclasses.replace(sampling, keeps_past=False)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -100,7 +100,7 @@ def test_a_greedy_sample_is_that_of_transformers_with_a_past_and_without(tmp_pat
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     theirs_here = HF(config.Transformers(path=str(tmp_path)))
     theirs_here.hf.load_state_dict(theirs.state_dict())
-    greedy = dataclasses.replace(DRAWING, temperature=0)
+    greedy = dataclasses.replace(SAMPLING, temperature=0)
     alone = []
     for prompt in PROMPTS:
         new = generate(ours, prompt, 15, greedy)
@@ -111,31 +111,31 @@ def test_a_greedy_sample_is_that_of_transformers_with_a_past_and_without(tmp_pat
         (truth,) = theirs.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False, **ends).tolist()
         assert new == [token for token in truth[len(prompt) :] if token != V - 1]
     for model in (ours, theirs_here):
-        for drawing in (greedy, again(greedy)):
-            assert generate_together(model, PROMPTS, 15, drawing) == alone
+        for sampling in (greedy, again(greedy)):
+            assert generate_together(model, PROMPTS, 15, sampling) == alone
 
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_prompts_of_several_lengths_say_together_what_each_says_alone_until_it_ends(family: str):
     model = DECODERS[family]()
-    drawing = dataclasses.replace(DRAWING, temperature=0.5, end_ids=frozenset(range(100, V)))
+    sampling = dataclasses.replace(SAMPLING, temperature=0.5, end_ids=frozenset(range(100, V)))
     prompts = [*PROMPTS, [(7 * i) % 100 for i in range(88)], [5, 6, 7]]  # a GPT has two positions behind 88
-    alone = [generate(model, prompt, 12, drawing) for prompt in prompts]
+    alone = [generate(model, prompt, 12, sampling) for prompt in prompts]
     given: list[tuple[int, int]] = []
     model.blocks()[0].register_forward_hook(lambda _, __, hidden: given.append(tuple(hidden.shape[:2])))
-    assert generate_together(model, prompts, 12, drawing) == alone
+    assert generate_together(model, prompts, 12, sampling) == alone
     assert given == [(5, 88), *[(5, 1)] * (len(given) - 1)]
     assert len({len(new) for new in alone}) > 2
 
 
-class Kept(Drawing):
-    """A drawing that keeps the logits that each token was drawn by."""
+class Kept(Sampling):
+    """A sampling that records the logits that each token was drawn from."""
 
     logits: ClassVar[list[Tensor]] = []
 
-    def of(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         self.logits.append(logits)
-        return super().of(logits, generator)
+        return super().draw(logits, generator)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -145,9 +145,9 @@ def test_a_prompt_that_is_a_prefix_has_the_logits_of_training_with_a_past_and_wi
     prompts = PROMPTS[1:]
     kept = Kept(V, frozenset(), temperature=0, prompt_is_prefix=True)
     said = [generate(model, prompt, 6, dataclasses.replace(kept, prompt_is_prefix=False)) for prompt in prompts]
-    for drawing in (kept, again(kept), dataclasses.replace(kept, multiple=3)):
+    for sampling in (kept, again(kept), dataclasses.replace(kept, multiple=3)):
         kept.logits.clear()
-        together = generate_together(model, prompts, 6, drawing)
+        together = generate_together(model, prompts, 6, sampling)
         assert together != said  # of prompts that are read from left to right
         for i, prompt in enumerate(prompts):
             text = prompt + together[i]
@@ -167,10 +167,10 @@ def test_prompts_of_several_lengths_say_together_what_each_says_alone_in_each_fa
         if p.dim() == 1:
             torch.nn.init.constant_(p, float(name.endswith("weight")))
     assert model.has_past
-    drawing = Drawing(V, frozenset(), temperature=2.0, top_k=0)
+    sampling = Sampling(V, frozenset(), temperature=2.0, top_k=0)
     prompts = [[7], [1, 2, 3], [(11 * i) % 120 for i in range(20)]]
-    alone = [generate(model, prompt, 12, drawing) for prompt in prompts]
-    assert generate_together(model, prompts, 12, drawing) == alone
+    alone = [generate(model, prompt, 12, sampling) for prompt in prompts]
+    assert generate_together(model, prompts, 12, sampling) == alone
     assert len({tuple(new) for new in alone}) > 1
 
 
@@ -178,9 +178,9 @@ def test_prompts_of_several_lengths_say_together_what_each_says_alone_in_each_fa
 def test_a_drawn_sample_is_the_same_with_a_past_and_without(family: str):
     model = DECODERS[family]()
     for how in ({"top_k": 0, "top_p": 0.9}, {"temperature": 1.5}):
-        drawing = dataclasses.replace(DRAWING, **how)
-        samples = [generate(model, prompt, 15, drawing) for prompt in PROMPTS]
-        assert samples == [generate(model, prompt, 15, again(drawing)) for prompt in PROMPTS]
+        sampling = dataclasses.replace(SAMPLING, **how)
+        samples = [generate(model, prompt, 15, sampling) for prompt in PROMPTS]
+        assert samples == [generate(model, prompt, 15, again(sampling)) for prompt in PROMPTS]
         assert len({tuple(sample) for sample in samples}) == len(PROMPTS)
 
 
@@ -189,11 +189,11 @@ def test_a_decoder_behind_an_encoder_says_the_same_with_a_past_and_without(kind:
     model = test_t5.small(**T5S[kind])
     lengths: list[int] = []
     model.decoder["1"].register_forward_hook(lambda _, __, hidden: lengths.append(hidden.shape[1]))
-    endless = dataclasses.replace(DRAWING, end_ids=frozenset())
-    for drawing in (endless, dataclasses.replace(endless, temperature=0)):
+    endless = dataclasses.replace(SAMPLING, end_ids=frozenset())
+    for sampling in (endless, dataclasses.replace(endless, temperature=0)):
         for prompt in PROMPTS[:2]:
             lengths.clear()
-            said = answer(model, prompt, 20, drawing, start_id=3, pad_id=0)
+            said = answer(model, prompt, 20, sampling, start_id=3, pad_id=0)
             assert lengths == [1] * len(lengths)
-            assert said == answer(model, prompt, 20, again(drawing), start_id=3, pad_id=0)
+            assert said == answer(model, prompt, 20, again(sampling), start_id=3, pad_id=0)
             assert len(said) == 20

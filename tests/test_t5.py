@@ -22,7 +22,7 @@ from dtmega.formats.whole import tensor_names
 from dtmega.hf.files import config_json
 from dtmega.hf.files.tensors import TensorFiles
 from dtmega.models import count, t5
-from dtmega.models.generate import Drawing, answer
+from dtmega.models.generate import Sampling, answer
 from dtmega.models.initial import init_weights
 from tests import plain_bloom
 from tests.test_hf import Memory
@@ -194,7 +194,7 @@ def test_greedy_answers_are_those_of_transformers(tmp_path: Path):
     read = batch()["tokens"][:1]
     ends = {"decoder_start_token_id": 3, "eos_token_id": 5, "pad_token_id": 0, "max_new_tokens": 12}
     (said,) = theirs.generate(read, do_sample=False, **ends).tolist()
-    greedy = Drawing(V, frozenset([5]), temperature=0)
+    greedy = Sampling(V, frozenset([5]), temperature=0)
     found = answer(ours_in(tmp_path), read[0].tolist(), 12, greedy, start_id=3, pad_id=0)
     assert [3, *found] == said[: len(found) + 1]
     assert len(set(found)) > 1
@@ -204,7 +204,7 @@ def test_greedy_answers_are_those_of_transformers(tmp_path: Path):
 def test_the_encoder_runs_once_for_an_answer():
     model, ran = small(), []
     model.encoder["0"].register_forward_hook(lambda *_: ran.append(1))
-    assert len(answer(model, [7, 8, 9], 4, Drawing(V, frozenset([5])), start_id=3, pad_id=0)) > 1
+    assert len(answer(model, [7, 8, 9], 4, Sampling(V, frozenset([5])), start_id=3, pad_id=0)) > 1
     assert ran == [1]
 
 

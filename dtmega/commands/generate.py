@@ -160,12 +160,12 @@ class _Conversation:
     """Answer one message after the other, each with all that was said before it."""
 
     def __init__(self, used: Used, chat: Chat, options: Mapping[str, Any]) -> None:
-        from dtmega.models.generate import Drawing
+        from dtmega.models.generate import Sampling
 
         options = dict(options)
         self._used, self._chat = used, chat
         self._n_tokens = options.pop("tokens", 512)
-        self._drawing = Drawing(used.tokenizer.vocab_size, chat.end_ids, **options)
+        self._sampling = Sampling(used.tokenizer.vocab_size, chat.end_ids, **options)
         self._messages: list[Message] = []
 
     def __call__(self, text: str) -> str:
@@ -174,7 +174,7 @@ class _Conversation:
         asked = [*self._messages, {"role": "user", "content": text}]
         # One process has the template: limits of time are not the same everywhere.
         ids = _from_first(lambda: self._chat.ids(asked))
-        said = generate(self._used.model, ids, self._n_tokens, self._drawing)
+        said = generate(self._used.model, ids, self._n_tokens, self._sampling)
         answer = self._used.tokenizer.decode(said)
         self._messages = [*asked, {"role": "assistant", "content": answer}]
         return answer

@@ -1,10 +1,12 @@
-"""Sampling from a model, token by token: to look at what it says, and to use it on a few prompts at a time.
+"""Generation: text sampled from a model token by token, for a look at it or for a few prompts at a time.
 
-Keys and values of the tokens before are kept (`dtmega/past.py`), so that each token is computed once. A model whose
-sequence is cut over tp, where one token cannot be shared, computes all of them again for each: it says the same.
+Keys and values of earlier tokens are kept (`dtmega/past.py`), so that each token is computed once. A model that tp cuts
+along the sequence cannot do so, because ranks cannot share a single token: it computes all tokens again for every new
+one, with the same result.
 
-Prompts of several lengths are filled up: on the left where a past is kept, so that their next tokens stand below each
-other, as a document of its own before place 0; else on the right, where nothing before sees it.
+Prompts of different lengths are padded to one. Where keys and values are kept, padding goes on the left, so that the
+next token of every prompt is in the same column; it is a document of its own, at places below 0. Otherwise it goes on
+the right, where a causal model does not see it.
 """
 
 from __future__ import annotations
@@ -22,31 +24,33 @@ from dtmega.models.model import Model
 from dtmega.output import counted
 from dtmega.past import Past
 
-PADDING = 64  # lengths come in few sizes, as some kernels are made for one
+PADDING = 64  # sequences are padded to multiples of this, because some kernels are compiled anew for each length
 Settle = Callable[[Tensor], bool]
 
 
-def settled(tokens: Tensor) -> bool:
-    """A `settle` for one process, which has nobody to agree with."""
+def settle_alone(tokens: Tensor) -> bool:
+    """The `settle` of a single process, which has nobody to agree with."""
     return True
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How tokens are drawn from what a model says of them, and when that ends.
+class Sampling:
+    """Settings of sampling: how each token is drawn from its logits, and when a sample ends.
 
     Attributes:
-        vocab_size: of the tokenizer; the model's may be larger.
-        end_ids: tokens that end the sample, and are not in it.
-        seed: of the draws.
-        temperature: of the softmax; 0 takes the most probable token.
-        top_k: only the k most probable tokens are drawn from; 0 = all.
-        top_p: only the most probable tokens that together have this probability, and the one that reaches it, are drawn
-            from (Holtzman et al., arXiv:1904.09751); 1 = all. Of those that top_k has left.
-        multiple: how many equal parts a sequence must divide into; more than 1 computes every token again for each.
-        settle: called with the tokens as they are drawn, int64 [B], which it may overwrite; False ends the samples.
-        keeps_past: False computes every token again for each.
-        prompt_is_prefix: each token of the prompt sees all of the prompt (`Objective.prompt_is_prefix`).
+        vocab_size: size of the tokenizer's vocabulary; the model's may be larger.
+        end_ids: tokens that end the sample and are not part of it.
+        seed: seed of the draws.
+        temperature: temperature of the softmax; 0 takes the most probable token.
+        top_k: number of most probable tokens to draw from; 0 = all.
+        top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): draw from the fewest most probable tokens
+            that reach it together, among those that top_k leaves; 1 = all.
+        multiple: number of equal parts that a sequence must divide into: the size of tp. More than 1 computes all
+            tokens again for every new one.
+        settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on them. It may overwrite
+            them; False ends the samples.
+        keeps_past: False computes all tokens again for every new one.
+        prompt_is_prefix: each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
     """
 
     vocab_size: int
@@ -56,12 +60,12 @@ class Drawing:
     top_k: int = 50
     top_p: float = 1.0
     multiple: int = 1
-    settle: Settle = settled
+    settle: Settle = settle_alone
     keeps_past: bool = True
     prompt_is_prefix: bool = False
 
-    def of(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """A token, int64 [1], by fp32 logits [V]."""
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw a token, int64 [1], from fp32 logits [V]."""
         if self.temperature == 0:
             return logits.argmax(keepdim=True)
         if self.top_k:
@@ -70,103 +74,123 @@ class Drawing:
         probabilities = (logits / self.temperature).softmax(-1)
         if self.top_p < 1:
             ordered, ids = probabilities.sort(descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered  # what the more probable ones have together
+            # The probability that the more probable tokens have together, so the one that reaches top_p is still in.
+            before = ordered.cumsum(-1) - ordered
             probabilities = probabilities.index_fill(0, ids[before >= self.top_p], 0.0)
         return torch.multinomial(probabilities, 1, generator=generator)
 
 
-def generate(model: Model, tokens: list[int], n: int, drawing: Drawing) -> list[int]:
-    """Up to `n` tokens that follow `tokens`; ends early before an end, and where positions end.
+def generate(model: Model, tokens: list[int], n: int, sampling: Sampling) -> list[int]:
+    """Sample up to `n` tokens that follow `tokens`.
+
+    Fewer, if a token of `sampling.end_ids` is drawn or the model has no more positions.
 
     Raises:
-        ValueError: an empty prompt, or one that leaves no position.
+        ValueError: an empty prompt, or one that leaves no position for a new token.
     """
-    (said,) = generate_together(model, [tokens], n, drawing)
-    return said
+    (new_tokens,) = generate_together(model, [tokens], n, sampling)
+    return new_tokens
 
 
 @torch.no_grad()
-def generate_together(model: Model, prompts: Sequence[list[int]], n: int, drawing: Drawing) -> list[list[int]]:
-    """Up to `n` tokens that follow each prompt, as `generate` has them but for the last bits of their logits.
+def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampling: Sampling) -> list[list[int]]:
+    """Sample up to `n` tokens that follow each prompt, all prompts in one batch.
+
+    Each prompt gets the tokens that `generate` would give it. Its logits may differ in their last bits, since matrices
+    of another size may be multiplied in another order.
 
     Raises:
-        ValueError: as `generate`, of one of the prompts.
+        ValueError: an empty prompt, or one that leaves no position for a new token.
     """
     longest = 0
     for prompt in prompts:
-        longest = _longest(model, prompt, drawing.multiple, answered_elsewhere=False)
+        longest = _longest(model, prompt, sampling.multiple, answer_is_separate=False)
     device = next(model.parameters()).device
     width = max(map(len, prompts), default=0)
     lengths = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     n_padding = width - lengths
-    of_one_length = all(len(prompt) == width for prompt in prompts)
+    same_length = all(len(prompt) == width for prompt in prompts)
 
-    def logits(texts: list[list[int]], past: Past | None) -> Tensor:
-        if past is None:
-            # What fills up a shorter text stands behind it, and changes nothing before it.
-            padded = torch.tensor(_padded(texts, 0, drawing.multiple, longest), device=device)
-            last = [len(text) - 1 for text in texts]
-            rows = {}
-            if drawing.prompt_is_prefix:
-                rows["prefix"] = torch.arange(padded.shape[1], device=device) < lengths
-            return model(padded, **rows)[torch.arange(len(texts)), last]
-        new = _unseen(texts, past, device)
+    def logits_of_all(texts: list[list[int]]) -> Tensor:
+        """Next-token logits [B, V], with all tokens computed; padding on the right, which causality hides."""
+        padded = torch.tensor(_padded(texts, 0, sampling.multiple, longest), device=device)
+        last = [len(text) - 1 for text in texts]
+        rows = {}
+        if sampling.prompt_is_prefix:
+            rows["prefix"] = torch.arange(padded.shape[1], device=device) < lengths
+        return model(padded, **rows)[torch.arange(len(texts)), last]
+
+    def logits_of_new(texts: list[list[int]], past: Past) -> Tensor:
+        """Next-token logits [B, V], with only new tokens computed; padding on the left, at places below 0."""
+        new = _new_to_model(texts, past, device)
         places = past.length + torch.arange(new.shape[1], device=device) - n_padding
         rows = {"places": places}
-        if drawing.prompt_is_prefix and past.length == 0:
+        if sampling.prompt_is_prefix and past.length == 0:
             rows["prefix"] = torch.ones_like(new, dtype=torch.bool)
-        if not of_one_length:
+        if not same_length:
+            # Padding is a document of its own, so no text sees it.
             rows["document_ids"] = (places < 0).long()
-            # Clamped also for a sample that has ended where positions end.
+            # A row of padding needs some position, and so does a sample that ended where the positions end, while
+            # others of the batch go on.
             rows["position_ids"] = places.clamp(0, longest - 1)
         return model(new, past=past, **rows)[:, -1]
 
+    def next_logits(texts: list[list[int]], past: Past | None) -> Tensor:
+        return logits_of_all(texts) if past is None else logits_of_new(texts, past)
+
     with _evaluating(model):
-        rooms = [min(n, longest - len(prompt)) for prompt in prompts]
-        return _drawn(model, logits, prompts, rooms, drawing)
+        limits = [min(n, longest - len(prompt)) for prompt in prompts]
+        return _draw_tokens(model, next_logits, prompts, limits, sampling)
 
 
 @torch.no_grad()
-def answer(model: Model, tokens: list[int], n: int, drawing: Drawing, *, start_id: int, pad_id: int) -> list[int]:
-    """Up to `n` tokens that a decoder says of what its encoder reads, which it does once.
+def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start_id: int, pad_id: int) -> list[int]:
+    """Sample up to `n` tokens of a decoder's answer to what its encoder reads. The encoder runs once.
 
     Args:
-        tokens: what the encoder reads.
-        start_id: the token that the decoder begins after.
-        pad_id: fills up what the encoder reads; nothing attends to it.
+        model: a model with an encoder and a decoder.
+        tokens: tokens that the encoder reads.
+        n: most tokens of the answer.
+        sampling: settings of the draws.
+        start_id: token that the decoder starts from.
+        pad_id: padding of the encoder's tokens, which nothing attends to.
 
     Raises:
-        ValueError: as `generate`.
+        ValueError: no tokens, or more than the model has positions for.
     """
-    longest = _longest(model, tokens, drawing.multiple, answered_elsewhere=True)
+    longest = _longest(model, tokens, sampling.multiple, answer_is_separate=True)
     device = next(model.parameters()).device
-    read = torch.tensor(_padded([tokens], pad_id, drawing.multiple, longest), device=device)
+    read = torch.tensor(_padded([tokens], pad_id, sampling.multiple, longest), device=device)
     is_padding = (torch.arange(read.shape[1], device=device) >= len(tokens)).long().unsqueeze(0)
 
-    def logits(texts: list[list[int]], past: Past | None) -> Tensor:
+    def next_logits(texts: list[list[int]], past: Past | None) -> Tensor:
         if past is None:
             last = len(texts[0]) - 1
-            new = torch.tensor(_padded(texts, pad_id, drawing.multiple, longest), device=device)
+            new = torch.tensor(_padded(texts, pad_id, sampling.multiple, longest), device=device)
             where = {}
         else:
             last = -1
-            new = _unseen(texts, past, device)
+            new = _new_to_model(texts, past, device)
             places = past.length + torch.arange(new.shape[1], device=device).unsqueeze(0)
             where = {"decoder_places": places, "past": past}
+        # The decoder's tokens are all of document 0, like the encoder's text; 1 is the encoder's padding.
         documents = {"document_ids": is_padding, "decoder_document_ids": torch.zeros_like(new)}
         return model(read, new, encoded=encoded, **documents, **where)[:, last]
 
     with _evaluating(model):
         encoded = model(read, document_ids=is_padding)["encoded"]
-        (said,) = _drawn(model, logits, [[start_id]], [min(n, longest)], drawing)
-        return said
+        (new_tokens,) = _draw_tokens(model, next_logits, [[start_id]], [min(n, longest)], sampling)
+        return new_tokens
 
 
-def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answered_elsewhere: bool) -> int:
-    """The longest sequence that the model has positions for and that divides: padding must end there.
+def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_separate: bool) -> int:
+    """The longest sequence that the model has positions for and that `multiple` divides.
 
     Args:
-        answered_elsewhere: a prompt may fill it.
+        model: its `longest` bounds the sequence.
+        tokens: the prompt.
+        multiple: number of equal parts that a sequence must divide into.
+        answer_is_separate: the answer is a sequence of its own, so the prompt may take all positions.
 
     Raises:
         ValueError: an empty prompt, or one that is too long.
@@ -174,20 +198,21 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answered_els
     longest = (model.longest or sys.maxsize) // multiple * multiple
     if not tokens:
         raise ValueError("the prompt has no tokens; give at least one character (--prompt)")
-    if len(tokens) >= longest + answered_elsewhere:
+    longest_prompt = longest if answer_is_separate else longest - 1
+    if len(tokens) > longest_prompt:
         raise ValueError(f"the prompt has {counted(len(tokens), 'token')}, and the model positions for {longest}")
     return longest
 
 
 def _padded(texts: Sequence[list[int]], pad_id: int, multiple: int, longest: int) -> list[list[int]]:
-    """The texts filled up on the right to one length, of which there are few, but not beyond `longest`."""
+    """The texts padded on the right to a common length: a multiple of PADDING and `multiple`, `longest` at most."""
     width = max(map(len, texts))
     width = min(width + -width % math.lcm(PADDING, multiple), longest)
     return [text + [pad_id] * (width - len(text)) for text in texts]
 
 
-def _unseen(texts: Sequence[list[int]], past: Past, device: torch.device) -> Tensor:
-    """The tokens [B, S] that a model has not been given yet: the texts filled up on the left, then the last of each."""
+def _new_to_model(texts: Sequence[list[int]], past: Past, device: torch.device) -> Tensor:
+    """The tokens [B, S] that are not in `past` yet: at first the texts, padded on the left, then the last of each."""
     if past.length:
         return torch.tensor([text[-1:] for text in texts], device=device)
     width = max(map(len, texts))
@@ -202,34 +227,44 @@ def _evaluating(model: Model) -> Iterator[None]:
     model.train(was_training)
 
 
-def _drawn(
+def _draw_tokens(
     model: Model,
     next_logits: Callable[[list[list[int]], Past | None], Tensor],
     prompts: Sequence[list[int]],
-    rooms: Sequence[int],
-    drawing: Drawing,
+    limits: Sequence[int],
+    sampling: Sampling,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, up to its room.
+    """Draw the tokens that follow each prompt, one step of the whole batch at a time.
 
     Args:
-        next_logits: gives [B, V] after all tokens so far; of those before only what `Past` has not taken in is new to
-            it. A text that has ended grows no more, and what it gives there is not looked at.
+        model: the model that `next_logits` calls.
+        next_logits: function of the texts so far and of the kept keys and values (None: nothing is kept) that returns
+            the logits [B, V] of each text's next token. Texts that have ended stay in the batch, unchanged; their
+            logits are ignored.
+        prompts: tokens of each prompt.
+        limits: most new tokens of each.
+        sampling: settings of the draws.
     """
-    keeps = drawing.keeps_past and model.has_past and drawing.multiple == 1
+    keeps = sampling.keeps_past and model.has_past and sampling.multiple == 1
     past = Past() if keeps else None
     generators: list[torch.Generator] = []
     texts = [[*prompt] for prompt in prompts]
-    going = [room > 0 for room in rooms]
+    going = [limit > 0 for limit in limits]
     while any(going):
-        logits = next_logits(texts, past)[:, : drawing.vocab_size].float()
-        if not generators:  # parameters that FSDP keeps in host memory do not tell where logits are
-            generators = [torch.Generator(logits.device).manual_seed(drawing.seed) for _ in prompts]
-        tokens = torch.cat([drawing.of(*one) for one in zip(logits, generators, strict=True)])
-        if not drawing.settle(tokens):
+        logits = next_logits(texts, past)[:, : sampling.vocab_size].float()
+        # One generator a prompt, so that its tokens do not depend on the other prompts of the batch. Made here, because
+        # the device of the logits is not that of the parameters where FSDP offloads those to the host.
+        if not generators:
+            generators = [torch.Generator(logits.device).manual_seed(sampling.seed) for _ in prompts]
+        drawn = []
+        for logits_of_one, generator in zip(logits, generators, strict=True):
+            drawn.append(sampling.draw(logits_of_one, generator))
+        tokens = torch.cat(drawn)
+        if not sampling.settle(tokens):
             break
         for i, token in enumerate(tokens.tolist()):
-            going[i] = going[i] and token not in drawing.end_ids
+            going[i] = going[i] and token not in sampling.end_ids
             if going[i]:
                 texts[i].append(token)
-                going[i] = len(texts[i]) < len(prompts[i]) + rooms[i]
+                going[i] = len(texts[i]) < len(prompts[i]) + limits[i]
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]

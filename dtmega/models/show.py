@@ -1,6 +1,6 @@
-"""A look at what a model has learnt: how it goes on from a prompt, or how it fills the masks or hidden spans of one.
+"""Samples for people: the continuation of a prompt, or what a model puts in the prompt's masks or hidden spans.
 
-A family names one of them; the end of a run and `dtmega generate` show it.
+Each family names one of these kinds; the end of a run and `dtmega generate` show it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from dtmega.data.denoising.sentinels import Marks, marks
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.data.wordpiece import MASK
-from dtmega.models.generate import PADDING, Drawing, Settle, answer, generate_together, settled
+from dtmega.models.generate import PADDING, Sampling, Settle, answer, generate_together, settle_alone
 from dtmega.models.model import Model
 from dtmega.output import counted
 
@@ -25,12 +25,12 @@ class Show(NamedTuple):
     """A kind of sample, which a family names.
 
     Attributes:
-        options: those of `dtmega generate` that it reads; it has a default for each, and is called with no others.
-        text: (model, tokenizer, prompt, **options) -> what to print; also takes `multiple` and `settle`, as `generate`
-            has them, and what `families.sample_options` says of the run. It raises a ValueError for a prompt that it
-            can do nothing with.
-        reads: keys of [data], as the run had them.
-        together: the same as `text` for several prompts, which share each forward; None: there is only one by one.
+        options: options of `dtmega generate` that it reads. It has a default for each, and is called with no others.
+        text: function (model, tokenizer, prompt, **options) -> text to print. It also takes `multiple` and `settle` of
+            `Sampling`, and the options that `families.sample_options` derives from the run. It raises a ValueError for
+            a prompt that it cannot use.
+        reads: keys of [data] that it needs with the values of the run.
+        together: `text` for several prompts, which share each forward pass; None: prompts are taken one by one.
     """
 
     options: tuple[str, ...]
@@ -39,14 +39,14 @@ class Show(NamedTuple):
     together: Callable[..., list[str]] | None = None
 
     def texts(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[str]:
-        """Return the text to print for each prompt."""
+        """The text to print for each prompt."""
         if self.together is not None:
             return self.together(model, tokenizer, prompts, **options)
         return [self.text(model, tokenizer, prompt, **options) for prompt in prompts]
 
 
 def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, **options: Any) -> str:
-    """The prompt and what a decoder draws to follow it; options as of `Drawing`, errors as of `generate`."""
+    """The prompt and its continuation by a decoder; `options` are those of `Sampling`, errors those of `generate`."""
     (text,) = all_continued(model, tokenizer, [prompt], tokens=tokens, **options)
     return text
 
@@ -54,11 +54,11 @@ def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 
 def all_continued(
     model: Model, tokenizer: Tokenizer, prompts: Sequence[str], *, tokens: int = 128, **options: Any
 ) -> list[str]:
-    """The same for each of several prompts."""
-    drawing = Drawing(tokenizer.vocab_size, frozenset([tokenizer.eod_id]), **options)
+    """Each prompt and its continuation, all in one batch; otherwise like `continued`."""
+    sampling = Sampling(tokenizer.vocab_size, frozenset([tokenizer.eod_id]), **options)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    said = generate_together(model, encoded, tokens, drawing)
-    return [prompt + tokenizer.decode(new) for prompt, new in zip(prompts, said, strict=True)]
+    continuations = generate_together(model, encoded, tokens, sampling)
+    return [prompt + tokenizer.decode(new) for prompt, new in zip(prompts, continuations, strict=True)]
 
 
 @torch.no_grad()
@@ -69,14 +69,17 @@ def filled(
     *,
     top_k: int = 5,
     multiple: int = 1,
-    settle: Settle = settled,
+    settle: Settle = settle_alone,
 ) -> str:
     """The prompt, and a line for each [MASK] in it with the most probable tokens in its place.
 
     Args:
-        top_k: how many; 0 = all.
-        multiple: how many equal parts a sequence must divide into.
-        settle: called with their ids, int64 [masks, top_k], which it may overwrite.
+        model: an encoder that returns logits [B, S, V] by name.
+        tokenizer: its tokenizer, which has [CLS], [MASK] and [SEP].
+        prompt: text with at least one [MASK].
+        top_k: number of tokens to list per mask; 0 = all.
+        multiple: number of equal parts that a sequence must divide into: the size of tp.
+        settle: function called with their ids, int64 [masks, top_k], which it may overwrite (`Sampling.settle`).
 
     Raises:
         ValueError: a prompt without a mask, or longer than the model has positions.
@@ -104,10 +107,10 @@ def filled(
 
 
 def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
-    """The ids of a prompt between [CLS] and [SEP], and the places of its masks.
+    """The ids of a prompt between [CLS] and [SEP], and the indices of its masks among them.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the prompt has no mask.
     """
     before, *after = prompt.split(MASK)
     if not after:
@@ -136,27 +139,32 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """The prompt, and a line for each <extra_id_0>, <extra_id_1>, ... in it with what a decoder says in its place.
+    """The prompt, and a line for each <extra_id_0>, <extra_id_1>, ... in it with the text that a decoder puts there.
 
     A prompt without one gets <extra_id_0> at its end.
 
     Args:
-        tokens: of the answer, at most.
-        objective, sentinels: of [data].
+        model: a model with an encoder and a decoder.
+        tokenizer: its tokenizer.
+        prompt: text in which <extra_id_0> and so on stand for hidden spans.
+        tokens: most tokens of the answer, all spans together.
+        objective, sentinels: keys of [data] as in training.
+        options: fields of `Sampling`.
 
     Raises:
-        ValueError: a mark whose number is none of those, and as of `answer`; the other options are of `Drawing`.
+        ValueError: a sentinel in the prompt whose number the model does not have, or an error of `answer`.
     """
     if not SENTINEL.search(prompt):
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    if objective != "separate-spans":  # as the rows of each have it
+    # In training the encoder's text ended in this token, except with separate spans (`data/rows.py`).
+    if objective != "separate-spans":
         read = [*read, known.end]
-    drawing = Drawing(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)
-    said = answer(model, read, tokens, drawing, start_id=known.start, pad_id=known.pad)
+    sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)
+    answer_ids = answer(model, read, tokens, sampling, start_id=known.start, pad_id=known.pad)
     numbers = [int(number) for number in SENTINEL.findall(prompt)]
-    spans = by_sentinel(said, known, first=numbers[0])
+    spans = by_sentinel(answer_ids, known, first=numbers[0])
     lines = [prompt]
     for number in numbers:
         text = [i for i in spans.get(number, []) if i < tokenizer.vocab_size]
@@ -165,36 +173,36 @@ def answered(
 
 
 def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]:
-    """The ids of a prompt, in which <extra_id_0> and so on are the sentinels.
+    """The ids of a prompt, with the sentinels in place of <extra_id_0> and so on.
 
     Raises:
-        ValueError: there are not so many of them.
+        ValueError: a number beyond the last sentinel.
     """
     text, *others = SENTINEL.split(prompt)  # text, number, text, number, ..., text
     ids = tokenizer.encode(text)
     for number, after in zip(others[::2], others[1::2], strict=True):
         if int(number) >= len(known.sentinels):
             raise ValueError(
-                f"<extra_id_{number}> is not there: sentinels={len(known.sentinels)} have the numbers from 0 to "
+                f"<extra_id_{number}> does not exist: sentinels={len(known.sentinels)} have the numbers 0 to "
                 f"{len(known.sentinels) - 1} (--prompt, [eval] prompt, [data] sentinels)"
             )
         ids += [known.sentinels[int(number)], *tokenizer.encode(after)]
     return ids
 
 
-def by_sentinel(said: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
-    """The ids that a decoder has said behind each sentinel, by its number.
+def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
+    """The ids that follow each sentinel in a decoder's answer, by the sentinel's number.
 
-    One that has learnt little says something before any sentinel: that counts for the `first` number.
+    A model that has learnt little may begin with other tokens: those count as the span of number `first`.
     """
-    numbers = {i: number for number, i in enumerate(known.sentinels)}
+    numbers = {sentinel: number for number, sentinel in enumerate(known.sentinels)}
     spans: dict[int, list[int]] = {}
     span = spans.setdefault(first, [])
-    for i in said:
-        if i in numbers:
-            span = spans.setdefault(numbers[i], [])
+    for token in answer_ids:
+        if token in numbers:
+            span = spans.setdefault(numbers[token], [])
         else:
-            span.append(i)
+            span.append(token)
     return spans
 
 

@@ -1,15 +1,14 @@
-"""T5 (Raffel et al., arXiv:1910.10683) and v1.1 of it: an encoder, and a decoder that reads the encoder's output.
+"""T5 (Raffel et al., arXiv:1910.10683) and T5 v1.1: an encoder, and a decoder that reads the encoder's output.
 
-Positions are relative: each stack has one learned number for each head and bucket of distances, which all its layers
-add to their scores. By other values of its keys the same file is Megatron's T5, with learned positions, LayerNorm,
-biases everywhere and scaled scores. Written as if for one device, as all models here: first and last modules are
-optional, and head counts come from tensors.
+Positions are relative: each stack learns one number per head and bucket of distances, and all its layers add it to
+their attention scores. With other values of its keys the same file is Megatron's T5, which has learned positions,
+LayerNorm, biases everywhere and scaled scores. bloom.py says how a file written for one device also runs in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +31,13 @@ def _norm(cfg: config.T5) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Attention to the tokens themselves, or to what the encoder made of others."""
+    """Self-attention, or cross-attention of the decoder to the encoder's output."""
 
     def __init__(self, cfg: config.T5) -> None:
         super().__init__()
         inner = cfg.n_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
+        # None is the usual 1 / sqrt(K). T5 leaves scores unscaled: `init_std` draws smaller queries instead.
         self.scale = None if cfg.scale_scores else 1.0
         self.q = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
         self.k = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
@@ -53,7 +53,15 @@ class Attention(nn.Module):
         sample_ids: Tensor | None,
         encoded: Tensor | None = None,
     ) -> Tensor:
-        """x: [B, T, D], of which queries are made; encoded: [B, S, D], of which keys and values are; None: of x too."""
+        """Attend from x to itself, or to the encoder's output.
+
+        Args:
+            x: [B, T, D], the source of the queries.
+            rule: the pairs that attend, and the numbers added to their scores.
+            head_ids: [H] int32, global numbers of this rank's heads.
+            sample_ids: [B] int64, global sample numbers, which key dropout.
+            encoded: [B, S, D], the encoder's output as the source of keys and values; None: x.
+        """
         source = x if encoded is None else encoded
         q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, K]
         k = self.k(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, K]
@@ -67,7 +75,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """act(up x), or gated act(gate x) * up x (arXiv:2002.05202), with dropout before it comes down again."""
+    """The feed-forward down(drop(act(up x))), or gated down(drop(act(gate x) * up x)) (arXiv:2002.05202)."""
 
     def __init__(self, cfg: config.T5) -> None:
         super().__init__()
@@ -78,7 +86,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size, bias=cfg.bias)
 
     def forward(self, x: Tensor, channel_ids: Tensor, sample_ids: Tensor | None, places: Tensor) -> Tensor:
-        """channel_ids: [F] int32, global numbers of the inner channels that are here."""
+        """Compute [B, T, D] from x, [B, T, D]; channel_ids, [F] int32, are global numbers of this rank's channels."""
         up = self.up(x)
         inner = self._act(up) if self.gate is None else self._act(self.gate(x)) * up
         return self.down(self.dropout(inner, sample_ids, places, channel_ids))
@@ -90,7 +98,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + drop(f(norm x)) for attention to the own stack, in a decoder to the encoder's output, and a feed-forward."""
+    """One layer: h + drop(f(norm h)) for each f of self-attention, cross-attention (decoder only) and feed-forward."""
 
     def __init__(self, cfg: config.T5, decodes: bool) -> None:
         super().__init__()
@@ -118,10 +126,24 @@ class Block(nn.Module):
         attended = self.attn(self.attn_norm(h), rule, head_ids, sample_ids)
         h = h + self.attn_dropout(attended, sample_ids, places)
         if self.cross is not None and self.cross_norm is not None and self.cross_dropout is not None:
-            read = self.cross(self.cross_norm(h), cross_rule, head_ids, sample_ids, encoded)
-            h = h + self.cross_dropout(read, sample_ids, places)
-        fed = self.mlp(self.mlp_norm(h), channel_ids, sample_ids, places)
-        return h + self.mlp_dropout(fed, sample_ids, places)
+            attended = self.cross(self.cross_norm(h), cross_rule, head_ids, sample_ids, encoded)
+            h = h + self.cross_dropout(attended, sample_ids, places)
+        transformed = self.mlp(self.mlp_norm(h), channel_ids, sample_ids, places)
+        return h + self.mlp_dropout(transformed, sample_ids, places)
+
+
+class _Text(NamedTuple):
+    """The tokens that one stack reads.
+
+    Attributes:
+        tokens: [B, S] int64.
+        places: [B, S] int64, the global index of each token in its sample.
+        document_ids: [B, S] int64; attention stays inside a document, and padding is one. None: a single document.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    document_ids: Tensor | None
 
 
 class T5(Model):
@@ -129,10 +151,12 @@ class T5(Model):
 
     Attributes:
         encoder, decoder: the blocks of each stack by number.
-        encoder_bias, decoder_bias: of relative positions, one for all layers of a stack; None with learned ones.
-        memory: what all layers of the decoder read the encoder's output through; a plan takes it in there, once.
-        head_ids, channel_ids: buffers with one entry per head, and per inner channel of the feed-forward; a plan shards
-            them as it shards those.
+        encoder_bias, decoder_bias: relative positions, [buckets, H], shared by all layers of a stack; None with learned
+            positions.
+        memory: identity that the encoder's output passes once, before all layers of the decoder read it. A plan gathers
+            the output here, for all of them at once.
+        head_ids, channel_ids: global number of each head and of each inner channel of the feed-forward, which key
+            dropout. Buffers, which a plan cuts as it cuts heads and channels.
     """
 
     cfg: config.T5
@@ -148,7 +172,9 @@ class T5(Model):
         self.cfg = cfg
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
-        # torch's second part goes from a stage's inputs to its weights, once for each.
+        # Some schedules run backward in two parts. torch finds the weights for the second part by following the graph
+        # from a stage's inputs, and goes through it once for each. The decoder's embedding depends on no input of its
+        # stage, and the table of relative positions is shared by all layers: either gives wrong gradients.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -180,11 +206,12 @@ class T5(Model):
         if learned:
             self.ties = (*self.ties, ("positions.weight", "decoder_positions.weight"))
         self.tie()
-        of_decoder: dict[str, Per] = {"decoder": "decoder", "head": "decoder"}
-        of_encoder: dict[str, Per] = {
-            f"decoder.{i}.cross.{name}": "token" for i in range(cfg.decoder_layers) for name in ("k", "v")
-        }
-        self.works_per = {**of_decoder, **of_encoder}
+        # For the FLOP counter: the decoder's modules run once per decoder token, but cross-attention makes its keys and
+        # values from the encoder's tokens. Later names override earlier ones.
+        works_per: dict[str, Per] = {"decoder": "decoder", "head": "decoder"}
+        for i in range(cfg.decoder_layers):
+            works_per |= {f"decoder.{i}.cross.k": "token", f"decoder.{i}.cross.v": "token"}
+        self.works_per = works_per
         self.register_buffer("head_ids", torch.empty(cfg.n_heads, dtype=torch.int32), persistent=False)
         self.register_buffer("channel_ids", torch.empty(cfg.ffn, dtype=torch.int32), persistent=False)
 
@@ -192,7 +219,7 @@ class T5(Model):
         return [*self.encoder.values(), *self.decoder.values()]
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """Both stacks, one after the other, each with its ends; a layer needs what all layers of its stack share."""
+        """The pieces of both stacks, encoder first. Each layer also lists the modules that its whole stack shares."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
             return [inner for module in modules if module is not None for inner in module.modules()]
@@ -207,7 +234,7 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The encoder's output goes through all stages of the decoder, beside the decoder's hidden state."""
+        """The tensors handed on: inside the decoder its hidden state, and the encoder's output for later stages."""
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
         encoded = {"encoded": "seq_len"}
@@ -233,72 +260,124 @@ class T5(Model):
         decoder_places: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """One microbatch through the layers this stage holds.
+        """Run one microbatch through the layers that this stage holds.
 
         Args:
-            tokens: [B, S] int64, what the encoder reads.
-            decoder_tokens: [B, T] int64, what the decoder has said so far; None: only the encoder runs.
-            labels: [B, T] int64, what it is to say next; -100 takes no part in the loss.
-            sample_ids: [B] int64, global sample numbers; needed in training if anything is dropped.
-            document_ids, decoder_document_ids: [B, S] and [B, T] int64, both or none; attention, also from one to the
-                other, stays inside a document, of which padding is one.
-            hidden: on stages that begin inside a stack its hidden state, [B, S, D] or [B, T, D], or the part of it
-                under a plan that cuts the sequence.
-            encoded: on stages behind the encoder its output [B, S, D], or its part. A whole model that is given it runs
-                the decoder only: to go on after the token that it has just said.
+            tokens: [B, S] int64, the text that the encoder reads.
+            decoder_tokens: [B, T] int64, the decoder's text so far; None: run the encoder only.
+            labels: [B, T] int64, the token that should follow at each place; -100 takes no part in the loss.
+            sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
+            document_ids, decoder_document_ids: [B, S] and [B, T] int64, both or neither; a token attends only to tokens
+                of its own document, in the other text too. Padding is a document of its own.
+            hidden: [B, S, D] or [B, T, D], the hidden state from the stage before, on stages that begin inside a stack.
+                Where a plan cuts the sequence, only this rank's part of it.
+            encoded: [B, S, D], the encoder's output, on stages behind the encoder; cut like hidden. A whole model that
+                is given it runs the decoder only, so that generation encodes once.
             places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
-            past: of the decoder's tokens before these, which it takes in, too.
+            past: keys and values of the decoder's earlier tokens; those of these tokens are added to it.
 
         Returns:
-            lm, the fp32 sum of token losses; on earlier stages hidden and, from the one that makes it, encoded, which
-            the encoder alone gives too. Without labels the logits [B, T, V].
+            With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, T, V]. Earlier
+            stages return "hidden", and the stage on which the encoder ends "encoded", its output; so does a whole model
+            without decoder_tokens.
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        cfg = self.cfg
-        # Logits are for a look at sequences of any length, each of which would have a kernel made for it.
-        fused = labels is not None and not (self.training and cfg.attention_dropout > 0)
-        found: dict[str, Tensor] = {}
-        encodes = encoded is None
-        if encodes and self.embed is not None and self.embed_dropout is not None:
-            hidden = self.embed_dropout(_embedded(self.embed, self.positions, tokens, places), sample_ids, places)
-        if encodes and self.encoder:
+        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
+        # token. Dropout on attention probabilities needs the plain formula: no kernel takes a keyed mask.
+        fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
+        source = _Text(tokens, places, document_ids)
+        handed_on: dict[str, Tensor] = {}
+        if encoded is None:
+            hidden, encoded = self._encode(source, hidden, sample_ids, fused)
+            if encoded is not None:
+                handed_on["encoded"] = encoded
+        if decoder_tokens is None:
+            return handed_on
+        assert decoder_places is not None
+        target = _Text(decoder_tokens, decoder_places, decoder_document_ids)
+        hidden = self._decode(target, hidden, source, encoded, sample_ids, past, fused)
+        if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
+            if hidden is not None:
+                handed_on["hidden"] = hidden
+            return handed_on
+        hidden = self.decoder_dropout(self.decoder_norm(hidden), sample_ids, decoder_places)
+        if self.cfg.scale_head:
+            # The first T5 ties the head to the embedding, whose std of 1 would make its logits too large.
+            hidden = hidden * self.cfg.hidden_size**-0.5
+        logits_or_loss = self.head(hidden, labels)
+        return logits_or_loss if labels is None else {"lm": logits_or_loss}
+
+    def _encode(
+        self, source: _Text, hidden: Tensor | None, sample_ids: Tensor | None, fused: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run the modules of the encoder that this stage holds.
+
+        Returns:
+            The encoder's hidden state, or None if the encoder ends here; the encoder's output, or None if it does not.
+        """
+        if self.embed is not None and self.embed_dropout is not None:
+            hidden = _embedded(self.embed, self.positions, source)
+            hidden = self.embed_dropout(hidden, sample_ids, source.places)
+        if self.encoder:
             table = self._table(self.encoder_bias, bidirectional=True)
-            rule = attention_rule(places, document_ids=document_ids, table=table, fused=fused)
+            rule = attention_rule(source.places, document_ids=source.document_ids, table=table, fused=fused)
             assert hidden is not None
             layers = list(self.encoder.values())
-            hidden = self.run_layers(layers, hidden, rule, self.head_ids, sample_ids, places, self.channel_ids)
-        if encodes and self.encoder_norm is not None and self.encoder_dropout is not None:
-            found["encoded"] = self.encoder_dropout(self.encoder_norm(hidden), sample_ids, places)
-            encoded = found["encoded"]
-            hidden = None
-        if decoder_tokens is None:
-            return found
-        assert decoder_places is not None
+            hidden = self.run_layers(layers, hidden, rule, self.head_ids, sample_ids, source.places, self.channel_ids)
+        if self.encoder_norm is None or self.encoder_dropout is None:
+            return hidden, None
+        return None, self.encoder_dropout(self.encoder_norm(hidden), sample_ids, source.places)
+
+    def _decode(
+        self,
+        target: _Text,
+        hidden: Tensor | None,
+        source: _Text,
+        encoded: Tensor | None,
+        sample_ids: Tensor | None,
+        past: Past | None,
+        fused: bool,
+    ) -> Tensor | None:
+        """Run the decoder's embedding and layers that this stage holds, without the norm before the head.
+
+        Args:
+            target: the decoder's text.
+            hidden: [B, T, D], the decoder's hidden state from the stage before, if the decoder began there.
+            source: the encoder's text.
+            encoded: [B, S, D], the encoder's output.
+            sample_ids, past: as in `forward`.
+            fused: whether attention may use a kernel that is compiled for this length.
+
+        Returns:
+            The decoder's hidden state [B, T, D]. On a stage that holds nothing of the decoder `hidden` as it came.
+        """
         if self.decoder_embed is not None and self.decoder_embed_dropout is not None:
-            hidden = _embedded(self.decoder_embed, self.decoder_positions, decoder_tokens, decoder_places)
-            hidden = self.decoder_embed_dropout(hidden, sample_ids, decoder_places)
-        if self.decoder:
-            assert self.memory is not None
-            documents = {"document_ids": decoder_document_ids, "fused": fused}
-            table = self._table(self.decoder_bias, bidirectional=False)
-            rule = attention_rule(decoder_places, causal=True, table=table, past=past, **documents)
-            across = attention_rule(decoder_places, key_places=places, key_document_ids=document_ids, **documents)
-            assert hidden is not None
-            layers = list(self.decoder.values())
-            shared = (self.head_ids, sample_ids, decoder_places, self.channel_ids)
-            hidden = self.run_layers(layers, hidden, rule, *shared, across, self.memory(encoded))
-        if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
-            return found if hidden is None else {**found, "hidden": hidden}
-        hidden = self.decoder_dropout(self.decoder_norm(hidden), sample_ids, decoder_places)
-        if cfg.scale_head:
-            hidden = hidden * cfg.hidden_size**-0.5
-        result = self.head(hidden, labels)
-        return result if labels is None else {"lm": result}
+            hidden = _embedded(self.decoder_embed, self.decoder_positions, target)
+            hidden = self.decoder_embed_dropout(hidden, sample_ids, target.places)
+        if not self.decoder:
+            return hidden
+        assert self.memory is not None
+        table = self._table(self.decoder_bias, bidirectional=False)
+        rule = attention_rule(
+            target.places, causal=True, document_ids=target.document_ids, table=table, past=past, fused=fused
+        )
+        # Cross-attention knows no positions: it adds no table, and hides no token of the encoder's text but by document.
+        cross_rule = attention_rule(
+            target.places,
+            document_ids=target.document_ids,
+            key_places=source.places,
+            key_document_ids=source.document_ids,
+            fused=fused,
+        )
+        assert hidden is not None
+        layers = list(self.decoder.values())
+        shared = (self.head_ids, sample_ids, target.places, self.channel_ids)
+        return self.run_layers(layers, hidden, rule, *shared, cross_rule, self.memory(encoded))
 
     def _table(self, bias: nn.Embedding | None, bidirectional: bool) -> Tensor | None:
-        """[H, 2 M + 1] fp32, what relative positions add to scores."""
+        """The numbers that relative positions add to scores, [H, 2 M + 1] fp32; None with learned positions."""
         if bias is None:
             return None
         cfg = self.cfg
@@ -306,11 +385,11 @@ class T5(Model):
         return bias(buckets.to(self.head_ids.device)).float().T
 
     def init_std(self, name: str) -> float | None:
-        """The std of a parameter: 1 / sqrt(inputs) for all but the embedding.
+        """The std of N(0, std) for the parameter with that full name; None for those that `init_constant` fills.
 
-        Queries are smaller by the factor that scores are not divided by.
-
-        mesh_tensorflow's, as in transformers; of a head that is not tied t5x's.
+        With `init = "normal"` as in Megatron. Otherwise 1 / sqrt(inputs) for all but the embedding, and for queries
+        less by the factor sqrt(K) that their scores are not divided by: mesh_tensorflow's values, as in transformers,
+        and t5x's for a head that is not tied.
         """
         cfg = self.cfg
         if name.endswith(".bias") or "norm" in name:
@@ -334,22 +413,26 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """A token of the encoder sees all others. Padding counts like text."""
+        """`Piece.attention_flops`: every token of the encoder attends to all of them. Padding counts like text."""
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """A token of the decoder sees those before it, and all of the encoder."""
+        """FLOPs of the decoder's self-attention and cross-attention.
+
+        A token of the decoder attends to the tokens before it, half of all on average, and to all of the encoder's.
+        """
         if not piece.startswith("decoder."):
             return 0, 0
-        own = 6 * self.cfg.n_heads * self.cfg.head_dim
-        return own, 2 * own
+        causal = 6 * self.cfg.n_heads * self.cfg.head_dim
+        return causal, 2 * causal
 
 
-def _embedded(words: nn.Embedding, positions: nn.Embedding | None, tokens: Tensor, places: Tensor) -> Tensor:
-    return words(tokens) if positions is None else words(tokens) + positions(places)
+def _embedded(words: nn.Embedding, positions: nn.Embedding | None, text: _Text) -> Tensor:
+    embedded = words(text.tokens)
+    return embedded if positions is None else embedded + positions(text.places)
 
 
-# The names of a feed-forward in transformers: ours by its activation, and whether it is gated.
+# The kinds of feed-forward by their names in transformers: our name of the activation, and whether it is gated.
 FEED_FORWARDS = {
     "relu": ("relu", False),
     "gated-relu": ("relu", True),
@@ -360,13 +443,13 @@ FEED_FORWARDS = {
 
 
 def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [model] for the feed-forward and for what enters the head, of a config.json.
+    """The keys of [model] for the feed-forward and for the input of the head, from a config.json.
 
-    The first T5 scales what enters its head, v1.1 does not. transformers 5 writes `scale_decoder_outputs`;
-    transformers 4 says by `tie_word_embeddings` = false that nothing is scaled.
+    The first T5 scales the input of its head, v1.1 does not. transformers 5 writes `scale_decoder_outputs`;
+    transformers 4 means by `tie_word_embeddings` = false that nothing is scaled.
 
     Raises:
-        ValueError: a feed-forward that is not known.
+        ValueError: an unknown kind of feed-forward.
     """
     said = theirs.get("feed_forward_proj", "relu")
     if said not in FEED_FORWARDS:
@@ -380,9 +463,9 @@ def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_tensors(stored: Source) -> dict[str, Any]:
-    """The key of [model] for the head, which is the embedding unless other values are stored for it.
+    """The key of [model] for a tied head: tied unless the tensors hold other values for the head.
 
-    The configuration does not tell: transformers 5 writes `tie_word_embeddings` = true for every T5, and ties what it
+    config.json does not tell, because transformers 5 writes `tie_word_embeddings` = true for every T5, and ties what it
     loads by this rule (`tie_weights` in its modeling_utils.py).
     """
     words, head = "shared.weight", "lm_head.weight"
@@ -392,7 +475,7 @@ def _of_tensors(stored: Source) -> dict[str, Any]:
 
 
 def _described(model: config.Model) -> dict[str, Any]:
-    """The same for a config.json of ours, and the ids with which their `generate` begins, pads and ends."""
+    """The same entries of a config.json that we write, and the id with which transformers' `generate` begins."""
     assert isinstance(model, config.T5)
     known = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
     return {
@@ -424,7 +507,7 @@ def _attention(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
-    """Rules of a stack, whose blocks have their feed-forward in that place of `layer`."""
+    """The rules of one stack; `feed_forward` is the index of the feed-forward in transformers' list `layer`."""
     ours, theirs = f"{stack}.{{}}", f"{stack}.block.{{}}.layer"
     return (
         Rule(f"{stack}_bias.", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias."),
@@ -438,7 +521,7 @@ def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
 
 
 def _up(model: config.Model) -> tuple[Rule, ...]:
-    """The rule of `up`, whose name depends on whether there is a gate beside it."""
+    """The rules of `up`, which transformers names differently when there is a gate."""
     assert isinstance(model, config.T5)
     name = "wi_1" if model.gated else "wi"
     layers = {"encoder": 1, "decoder": 2}
@@ -460,7 +543,7 @@ HF = Format(
         Rule("head.", "lm_head."),
     ),
     rules_of=_up,
-    # The embedding once more, and a bias across stacks that old versions of transformers stored and never used.
+    # A copy of the embedding, and a bias of cross-attention that old versions of transformers stored and never used.
     ignored=r"encoder\.embed_tokens\.weight|EncDecAttention\.relative_attention_bias\.weight",
     fixed={"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
     keys=(
@@ -474,7 +557,7 @@ HF = Format(
         Key("relative_buckets", ("relative_attention_num_buckets",), 32),
         Key("relative_max_distance", ("relative_attention_max_distance",), 128),
         Key("norm_eps", ("layer_norm_epsilon",), 1e-6),
-        # One rate there; the last of these is written.
+        # transformers has a single rate for all three; an export writes the last of these.
         Key("attention_dropout", ("dropout_rate",), 0.1, free=True),
         Key("inner_dropout", ("dropout_rate",), 0.1, free=True),
         Key("hidden_dropout", ("dropout_rate",), 0.1, free=True),
