@@ -158,7 +158,7 @@ def test_a_prompt_without_a_hidden_span_gets_one_at_its_end():
 
 
 def test_a_sentinel_that_the_run_did_not_have_is_refused():
-    with pytest.raises(ValueError, match=r"<extra_id_3> does not exist: .* the numbers 0 to 2 \(--prompt, .*\[data\] sentinels"):
+    with pytest.raises(ValueError, match=r"<extra_id_3> does not exist: .* 0 to 2 \(--prompt, .*\[data\] sentinels"):
         show("<extra_id_3>", [], sentinels=3)
 
 

@@ -363,7 +363,7 @@ class T5(Model):
         rule = attention_rule(
             target.places, causal=True, document_ids=target.document_ids, table=table, past=past, fused=fused
         )
-        # Cross-attention knows no positions: it adds no table, and hides no token of the encoder's text but by document.
+        # Cross-attention knows no positions: it adds no table, and only documents restrict it.
         cross_rule = attention_rule(
             target.places,
             document_ids=target.document_ids,
