@@ -27,7 +27,7 @@ from tests.test_wire import Wire, settings
 
 SIZES = {"pp": 3, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
 N = 24
-# The vocabulary leaves no rank with a smaller part, so that the formulas of cost.wire hold on all.
+# The vocabulary leaves no rank with a smaller part, so that the formulas of traffic.py hold on all.
 KEYS: dict[str, Any] = {"mesh": SIZES, "model": {"pad_vocab_to_multiple": 4}}
 FIRST, MIDDLE, LAST = 5, 8 + 6, 16 + 3  # a rank of each pipeline stage, of which there are 8
 

@@ -1,4 +1,4 @@
-"""cost.wire against what a step of the training loop really hands to torch.distributed, operation by operation."""
+"""The formulas of traffic.py against what a step hands to torch.distributed, operation by operation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtmega import config, cost, families, job, loss, mesh, train
+from dtmega import config, families, job, loss, mesh, train
 from dtmega.data.loader import StepBatch
 from dtmega.fsdp import wraps
 from dtmega.mesh import World
@@ -25,6 +25,7 @@ from dtmega.pipelining.schedule import splits_backward
 from dtmega.pipelining.split import plan_stages
 from dtmega.plans import mappings
 from tests import ranks
+from tests.traffic import Traffic, traffic_of_a_step
 
 # torch's operations, in place and functional. One that is not here ends the test with a KeyError.
 KINDS = {
@@ -158,14 +159,14 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
             pipeline = {"stages": stages.pieces, "held": held, "splits_backward": splits}
         wrapped = wraps(cfg, world.sizes, splits)
         expected: Counter[tuple[str, str, int]] = Counter()
-        for traffic in cost.wire(cfg, pieces, world.sizes, CHUNK_TOKENS, wrapped, **pipeline):
+        for traffic in traffic_of_a_step(cfg, pieces, world.sizes, CHUNK_TOKENS, wrapped, **pipeline):
             for _, axis, kind, ops, payload_bytes in handed_to_gloo(traffic, world.sizes):
                 expected[wire.names[groups[axis].group_name], kind, payload_bytes] += ops
         found.append((wire.seen, expected))
     return found
 
 
-def handed_to_gloo(traffic: cost.Traffic, sizes: dict[str, int]) -> list[cost.Traffic]:
+def handed_to_gloo(traffic: Traffic, sizes: dict[str, int]) -> list[Traffic]:
     """The operations on a CPU, where FSDP's two collectives are a message to, and one from, each other rank."""
     n = sizes["dp_shard"]
     if traffic.axis != "dp_shard":
@@ -269,12 +270,12 @@ def test_a_pipeline_that_gathers_several_times_a_step_has_no_formula():
     cfg = config.validate(settings(keys, 2, 4), "test")
     sizes = mesh.resolve(cfg.mesh, 4)
     with pytest.raises(ValueError, match="reshard_after_forward=True"):
-        cost.wire(cfg, families.pieces(cfg.model), sizes, CHUNK_TOKENS, True, [["layers.0"], ["layers.1"]])
+        traffic_of_a_step(cfg, families.pieces(cfg.model), sizes, CHUNK_TOKENS, True, [["layers.0"], ["layers.1"]])
     many = config.validate(settings({"mesh": {"pp": 2, "dp_shard": 2}}, 8, 4), "test")
     pieces, stages = families.pieces(many.model), [[f"layers.{i}"] for i in range(8)]
-    assert cost.wire(many, pieces, sizes, CHUNK_TOKENS, True, stages, held=(0, 2, 4))
+    assert traffic_of_a_step(many, pieces, sizes, CHUNK_TOKENS, True, stages, held=(0, 2, 4))
     with pytest.raises(ValueError, match="and 4 stages per rank"):
-        cost.wire(many, pieces, sizes, CHUNK_TOKENS, True, stages, held=(0, 2, 4, 6))
+        traffic_of_a_step(many, pieces, sizes, CHUNK_TOKENS, True, stages, held=(0, 2, 4, 6))
 
 
 def test_layers_that_are_not_megatrons_have_no_formula():
@@ -282,7 +283,7 @@ def test_layers_that_are_not_megatrons_have_no_formula():
     pieces = families.pieces(cfg.model)
     pieces[2] = pieces[2]._replace(elements=pieces[2].elements - 1)
     with pytest.raises(ValueError, match=r"layers.1 has 3279 elements, expected Megatron's 3280 \(\[model\] name\)"):
-        cost.wire(cfg, pieces, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS, wrapped=False)
+        traffic_of_a_step(cfg, pieces, mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS, wrapped=False)
 
 
 def test_ends_with_learned_positions_have_no_formula():
@@ -290,7 +291,7 @@ def test_ends_with_learned_positions_have_no_formula():
     keys["model"] |= {"name": "gpt", "max_position_embeddings": 12}
     cfg = config.validate(keys, "test")
     with pytest.raises(ValueError, match=r"no formula for the ends of this model: .* \(\[model\] name\)"):
-        cost.wire(cfg, families.pieces(cfg.model), mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS, wrapped=False)
+        traffic_of_a_step(cfg, families.pieces(cfg.model), mesh.resolve(cfg.mesh, 2), CHUNK_TOKENS, wrapped=False)
 
 
 def test_an_all_gather_that_nobody_asked_for_is_found_in_backward():
