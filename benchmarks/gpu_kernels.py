@@ -233,7 +233,7 @@ def _allocate(model: torch.nn.Module, device: torch.device) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def least_bytes(model: config.OwnModel, seq_len: int) -> tuple[int, int]:
+def least_bytes(model: config.NativeModel, seq_len: int) -> tuple[int, int]:
     """The least that the passes of a block move, forward and backward, for one sequence in bf16.
 
     Products and attention read what is written and write what is read; each pass in between reads its inputs once and
@@ -250,7 +250,7 @@ def least_bytes(model: config.OwnModel, seq_len: int) -> tuple[int, int]:
     forward = (norm + norm_of_sum + add) * stream + (2 + gated) * ffn + 2 * rotated
     # A norm's gradient reads that of its output, its input, and the gradient that passes it by.
     backward = 2 * 4 * stream + (3 + 2 * gated) * ffn + 2 * rotated
-    if isinstance(model, config.DroppingModel):
+    if isinstance(model, config.DropoutModel):
         # Where a branch ends its gradient is one with dropped places; without, the sum of the last bias reads it.
         backward += (3 if model.hidden_dropout else 1) * stream
     return 2 * forward, 2 * backward

@@ -1,7 +1,8 @@
-"""Keys as they are declared: sections, the classes that a section may have, and all of it as `--help`.
+"""Declarations of keys: sections, the classes that a section may have, and the text that `--help` prints of them.
 
-A section is a class, or one of several as pydantic's union with a discriminator: one of its keys tells which. This file
-knows no key of dtmega: `config/` declares them, `sections.py` reads them.
+A section has one class, or several of which one of its keys chooses: [model] has a class for each family, chosen by
+`name` (in pydantic's words a union with a discriminator). This file knows no key of dtmega. `config/` declares the
+keys, `sections.py` reads their values.
 """
 
 from __future__ import annotations
@@ -15,57 +16,64 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-COLUMNS = 80  # what --help fits into
+COLUMNS = 80  # width of `--help`
 
 
 def key(default: Any, line: str, **bounds: Any) -> Any:
-    """A key of a section: its default, its line in `--help`, and pydantic's bounds."""
+    """Declare a key of a section.
+
+    Args:
+        default: the key's default value.
+        line: the key's description in `--help` and docs/configuration.md.
+        **bounds: pydantic's constraints, such as `ge=0`.
+    """
     return Field(default, description=line, **bounds)
 
 
 class Section(BaseModel):
-    """The keys of one [section]."""
+    """Base class of all sections: frozen, without unknown keys, no conversion between types, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
-class Kinds:
+class SectionClasses:
     """The classes that a section may have.
 
     Attributes:
-        tells: the key that tells which; '' where there is one class only.
-        default: the value of that key where it is left out.
-        classes: value -> class.
+        discriminator: the key whose value chooses the class; '' if there is only one class.
+        default: the value of that key if a configuration leaves it out.
+        classes: value of that key -> class.
     """
 
-    tells: str
+    discriminator: str
     default: str
     classes: Mapping[str, type[Section]]
 
     @classmethod
-    def of(cls, info: FieldInfo) -> Kinds:
-        """The classes that a section is declared to be one of."""
+    def of(cls, info: FieldInfo) -> SectionClasses:
+        """The classes of a section, from its declaration in the configuration's class."""
         if info.discriminator is None:
             assert isinstance(info.annotation, type)
             assert issubclass(info.annotation, Section)
             return cls("", "", {"": info.annotation})
-        tells = str(info.discriminator)
+        discriminator = str(info.discriminator)
         classes: dict[str, type[Section]] = {}
-        for kind in get_args(info.annotation):
-            classes[kind.model_fields[tells].default] = kind
-        return cls(tells, getattr(info.default, tells), classes)
+        for section_class in get_args(info.annotation):
+            classes[section_class.model_fields[discriminator].default] = section_class
+        return cls(discriminator, getattr(info.default, discriminator), classes)
 
-    def owners(self, k: str) -> dict[str, FieldInfo]:
-        """Value of the key that tells -> the declaration of `k`, of the classes that have it."""
-        return {value: kind.model_fields[k] for value, kind in self.classes.items() if k in kind.model_fields}
+    def declarations(self, k: str) -> dict[str, FieldInfo]:
+        """The declarations of key `k`, by the discriminator's value; classes without this key are left out."""
+        return {value: cls.model_fields[k] for value, cls in self.classes.items() if k in cls.model_fields}
 
 
 class Group(NamedTuple):
-    """Keys of a section that the same of its classes declare alike.
+    """Keys of a section that the same of its classes declare in the same way.
 
     Attributes:
-        title: the section, and where not all of its classes have these keys, which do.
+        section: the section's name.
+        title: heading of the group: the section, and the classes that have these keys unless all of them do.
         fields: key -> its declaration.
     """
 
@@ -75,34 +83,50 @@ class Group(NamedTuple):
 
 
 def groups_of(kind: type[BaseModel]) -> list[Group]:
-    """All keys in order; in a section of several classes those of all of them first."""
-    found: list[Group] = []
+    """The keys of all sections, in groups; the keys that all classes of a section have come first.
+
+    Args:
+        kind: the configuration, a field for each section.
+    """
+    groups: list[Group] = []
     for section, info in kind.model_fields.items():
-        kinds = Kinds.of(info)
-        every = f"[{section}]"
-        groups: dict[str, dict[str, FieldInfo]] = {every: {}}
-        if kinds.tells:
-            one = kinds.owners(kinds.tells)[kinds.default]
-            choices: Any = Literal[tuple(kinds.classes)]
-            groups[every][kinds.tells] = FieldInfo(
-                annotation=choices, default=kinds.default, description=one.description
-            )
-        for k in dict.fromkeys(k for each in kinds.classes.values() for k in each.model_fields if k != kinds.tells):
-            alike: dict[str, list[str]] = {}
-            declared = kinds.owners(k)
-            for value, field in declared.items():
-                alike.setdefault(repr(field), []).append(value)
-            for values in alike.values():
-                title = every if len(values) == len(kinds.classes) else f"{every}, {which(kinds, values)}"
-                groups.setdefault(title, {})[k] = declared[values[0]]
-        found += [Group(section, title, fields) for title, fields in groups.items()]
-    return found
+        fields_by_title = _fields_by_title(section, SectionClasses.of(info))
+        groups += [Group(section, title, fields) for title, fields in fields_by_title.items()]
+    return groups
+
+
+def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str, FieldInfo]]:
+    """The keys of a section, by the title of their group."""
+    every = f"[{section}]"
+    groups: dict[str, dict[str, FieldInfo]] = {every: {}}
+    if kinds.discriminator:
+        # Each class declares the discriminator with its own value only; the help lists all values.
+        declaration = kinds.declarations(kinds.discriminator)[kinds.default]
+        choices: Any = Literal[tuple(kinds.classes)]
+        groups[every][kinds.discriminator] = FieldInfo(
+            annotation=choices, default=kinds.default, description=declaration.description
+        )
+    all_keys: dict[str, None] = {}  # in the order of their first declaration
+    for section_class in kinds.classes.values():
+        all_keys.update(dict.fromkeys(section_class.model_fields))
+    all_keys.pop(kinds.discriminator, None)
+    for k in all_keys:
+        # Two families may declare a key with different defaults: such a key stands in two groups.
+        declarations = kinds.declarations(k)
+        values_by_declaration: dict[str, list[str]] = {}
+        for value, field in declarations.items():
+            values_by_declaration.setdefault(repr(field), []).append(value)
+        for values in values_by_declaration.values():
+            title = every if len(values) == len(kinds.classes) else f"{every}, {condition(kinds, values)}"
+            groups.setdefault(title, {})[k] = declarations[values[0]]
+    return groups
 
 
 def describe_keys(kind: type[BaseModel], only: str = "") -> str:
-    """Every key with its default, its line, and what it may be where that is a choice.
+    """The list of keys that `--help` prints: each with its default, its description, and its values if it is a choice.
 
     Args:
+        kind: the configuration, a field for each section.
         only: the section to describe; '' describes all.
     """
     lines: list[str] = []
@@ -114,8 +138,8 @@ def describe_keys(kind: type[BaseModel], only: str = "") -> str:
             default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]
             lines.append(f"  --{section}.{k} {' '.join(default.split())}")
             choices = choices_of(field)
-            some = "any of" if get_origin(field.annotation) is list else "one of"
-            listed = f"; {some} {', '.join(choices)}" if len(choices) > 1 else ""
+            quantity = "any of" if get_origin(field.annotation) is list else "one of"
+            listed = f"; {quantity} {', '.join(choices)}" if len(choices) > 1 else ""
             indent = " " * 6
             lines += textwrap.wrap(
                 f"{field.description}{listed}",
@@ -128,12 +152,17 @@ def describe_keys(kind: type[BaseModel], only: str = "") -> str:
 
 
 def choices_of(field: FieldInfo) -> list[str]:
-    """The values of a key that is one of a few, or a list of them, without quotes; [] for any other key."""
-    kinds = get_args(field.annotation) if get_origin(field.annotation) is not Literal else (field.annotation,)
-    literals = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-    return literals + (["true", "false"] if literals and bool in kinds else [])
+    """The values of a key that takes one of a few words, or a list of them, without quotes; [] for any other key."""
+    kinds = (field.annotation,) if get_origin(field.annotation) is Literal else get_args(field.annotation)
+    words: list[str] = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            words += [str(value) for value in get_args(kind)]
+    if words and bool in kinds:  # such as "auto" | bool
+        words += ["true", "false"]
+    return words
 
 
-def which(kinds: Kinds, values: Sequence[str]) -> str:
-    """`name = 'bloom' or 'gpt'`"""
-    return f"{kinds.tells} = {' or '.join(repr(value) for value in values)}"
+def condition(kinds: SectionClasses, values: Sequence[str]) -> str:
+    """The condition that one of these classes is chosen, as messages and headings say it: `name = 'bloom' or 'gpt'`."""
+    return f"{kinds.discriminator} = {' or '.join(repr(value) for value in values)}"

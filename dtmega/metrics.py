@@ -28,7 +28,7 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from dtmega import cost, durable, peak
-from dtmega.config import Config, End
+from dtmega.config import Config, RunEnd
 from dtmega.cost import Piece
 from dtmega.job import MAX_STEP
 from dtmega.output import counted
@@ -55,7 +55,7 @@ class Metrics:
         pieces: Sequence[Piece],
         device: torch.device,
         world_size: int,
-        end: End,
+        end: RunEnd,
         *,
         start_step: int = 0,
         write: bool = True,
@@ -305,7 +305,7 @@ def describe_run(
     n_tokens: int,
     epochs: float,
     step: int,
-    end: End,
+    end: RunEnd,
 ) -> str:
     """The numbers that follow from the configuration, each once.
 

@@ -1,9 +1,10 @@
-"""Mixtures of corpora as keys of [data] write them: a name, then parts of corpora with their weights.
+"""Mixtures of corpora, as [data] train, test and validation write them: a name, then parts of corpora with weights.
 
     validation = ["wiki=data/wiki", "mix: 0.3 0:0.95 data/a, 0.7 0.5:1 data/b"]
 
-The second form is that of Megatron-DeepSpeed's --train-weighted-split-paths (`parse_data_paths` in its
-`megatron/arguments.py`): 0.5:1 is the second half of a corpus's documents. The first form is one corpus, whole.
+The first form, with `=`, is one whole corpus. The second, with `:`, is a list of WEIGHT START:END PREFIX, as in
+Megatron-DeepSpeed's --train-weighted-split-paths (`parse_data_paths` in its `megatron/arguments.py`); 0.5:1 is the
+second half of a corpus's documents.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Share(NamedTuple):
     """A part of a corpus in a mixture.
 
     Attributes:
-        weight: positive; only its ratio to the others counts.
-        start, end: which documents, as fractions of them.
-        prefix: of PREFIX.bin and PREFIX.idx.
+        weight: share of the samples, relative to the other weights of the mixture; positive.
+        start, end: range of the corpus's documents, as fractions from 0 to 1.
+        prefix: path of the corpus without suffix: PREFIX.bin and PREFIX.idx.
     """
 
     weight: float
@@ -31,7 +32,10 @@ class Share(NamedTuple):
     prefix: str
 
     def documents(self, n: int) -> tuple[int, int]:
-        """The (start, stop) of n documents; Python's rounding, half to even, as of `get_split_by_range_`."""
+        """The range of documents, (start, stop), in a corpus of n.
+
+        Rounded half to even, as by Megatron-DeepSpeed's `get_split_by_range_`.
+        """
         return round(self.start * float(n)), round(self.end * float(n))
 
 
@@ -47,27 +51,27 @@ class Mixture(NamedTuple):
 
 
 def parse(written: str) -> Mixture:
-    """The mixture that is written so.
+    """Parse a mixture in either of the two forms.
 
     Raises:
-        ValueError: it has neither of the two forms.
+        ValueError: the text has neither form, or one of its parts is malformed.
     """
     named = NAMED.fullmatch(written)
     if named is None:
         raise ValueError(f"expected {FORM}, such as 'wiki={written}', got '{written}'")
-    name, sign, rest = named.groups()
+    name, sign, content = named.groups()
     if sign == "=":
-        if not rest:
+        if not content:
             raise ValueError(f"expected {FORM}, got '{written}'")
-        return Mixture(name, (Share(1.0, 0.0, 1.0, rest),))
-    return Mixture(name, tuple(_share(part) for part in rest.split(",")))
+        return Mixture(name, (Share(1.0, 0.0, 1.0, content),))
+    return Mixture(name, tuple(_share(part) for part in content.split(",")))
 
 
 def _share(written: str) -> Share:
-    """The share that is written so.
+    """Parse WEIGHT START:END PREFIX.
 
     Raises:
-        ValueError: these are not a weight, a range and a prefix.
+        ValueError: the text is not of that form, or a number is out of range.
     """
     try:
         weight_text, bounds, prefix = written.split()

@@ -123,7 +123,7 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
     return low + (peak - low) * weight
 
 
-def rate_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> float:
+def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
     """The rate of the update that brings the run to so many steps and samples.
 
     Args:
@@ -132,7 +132,7 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> fl
     return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
 
 
-def notes_on_warmup(cfg: config.Config, end: config.End) -> list[str]:
+def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
     """A line for the user if the warm-up takes more than half of the run: [optim] lr is then hardly reached, or not.
 
     Args:
@@ -149,7 +149,7 @@ def notes_on_warmup(cfg: config.Config, end: config.End) -> list[str]:
     ]
 
 
-def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.End) -> float:
+def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
     """The weight decay of the update that brings the run to so many steps and samples; arguments as of `rate_at`.
 
     Megatron's curves (`optimizer_param_scheduler.py`, get_wd), which end with the training, and count the batch of the

@@ -24,7 +24,7 @@ from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import load_weights
-from dtmega.config import End
+from dtmega.config import RunEnd
 from dtmega.cores import Cores
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.text import open_text, read_again
@@ -292,7 +292,7 @@ def train(run: Run, at: Progress) -> int:
     return run.ending.because(code, stopping or FINISHED)
 
 
-def one_step(run: Run, batch: StepBatch, at: Progress, end: End, started: float) -> tuple[Progress, bool | None]:
+def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: float) -> tuple[Progress, bool | None]:
     """Train on a batch, or pass it over, and report it.
 
     Args:

@@ -18,7 +18,7 @@ from dtmega.megatron import flags
 from tests import keys
 
 TABLE = keys.read()
-NAMES = " or ".join(declared.Kinds.of(config.Config.model_fields["model"]).classes)
+NAMES = " or ".join(declared.SectionClasses.of(config.Config.model_fields["model"]).classes)
 
 
 def load(tmp_path: Path, toml: str = "", *overrides: str) -> Config:
@@ -416,12 +416,12 @@ def test_an_option_of_another_section_is_not_named_though_its_key_has_the_same_n
         (
             "--data.validation=a,b",
             """--data.validation: Input should be a valid list, got 'a,b'; write --data.validation '["a", "b"]' """
-            "(further sets for validation, each with a loss of its own: 'NAME=PREFIX', or mixtures as in train)",
+            "(additional validation sets, each with its own loss: 'NAME=PREFIX', or mixtures as in train)",
         ),
         (
             "--data.weights=0.3,1",
             "--data.weights: Input should be a valid list, got '0.3,1'; write --data.weights '[0.3, 1]' "
-            "(one positive weight per path, normalised; empty = by number of tokens)",
+            "(one positive weight per path, normalised; empty = proportional to the number of tokens)",
         ),
         ("--data.num_workers=999", "--data.num_workers: Input should be less than or equal to 64, got 999"),
     ],

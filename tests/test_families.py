@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtmega import config, families, parallelize, train
-from dtmega.declared import Kinds
+from dtmega.declared import SectionClasses
 from dtmega.startup import same_job
 from tests import layouts
 from tests.test_house import REPO, arrows, modules
@@ -44,7 +44,7 @@ def test_only_families_imports_the_models_and_plans_of_families():
 
 
 def test_every_name_of_the_configuration_has_a_record():
-    names = Kinds.of(config.Config.model_fields["model"]).classes
+    names = SectionClasses.of(config.Config.model_fields["model"]).classes
     assert families.FAMILIES.keys() == names.keys()
 
 

@@ -28,7 +28,7 @@ V, S, T = 29, 6, 4  # words, places of the first stack and of the second
 
 
 class Layer(nn.Module):
-    def __init__(self, cfg: config.DroppingModel) -> None:
+    def __init__(self, cfg: config.DropoutModel) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(cfg.hidden_size)
         self.mlp = MLP(cfg)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtmega import config
-from dtmega.declared import Kinds
+from dtmega.declared import SectionClasses
 from dtmega.megatron.flags import FLAGS, Flag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-megatron.md"
@@ -114,10 +114,10 @@ def _row(flag: Flag) -> str:
 def _default(name: str) -> str:
     """The default of section.key, in each of the classes that a section may have."""
     section, _, key = name.partition(".")
-    kinds = Kinds.of(config.Config.model_fields[section])
-    if key == kinds.tells:
+    kinds = SectionClasses.of(config.Config.model_fields[section])
+    if key == kinds.discriminator:
         return kinds.default
-    defaults = dict.fromkeys(str(field.default) for field in kinds.owners(key).values())
+    defaults = dict.fromkeys(str(field.default) for field in kinds.declarations(key).values())
     return " or ".join("empty" if default in ("", "[]") else default for default in defaults)
 
 

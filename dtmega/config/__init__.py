@@ -1,11 +1,14 @@
-"""TOML + `--section.key value` -> frozen typed sections. No torch: a bad configuration fails before anything starts.
+"""The configuration of a run: a TOML file and `--section.key value` options become frozen, typed sections.
 
     config = load(["--config", "bloom.toml", "--optim.lr", "1e-3"])
     config.optim.lr
 
-Every key is declared once, below or for [model] in `model_sections.py`, with its default and one line; `--help` prints
-exactly that. An interval of 0 is off, dtypes are torch's names. How they are read is in `sections.py`. `neighbours.py`
-says which key a wrong one may have meant, from the table of `synonyms.py`.
+Every key is declared once, with its default and a line of help: here, or in `model_sections.py` for [model]. `--help`
+and docs/configuration.md print these declarations. An interval of 0 switches its feature off; dtypes have torch's
+names.
+
+Nothing here imports torch, so that a bad configuration is refused within a fraction of a second. `sections.py` does the
+reading; `neighbours.py` suggests the key that an unknown one may have meant, from the table in `synonyms.py`.
 """
 
 from __future__ import annotations
@@ -25,26 +28,29 @@ from dtmega.config.synonyms import SECTIONS, SYNONYMS
 from dtmega.declared import Section, key
 from dtmega.mixture import Mixture
 from dtmega.model_sections import GPT, T5, Bert, Bloom, Llama, Transformers
-from dtmega.model_sections import DroppingModel as DroppingModel  # those below for all who ask this file for them
+from dtmega.model_sections import DropoutModel as DropoutModel  # re-exported, as the two below
 from dtmega.model_sections import Model as Model
-from dtmega.model_sections import OwnModel as OwnModel
+from dtmega.model_sections import NativeModel as NativeModel
 from dtmega.sections import ConfigError, Override
 
 PACKAGE = Path(__file__).resolve().parent.parent
-CONFIGS_DIR = PACKAGE / "configs"  # in a copy of the repository a link to the folder beside the package
+CONFIGS_DIR = PACKAGE / "configs"  # in a clone of the repository, a link to the folder next to the package
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
-GONE = ("elements", "digest")  # keys of [model] that earlier versions wrote into every config.toml
-WARMUPS = ("warmup", "warmup_fraction")  # keys of [optim] that give one length in two units
+RETIRED_MODEL_KEYS = ("elements", "digest")  # earlier versions wrote them into [model] of every config.toml
+WARMUP_KEYS = ("warmup", "warmup_fraction")  # the two keys of [optim] that set the length of the warm-up
 HELP = """usage: python train.py --config NAME.toml [--section.key value ...]
+
+Train a model. NAME.toml is a path, or the name of a file in configs/.
 Several processes: torchrun --nproc-per-node N train.py --config NAME.toml ...
 Installed, from any folder: dtmega train --config NAME.toml ..., or
     torchrun --nproc-per-node N -m dtmega train --config NAME.toml ...
-NAME is a path, or a name under configs/. One section alone: -h SECTION.
-Every key, its default, what it is:"""
+
+Every key with its default and its meaning follows; -h SECTION prints one
+section only."""
 
 
-class End(NamedTuple):
-    """Counts of what a run has done when it is done."""
+class RunEnd(NamedTuple):
+    """The end of a run: the optimizer steps and samples that it has done by then."""
 
     steps: int
     samples: int
@@ -56,47 +62,77 @@ class Run(Section):
         "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/",
         min_length=1,
     )
-    seed: int = key(1234, "the one seed: initial values, data order and dropout are functions of it", ge=0, lt=2**31)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto takes the GPU where there is one")
-    timeout_s: float = key(600.0, "a process that does nothing for so long hangs: the job ends and names it", gt=0)
-    grace_s: float = key(20.0, "after a signal, how long a step may take before the process leaves unsaved", gt=0)
+    seed: int = key(1234, "the only seed: it determines initial values, data order and dropout", ge=0, lt=2**31)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one, else the CPU")
+    timeout_s: float = key(
+        600.0, "a process without progress for this long counts as hung: the job ends and names it", gt=0
+    )
+    grace_s: float = key(
+        20.0, "after a signal, how long the current step may take; then the process exits without saving", gt=0
+    )
 
     def collective_timeout_s(self) -> float:
-        """A collective that times out cannot say who is behind; the watch can, and must come first."""
+        """Seconds after which a collective gives up: twice `timeout_s`.
+
+        The watch (`watch.py`) must fire first: it names the rank that hangs, which a timed-out collective cannot.
+        """
         return 2 * self.timeout_s
 
 
 class Data(Section):
-    path: str | list[str] = key("stdlib", "'stdlib' (Python's own docs and sources) or .bin/.idx prefixes")
-    weights: list[float] = key([], "one positive weight per path, normalised; empty = by number of tokens")
+    path: str | list[str] = key(
+        "stdlib", "the corpus: 'stdlib' (Python's own docs and sources), or prefixes of .bin/.idx files"
+    )
+    weights: list[float] = key(
+        [], "one positive weight per path, normalised; empty = proportional to the number of tokens"
+    )
     tokenizer: str = key("stdlib-8k", "stdlib-8k, stdlib-wordpiece, bytes, bert:VOCAB, a file or a tiktoken name")
-    seq_len: int = key(256, "S, tokens in a sequence", ge=1)
-    split: str = key("969,30,1", "documents to train, valid, test, by weight")
+    seq_len: int = key(256, "S: tokens in a sequence", ge=1)
+    split: str = key("969,30,1", "weights by which documents are divided into train, valid and test")
     validation: list[str] = key(
-        [], "further sets for validation, each with a loss of its own: 'NAME=PREFIX', or mixtures as in train"
+        [], "additional validation sets, each with its own loss: 'NAME=PREFIX', or mixtures as in train"
     )
-    train: str = key("", "instead of path, weights and split: 'NAME: WEIGHT START:END PREFIX, ...', 0.5:1 = later half")
-    test: str = key("", "with train: the same for the test")
+    train: str = key(
+        "",
+        "a mixture of ranges of corpora, instead of path, weights and split: "
+        "'NAME: WEIGHT START:END PREFIX, ...'; 0.5:1 = the second half of a corpus",
+    )
+    test: str = key("", "the test set, in the same form; only with train")
     order: Literal["auto", "megatron-lm", "megatron-deepspeed", "megatron-core"] = key(
-        "auto", "samples in the order of a run of the original's that goes on here; auto: dtmega's own"
+        "auto", "read samples in the order that Megatron would have, to continue one of its runs; auto: dtmega's own"
     )
-    order_samples: int = key(0, "with order: samples the original was to train on; 0 = as [train] says", ge=0)
+    order_samples: int = key(
+        0, "with order: number of samples that the Megatron run was started for; 0 = as [train] says", ge=0
+    )
     eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
-    reset_position_ids: bool = key(False, "positions start again after each end-of-document; ALiBi (bloom) has none")
+    reset_position_ids: bool = key(
+        False, "restart positions at 0 after each end-of-document; no effect on bloom, whose ALiBi needs no positions"
+    )
     reset_attention_mask: bool = key(False, "no attention across an end-of-document")
     decoder_seq_len: int = key(0, "t5: T, tokens in a sequence of the decoder; 0 = a quarter of S", ge=0)
     objective: Literal["auto", "prefix-lm", "separate-spans"] = key(
-        "auto", "auto = the family's; prefix-lm: each text's start is given; separate-spans: t5, Megatron's form"
+        "auto",
+        "auto: the family's own; prefix-lm: read the first part of each text in both directions, predict the rest; "
+        "separate-spans: t5 with spans of whole words, as Megatron's T5",
     )
-    reweight_positions: bool = key(False, "prefix-lm: early tokens weigh more, which are targets more seldom")
-    short_seq_prob: float = key(0.1, "bert, separate-spans: share of samples that are cut shorter than S", ge=0, le=1)
-    mask_prob: float = key(0.15, "bert, t5: share of the tokens that are hidden, at least one", gt=0, lt=1)
-    max_ngram: int = key(3, "bert: words that are masked together at most", ge=1, le=10)
-    mean_span: float = key(3.0, "t5: tokens in a hidden span, as a mean", ge=1)
-    max_span: int = key(10, "separate-spans: words in a hidden span at most", ge=1, le=32)
-    sentinels: int = key(100, "t5: ids that stand for hidden spans, the tokenizer's or those behind its last", ge=1)
+    reweight_positions: bool = key(False, "prefix-lm: weight early positions more, because they are targets less often")
+    short_seq_prob: float = key(
+        0.1, "bert, separate-spans: share of samples that are cut to a random length below S", ge=0, le=1
+    )
+    mask_prob: float = key(0.15, "bert, t5: share of the tokens to hide, at least one token", gt=0, lt=1)
+    max_ngram: int = key(3, "bert: largest number of words that are masked together", ge=1, le=10)
+    mean_span: float = key(3.0, "t5: mean number of tokens in a hidden span", ge=1)
+    max_span: int = key(10, "separate-spans: largest number of words in a hidden span", ge=1, le=32)
+    sentinels: int = key(
+        100,
+        "t5: number of sentinels, ids that stand for hidden spans; the tokenizer's, or new ids after its last",
+        ge=1,
+    )
     num_workers: int = key(
-        -1, "loader processes per rank; 0 = in the trainer; -1 = 0 where a batch takes a moment, else 1", ge=-1, le=64
+        -1,
+        "loader processes per rank; 0 = load in the training process; -1 = 0 if batches are fast to make, else 1",
+        ge=-1,
+        le=64,
     )
 
     @model_validator(mode="after")
@@ -120,17 +156,19 @@ class Data(Section):
         return self
 
     def _check_mixtures(self) -> None:
-        """Refuse mixtures that are none, and keys beside [data] train that would not be read."""
+        """Refuse malformed mixtures, duplicate names of validation sets, and keys that [data] train makes useless."""
         fields = type(self).model_fields
-        beside = ("path", "weights", "split") if self.train else ("test",)
-        if idle := [name for name in beside if getattr(self, name) != fields[name].default]:
+        # A run has either a split of whole corpora or mixtures; the keys of the other form would be ignored silently.
+        useless = ("path", "weights", "split") if self.train else ("test",)
+        if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
             has = "has mixtures" if self.train else "has a split"
-            raise ValueError(f"[data] {', '.join(idle)} would not be read: this run {has} ([data] train)")
+            raise ValueError(f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)")
         for name, written in (("train", self.train), ("test", self.test)):
             try:
                 _ = mixture.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
+        # Names that the splits of this run have already. Without a split there is no set 'valid'.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
         for written in self.validation:
@@ -147,40 +185,51 @@ class Data(Section):
 
     @property
     def train_mixture(self) -> Mixture | None:
+        """`train`, parsed; None if the run has a split instead."""
         return mixture.parse(self.train) if self.train else None
 
     @property
     def test_mixture(self) -> Mixture | None:
+        """`test`, parsed; None if it is empty."""
         return mixture.parse(self.test) if self.test else None
 
     @property
     def validation_sets(self) -> list[Mixture]:
+        """`validation`, parsed."""
         return [mixture.parse(written) for written in self.validation]
 
     @property
     def paths(self) -> list[str]:
+        """`path` as a list, even if it is one prefix."""
         return [self.path] if isinstance(self.path, str) else self.path
 
     @property
     def decoder_length(self) -> int:
-        """T."""
+        """T: tokens in a sequence of the decoder."""
         return self.decoder_seq_len or max(1, self.seq_len // 4)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Tokens in a sequence of an encoder and of a decoder, by their keys."""
+        """Tokens in a sequence of the encoder and of the decoder, by the key that sets them."""
         return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
+        """`split` as numbers: the weights of train, valid and test."""
         train, valid, test = (float(x) for x in self.split.split(","))
         return train, valid, test
 
 
 class Batch(Section):
-    micro_batch_size: int = key(8, "B: sequences per rank and forward; 0 = the largest up to 4 that fits", ge=0)
-    global_batch_size: int = key(16, "sequences per optimizer step", ge=1)
-    rampup: list[int] = key([], "[start, increment, samples]: grow from start to global_batch_size over samples")
+    micro_batch_size: int = key(
+        8, "B: sequences per rank in one forward pass; 0 = the largest up to 4 that divides each rank's share", ge=0
+    )
+    global_batch_size: int = key(16, "sequences per optimizer step, over all ranks", ge=1)
+    rampup: list[int] = key(
+        [],
+        "[start, increment, samples]: the batch grows from start to global_batch_size, by increment, over the first "
+        "samples; empty = no ramp-up",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Batch:
@@ -206,55 +255,67 @@ class Batch(Section):
 
     @property
     def sizes(self) -> range:
-        """The sizes that a step can have, ascending: those of the ramp-up, or one."""
+        """The global batch sizes that occur, ascending: those of the ramp-up, or only `global_batch_size`."""
         start, increment = self.rampup[:2] if self.rampup else (self.global_batch_size, 1)
         return range(start, self.global_batch_size + 1, increment)
 
     def size_at(self, samples: int) -> int:
-        """Sequences in the step that starts after `samples` consumed ones (Megatron-LM `microbatches.py`)."""
+        """The global batch size of the step that starts when `samples` are consumed (Megatron-LM `microbatches.py`)."""
         size, _ = next(self.stairs(samples))
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """(size, until) from `samples` consumed ones on: steps that start before `until` ones have that size."""
+        """The stairs of the ramp-up, from `samples` consumed samples on.
+
+        Yields:
+            (size, until): steps that start before `until` consumed samples have this global batch size. The last
+            stair has no end (`sys.maxsize`).
+        """
         sizes = self.sizes
         ramps = len(sizes) - 1
         if ramps:
             ramp_samples = self.rampup[2]
+            # All stairs take the same number of samples; -(-a // b) rounds up, because `until` is a whole number.
             for i in range(min(samples * ramps // ramp_samples, ramps), ramps):
                 yield sizes[i], -(-(i + 1) * ramp_samples // ramps)
         yield sizes[-1], sys.maxsize
 
 
-# Keys of [optim] that an optimizer does not read.
-UNREAD = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
+# [optim] name -> the keys of [optim] that this optimizer does not read.
+UNREAD_BY_OPTIMIZER = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
 
 
 class Optim(Section):
     name: Literal["adamw", "adam", "sgd"] = key(
-        "adamw", "adam: the decay is part of the gradient; sgd: momentum, and decay in the gradient"
+        "adamw", "the optimizer; adam and sgd (with momentum) add the weight decay to the gradient, adamw does not"
     )
     lr: float = key(1e-3, "peak learning rate", gt=0)
-    min_lr: float = key(0.0, "where the decay ends", ge=0)
-    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = key("cosine", "after the linear warm-up")
-    unit: Literal["steps", "samples", "tokens"] = key("steps", "what warmup, decay and wsd_decay count")
+    min_lr: float = key(0.0, "learning rate at the end of the decay", ge=0)
+    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = key(
+        "cosine", "curve of the learning rate after the linear warm-up"
+    )
+    unit: Literal["steps", "samples", "tokens"] = key("steps", "unit of warmup, decay and wsd_decay")
     warmup: int = key(0, "length of the linear warm-up", ge=0)
-    warmup_fraction: float = key(0.0, "instead of warmup: its part of the schedule, up to the decay's end", ge=0, lt=1)
-    decay: int = key(0, "where the decay has reached min_lr; 0 = the end of training", ge=0)
+    warmup_fraction: float = key(
+        0.0, "instead of warmup: the warm-up as a fraction of the schedule, which ends where the decay does", ge=0, lt=1
+    )
+    decay: int = key(0, "when the decay reaches min_lr, counted from the start; 0 = at the end of training", ge=0)
     wsd_decay: int = key(0, "wsd: length of the final linear decay; 0 = a tenth of the schedule", ge=0)
     lr_factors: list[str] = key(
-        [], "'PATTERN=FACTOR' on the rate of the parameters of that name ('embed.*=0.1'); the first that fits counts"
+        [],
+        "'PATTERN=FACTOR' multiplies the learning rate of the parameters whose name matches ('embed.*=0.1'); "
+        "the first match wins",
     )
-    beta1: float = key(0.9, "adamw and adam", ge=0, lt=1)
-    beta2: float = key(0.95, "adamw and adam", ge=0, lt=1)
-    eps: float = key(1e-8, "adamw and adam", gt=0)
-    momentum: float = key(0.9, "sgd", ge=0, lt=1)
-    weight_decay: float = key(0.1, "on matrices and embeddings; never on biases and norms", ge=0)
+    beta1: float = key(0.9, "adamw, adam: decay rate of the first moment", ge=0, lt=1)
+    beta2: float = key(0.95, "adamw, adam: decay rate of the second moment", ge=0, lt=1)
+    eps: float = key(1e-8, "adamw, adam: epsilon of the update's denominator", gt=0)
+    momentum: float = key(0.9, "sgd: momentum", ge=0, lt=1)
+    weight_decay: float = key(0.1, "weight decay of matrices and embeddings; biases and norms have none", ge=0)
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "how it gets from start_weight_decay to weight_decay, over the whole training"
+        "constant", "curve of the weight decay from start_weight_decay to weight_decay, over the whole training"
     )
-    start_weight_decay: float = key(0.0, "where a linear or cosine schedule begins", ge=0)
-    clip_grad: float = key(1.0, "largest L2 norm of the whole gradient; 0 = no clipping", ge=0)
+    start_weight_decay: float = key(0.0, "weight decay at the start of a linear or cosine schedule", ge=0)
+    clip_grad: float = key(1.0, "clip the gradient of the whole model to this L2 norm; 0 = no clipping", ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Optim:
@@ -270,54 +331,62 @@ class Optim(Section):
                 f"{self.warmup_fraction} ([optim] warmup, [optim] warmup_fraction)"
             )
         fields = type(self).model_fields
-        unread = UNREAD[self.name]
+        useless = UNREAD_BY_OPTIMIZER[self.name]
         if self.weight_decay_schedule == "constant":
-            unread += ("start_weight_decay",)
-        if idle := [key for key in unread if getattr(self, key) != fields[key].default]:
+            useless += ("start_weight_decay",)
+        if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
             raise ValueError(
-                f"[optim] {', '.join(idle)} would not be read with name='{self.name}' and weight_decay_schedule="
+                f"[optim] {', '.join(unread)} would not be read with name='{self.name}' and weight_decay_schedule="
                 f"'{self.weight_decay_schedule}' ([optim] name, [optim] weight_decay_schedule)"
             )
-        _ = self.factors
+        _ = self.factors  # raises if one of them is malformed
         return self
 
     @property
     def factors(self) -> list[tuple[str, float]]:
-        """lr_factors as (pattern, factor).
+        """`lr_factors` as (pattern, factor) pairs, in order.
 
         Raises:
-            ValueError: one of them is none.
+            ValueError: one of them is not PATTERN=FACTOR, or its factor is negative or not finite.
         """
-        found = []
+        pairs = []
         for written in self.lr_factors:
-            pattern, _, factor = written.rpartition("=")
+            pattern, _, text = written.rpartition("=")
             try:
-                found.append((pattern, float(factor)))
+                factor = float(text)
             except ValueError:
-                found.append(("", -1.0))
-            if not pattern or not 0 <= found[-1][1] < math.inf:
+                factor = -1.0
+            if not pattern or not 0 <= factor < math.inf:
                 raise ValueError(f"[optim] lr_factors has 'PATTERN=FACTOR', FACTOR at least 0, got '{written}'")
-        return found
+            pairs.append((pattern, factor))
+        return pairs
 
     def warmup_until(self, total: int) -> float:
-        """The progress at which the warm-up ends; `total`: that of the whole run."""
+        """The length of the warm-up, in [optim] unit; `total` is the length of the whole run, in the same unit."""
         return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
 
 
 class Train(Section):
-    steps: int = key(0, "how long: optimizer steps ...", ge=0)
-    samples: int = key(0, "... or sequences", ge=0)
-    tokens: int = key(0, "... or tokens; exactly one of the three", ge=0)
-    drift_interval: int = key(100, "steps between checks that copies of a parameter are still equal", ge=0)
+    steps: int = key(0, "length of the run in optimizer steps ...", ge=0)
+    samples: int = key(0, "... or in sequences ...", ge=0)
+    tokens: int = key(0, "... or in tokens; set exactly one of the three", ge=0)
+    drift_interval: int = key(100, "steps between checks that all copies of a parameter are still equal", ge=0)
     max_skipped: int = key(10, "stop with an error after this many skipped steps in a row", ge=1)
     skip_spikes: float = key(
-        0.0, "skip a step whose loss or gradient norm is so many sigma above the last 128; 0 = never (OLMo: 6)", ge=0
+        0.0,
+        "skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 "
+        "steps; 0 = never (OLMo: 6)",
+        ge=0,
     )
     skip_steps: list[list[int]] = key(
-        [], "[[first, last], ...]: steps that consume their samples and change nothing, from 1, the last included"
+        [],
+        "[[first, last], ...]: ranges of steps that consume their samples and change no weight; the first step is 1, "
+        "last is included",
     )
-    kill_switch: str = key("", "a path: once there is such a file, save and exit, and do not start")
-    exit_interval: int = key(0, "save and exit at every multiple of this step", ge=0)
+    kill_switch: str = key(
+        "", "a path: when a file appears there, save and exit; a run does not start while it is there"
+    )
+    exit_interval: int = key(0, "save and exit at every multiple of this many steps", ge=0)
     exit_duration_min: float = key(0.0, "save and exit after this many minutes", ge=0)
 
     @model_validator(mode="after")
@@ -333,47 +402,60 @@ class Train(Section):
         return self
 
     def skips(self, step: int) -> bool:
-        """True for a step that is among skip_steps."""
+        """True if `step` lies in one of the ranges of `skip_steps`."""
         return any(first <= step <= last for first, last in self.skip_steps)
 
 
 class Eval(Section):
     interval: int = key(100, "steps between validation losses", ge=0)
-    steps: int = key(10, "global batches per validation and test loss, the same ones each time", ge=1)
-    only: bool = key(False, "validation and test losses of what there is, into evaluation.jsonl; nothing is trained")
-    prompt: str = key("def ", "continued by the trained model at the end, or each [MASK] filled; empty = no sample")
-    sample_tokens: int = key(64, "length of that continuation; 0 = no sample", ge=0)
+    steps: int = key(10, "global batches per validation or test loss, the same ones each time", ge=1)
+    only: bool = key(
+        False,
+        "train nothing: write the validation and test losses of the newest checkpoint, or of the initial weights, to "
+        "evaluation.jsonl",
+    )
+    prompt: str = key(
+        "def ", "prompt of the sample at the end: the model continues it, or fills each [MASK]; empty = no sample"
+    )
+    sample_tokens: int = key(64, "tokens in that sample; 0 = no sample", ge=0)
 
 
 class Log(Section):
-    interval: int = key(10, "steps between log lines (metrics.jsonl gets every step)", ge=0)
+    interval: int = key(10, "steps between printed lines (metrics.jsonl gets every step)", ge=0)
     tensorboard: bool = key(True, "write tensorboard/ in the run directory")
-    num_zeros: bool = key(False, "also the number of zeros in the gradient")
-    params_norm: bool = key(False, "also the L2 norm of the parameters")
-    trackers: list[Literal["wandb", "mlflow", "trackio"]] = key([], "also to these; each is an extra to be installed")
+    num_zeros: bool = key(False, "also log the number of zeros in the gradient")
+    params_norm: bool = key(False, "also log the L2 norm of the parameters")
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = key(
+        [], "send metrics to these trackers too; each needs the extra of its name"
+    )
     project: str = key("dtmega", "with trackers: the project or experiment that the run belongs to", min_length=1)
 
 
 class Checkpoint(Section):
-    interval: int = key(100, "steps between checkpoints; 0 = only at the end, and where a run is stopped", ge=0)
-    final: bool = key(True, "write one at the end, whatever the interval")
-    keep: int = key(2, "how many finished checkpoints stay", ge=1)
+    interval: int = key(100, "steps between checkpoints; 0 = only at the end, and when the run is stopped", ge=0)
+    final: bool = key(True, "write a checkpoint at the end, whatever the interval")
+    keep: int = key(2, "number of checkpoints to keep, the newest ones", ge=1)
     resume: str = key(
         "auto",
-        "auto = the newest intact one, none = start anew, or a folder: a checkpoint's, or a run's for its newest",
+        "auto: the newest intact checkpoint of this run; none: start from scratch; or a folder: a checkpoint's, or a "
+        "run's for its newest checkpoint",
     )
-    dir: str = key("", "where they are: a folder or an fsspec URL (s3://...); empty = DIR/checkpoints")
-    mode: Literal["sync", "async"] = key("sync", "async: a thread writes a copy while training goes on")
-    allow_changed_data: bool = key(False, "resume although data, tokenizer or seed are not what they were")
+    dir: str = key("", "where checkpoints are: a folder or an fsspec URL (s3://...); empty = checkpoints/ in [run] dir")
+    mode: Literal["sync", "async"] = key("sync", "async: training goes on while a thread writes a copy")
+    allow_changed_data: bool = key(False, "resume even if data, tokenizer or seed have changed")
 
 
 class Mesh(Section):
-    pp: int = key(1, "pipeline stages' ranks; -1 = what is left (for one axis)", ge=-1)
-    dp_replicate: int = key(1, "data ranks that hold the same shards (alone: DDP)", ge=-1)
-    dp_shard: int = key(-1, "data ranks that FSDP cuts parameters over", ge=-1)
-    cp: Literal[1] = key(1, "ranks that cut the sequence of attention; only 1 so far")
-    tp: int = key(1, "ranks that cut each layer", ge=-1)
-    sequence_parallel: bool = key(True, "with tp: norms, dropout and the residual on S / tp of the sequence")
+    pp: int = key(
+        1, "pipeline parallel: ranks that the stages are divided over; -1 (on one axis) = all remaining ranks", ge=-1
+    )
+    dp_replicate: int = key(1, "data parallel: ranks with copies of the parameters (DDP; with dp_shard, HSDP)", ge=-1)
+    dp_shard: int = key(-1, "data parallel: ranks that the parameters are sharded over (FSDP)", ge=-1)
+    cp: Literal[1] = key(1, "context parallel: ranks that the sequence is divided over in attention; only 1 so far")
+    tp: int = key(1, "tensor parallel: ranks that each layer's matrices are divided over", ge=-1)
+    sequence_parallel: bool = key(
+        True, "with tp: each rank computes norms, dropout and the residual for S / tp tokens only"
+    )
 
 
 class Pipeline(Section):
@@ -388,21 +470,26 @@ class Pipeline(Section):
     ] = key("1F1B", "the order of forward and backward passes")
     virtual_stages: int = key(0, "stages per rank; 0 = 1 for GPipe and 1F1B, else 2", ge=0)
     stages: list[list[int]] = key(
-        [], "the layers of each stage, by number, a decoder's after the encoder's; empty = balanced by cost"
+        [],
+        "the numbers of the layers in each stage; a decoder's layers are numbered after the encoder's; empty = "
+        "balanced by cost",
     )
-    split: int = key(0, "t5: the stage that the decoder begins with; 0 = wherever the cost says", ge=0)
-    csv: str = key("", "a file with one row of actions (0F0, 1B0, ...) per rank, instead of `schedule`")
-    draw: str = key("", "write the schedule as this SVG file")
+    split: int = key(0, "t5: the first stage of the decoder; 0 = balanced by cost", ge=0)
+    csv: str = key("", "instead of `schedule`: a CSV file with one row of actions (0F0, 1B0, ...) per rank")
+    draw: str = key("", "draw the schedule into this SVG file")
 
 
 class Recompute(Section):
     mode: Literal["none", "full", "selective"] = key(
-        "none", "what backward computes again: nothing, whole blocks, or all but matrix products and attention"
+        "none",
+        "what backward recomputes to save memory: nothing, whole layers (full), or everything in them but matrix "
+        "products and attention (selective)",
     )
     method: Literal["uniform", "block"] = key(
-        "uniform", "of which layers: of all, so many at a time; or of so many, the first ones of each stage"
+        "uniform",
+        "which layers to recompute; uniform: all, in groups of `layers`; block: the first `layers` of each stage",
     )
-    layers: int = key(1, "so many. Of layers that are computed at a time only the first one's input is kept", ge=1)
+    layers: int = key(1, "see method; only the input of a group's first layer is kept in memory", ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Recompute:
@@ -416,29 +503,32 @@ class Recompute(Section):
 
 class Fsdp(Section):
     reshard_after_forward: Literal["auto"] | bool = key(
-        "auto", "free a block's weights after its forward; auto: not under pp"
+        "auto", "free a layer's gathered weights after its forward; auto: yes, but not in a pipeline"
     )
-    cpu_offload: bool = key(False, "shards and optimizer state in host memory")
+    cpu_offload: bool = key(False, "keep shards and optimizer state in host memory")
 
 
 class Precision(Section):
     params: Literal["float32", "bfloat16", "float16", "auto"] = key(
         "float32",
-        "dtype of the forward and backward, masters are fp32; auto: bfloat16 where a CPU or GPU is fast at it",
+        "dtype of forward and backward; the optimizer's weights stay float32; auto: bfloat16 where the device is fast "
+        "at it, else float32",
     )
-    reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of gradient sums")
-    initial_loss_scale: float = key(2.0**32, "float16: what the loss of the first step is multiplied by", gt=0)
-    min_loss_scale: float = key(1.0, "float16: the scale is never halved to less", gt=0)
+    reduce: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over data ranks")
+    initial_loss_scale: float = key(2.0**32, "float16: factor on the loss in the first step", gt=0)
+    min_loss_scale: float = key(1.0, "float16: smallest loss scale", gt=0)
     loss_scale_window: int = key(1000, "float16: steps without an overflow after which the scale is doubled", ge=1)
-    hysteresis: int = key(2, "float16: overflows before the scale is halved; counted anew when it is doubled", ge=1)
+    hysteresis: int = key(
+        2, "float16: overflows before the scale is halved; the count restarts when it is doubled", ge=1
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Precision:
         scales = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        idle = [name for name in scales if getattr(self, name) != type(self).model_fields[name].default]
-        if self.params != "float16" and idle:
+        changed = [name for name in scales if getattr(self, name) != type(self).model_fields[name].default]
+        if self.params != "float16" and changed:
             raise ValueError(
-                f"there is no loss scale for [precision] {', '.join(idle)}: expected params = 'float16', got "
+                f"there is no loss scale for [precision] {', '.join(changed)}: expected params = 'float16', got "
                 f"'{self.params}' ([precision] params)"
             )
         if self.initial_loss_scale < self.min_loss_scale:
@@ -450,7 +540,7 @@ class Precision(Section):
 
 
 class Compile(Section):
-    enable: Literal["auto"] | bool = key("auto", "torch.compile per block; auto = on CUDA")
+    enable: Literal["auto"] | bool = key("auto", "torch.compile each layer; auto: on a GPU only")
 
 
 class Config(Section):
@@ -478,41 +568,45 @@ class Config(Section):
                 f"the run is shorter than one step of {self.batch.size_at(0)} sequences x {self.data.seq_len} tokens "
                 f"([train] samples={self.train.samples} or tokens={self.train.tokens}, [batch] global_batch_size)"
             )
+        # wsd: the final decay has to fit behind the warm-up, or the rate would jump where the two meet.
         total = self.progress(*end)
-        ends = self.optim.decay or total
+        schedule_end = self.optim.decay or total
         warmup = self.optim.warmup_until(total)
-        room = ends - warmup
+        room = schedule_end - warmup
         if self.optim.schedule == "wsd" and 0 < room < self.optim.wsd_decay:
             raise ValueError(
                 f"wsd_decay={self.optim.wsd_decay} does not fit between the warm-up and the end of the schedule: "
-                f"{ends} - {warmup} = {room} {self.optim.unit} ([optim] wsd_decay, warmup, decay)"
+                f"{schedule_end} - {warmup} = {room} {self.optim.unit} ([optim] wsd_decay, warmup, decay)"
             )
         return self
 
-    def end(self, steps: int, samples: int) -> End:
-        """The end of a run that has done so many steps and samples. On its way there this does not change.
+    def end(self, steps: int, samples: int) -> RunEnd:
+        """The end of a run that has done `steps` and `samples` so far.
 
-        With [train] steps it is that step; with samples or tokens the last step that still fits whole.
+        With [train] steps it is that step; with samples or tokens, the last step whose whole batch still fits. The
+        result is the same from every point of one run. The counts matter where a run resumes with another batch.
         """
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
+        # Stair by stair of the ramp-up instead of step by step: a run may have billions of steps.
         for size, until in self.batch.stairs(samples):
-            on_this_stair = -(-(until - samples) // size)
+            on_this_stair = -(-(until - samples) // size)  # rounded up: the step that crosses `until` counts
             fitting = max(0, min(most_steps - steps, (most_samples - samples) // size))
             n = min(on_this_stair, fitting)
             steps += n
             samples += n * size
             if fitting < on_this_stair:
                 break
-        return End(steps, samples)
+        return RunEnd(steps, samples)
 
     def progress(self, steps: int, samples: int) -> int:
-        """The one of these counts that [optim] unit names, or the samples' tokens."""
+        """The progress of the schedules after `steps` and `samples`, in [optim] unit."""
         if self.optim.unit == "steps":
             return steps
         return samples * (self.data.seq_len if self.optim.unit == "tokens" else 1)
 
     def to_toml(self) -> str:
+        """All keys as TOML text, which `read` reads as an equal configuration."""
         return tomli_w.dumps(self.model_dump())
 
 
@@ -520,16 +614,22 @@ NEIGHBOURS = Neighbours(Config, SYNONYMS, SECTIONS)
 
 
 def load(argv: list[str]) -> Config:
-    """`--config NAME.toml` (a path, or a name under configs/), then overrides in order.
+    """Return the configuration that command-line arguments describe.
 
-    `--help` prints every key and exits, `--help SECTION` the keys of one section; `-h` is the same.
+        cfg = load(["--config", "bloom.toml", "--optim.lr", "1e-3", "--train.steps=100"])
+
+    `--help` (or `-h`) prints every key and exits, `--help SECTION` the keys of one section.
+
+    Args:
+        argv: `--config NAME` (a path, or the name of a file in configs/) and overrides `--section.key value`; later
+            ones win.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, a wrong type, a value out of range, keys that contradict.
     """
-    for place, argument in enumerate(argv):
+    for position, argument in enumerate(argv):
         if argument in ("-h", "--help"):
-            following = argv[place + 1 : place + 2]
+            following = argv[position + 1 : position + 2]
             print(help_text(*(word for word in following if not word.startswith("-"))))
             sys.exit(0)
     name, overrides = sections.read_argv(argv, USAGE, NEIGHBOURS)
@@ -537,29 +637,35 @@ def load(argv: list[str]) -> Config:
 
 
 def run_dir_of(argv: Sequence[str]) -> Path | None:
-    """The `[run] dir` that these arguments mean, even where the configuration is refused; None where nothing says."""
-    name = ""
-    told = ""
+    """The `[run] dir` of these arguments, found even if the rest of the configuration is refused.
+
+    A refused start reports in the `exit.json` of its run directory, so the directory is needed before `load` succeeds.
+
+    Returns:
+        None if the file cannot be read, or does not say.
+    """
+    config_name = ""
+    dir_option = ""
     words = iter(argv)
     for word in words:
         flag, eq, text = word.partition("=")
         value = text if eq else next(words, "")
         if flag == "--run.dir":
-            told = value
+            dir_option = value
         elif flag == "--config":
-            name = value
-    if told:
-        return Path(told)
+            config_name = value
+    if dir_option:
+        return Path(dir_option)
     try:
-        section = sections.read_toml(find_file(name)).get("run", {})
+        section = sections.read_toml(find_file(config_name)).get("run", {})
     except ConfigError:
         return None
-    found = section.get("dir", Run().dir) if isinstance(section, dict) else None
-    return Path(found) if isinstance(found, str) else None
+    run_dir = section.get("dir", Run().dir) if isinstance(section, dict) else None
+    return Path(run_dir) if isinstance(run_dir, str) else None
 
 
 def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
-    """The configuration in a file.
+    """Return the configuration in the TOML file `path`, with `overrides` applied in order.
 
     Raises:
         ConfigError: as `load`.
@@ -568,10 +674,10 @@ def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
 
 
 def find_file(name: str) -> Path:
-    """The file that `--config NAME` means.
+    """The file that `--config NAME` means: a path first, then a file in configs/, with or without `.toml`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no such file.
     """
     for path in (Path(name), CONFIGS_DIR / name, CONFIGS_DIR / f"{name}.toml"):
         try:
@@ -584,28 +690,42 @@ def find_file(name: str) -> Path:
 
 
 def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Override] = ()) -> Config:
-    """Typed sections from nested dicts; `source` names the file in messages.
+    """Return the configuration with these values.
+
+    Args:
+        values: section -> key -> value, as TOML has them.
+        source: name of the file that the values are from, for messages.
+        overrides: options of the command line, in order; later ones win.
 
     Raises:
         ConfigError: as `load`.
     """
     model = values.get("model")
     if isinstance(model, dict):
-        values = {**values, "model": {k: value for k, value in model.items() if k not in GONE}}
+        values = {**values, "model": {k: value for k, value in model.items() if k not in RETIRED_MODEL_KEYS}}
     optim = values.get("optim")
-    if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUPS for o in overrides):
-        # A warm-up on the command line replaces the file's, whichever unit that has.
-        values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUPS}}
+    if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
+        # A warm-up on the command line replaces the file's, even if the file sets the other one of the two keys;
+        # together they would be refused.
+        values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
     return sections.validate(Config, {"train": {}, **values}, source, NEIGHBOURS, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:
-    """A [model] section by itself; arguments and errors as of `validate`."""
+    """Return a [model] section by itself, from its keys.
+
+    Args:
+        keys: key -> value of [model].
+        source: name of what the keys are from, for messages.
+
+    Raises:
+        ConfigError: as `load`.
+    """
     return validate({"model": keys, "train": {"steps": 1}}, source).model
 
 
 def help_text(section: str = "") -> str:
-    """The text that `--help` prints, or `--help SECTION`.
+    """The text of `--help`, or of `--help SECTION` if a section is given.
 
     Raises:
         ConfigError: no section has that name.

@@ -1,4 +1,4 @@
-"""The key that a wrong one may have meant: another trainer's name for it, its place in another section, or a typo."""
+"""Suggestions for keys that do not exist: another trainer's name, a key of another section, or a typo."""
 
 from __future__ import annotations
 
@@ -8,46 +8,52 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel
 
 from dtmega.config.synonyms import Synonym
-from dtmega.declared import Kinds, which
+from dtmega.declared import SectionClasses, condition
 
-# Likeness of two names from which one passes for a typo of the other (difflib's ratio). At 0.4, its value here before,
-# `learning_rate` was answered with `clip_grad`; at 0.75 `hiden_size`, `sed` and `warm_up` still find theirs.
+# Two names are taken for a typo of each other from this ratio of difflib's on. At 0.4 `learning_rate` was answered
+# with `clip_grad`; at 0.75 `hiden_size`, `sed` and `warm_up` still find the right keys.
 LIKENESS = 0.75
-LISTED = 25  # keys of a section that are listed where none is near
+LISTED = 25  # a section with more keys than this is not listed where no key resembles the wrong one
 
 
 class Neighbours:
-    """Suggestions for keys that do not exist.
+    """Suggestions for keys and sections that do not exist.
 
     Args:
-        kind: the configuration, section by section.
-        synonyms: names of other trainers.
-        sections: names of other trainers' sections -> the section here.
+        kind: the class of the configuration, a field for each section.
+        synonyms: other trainers' names for keys.
+        sections: other trainers' names for sections -> the section here.
     """
 
     def __init__(self, kind: type[BaseModel], synonyms: Sequence[Synonym], sections: Mapping[str, str]) -> None:
-        self._kinds = {section: Kinds.of(info) for section, info in kind.model_fields.items()}
+        self._kinds = {section: SectionClasses.of(info) for section, info in kind.model_fields.items()}
         self._sections = sections
-        self._synonyms = {name: synonym for synonym in synonyms for name in synonym.names.split()}
+        self._synonyms: dict[str, Synonym] = {}
+        for synonym in synonyms:
+            self._synonyms.update(dict.fromkeys(synonym.names.split(), synonym))
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str:
-        """The end of a message about a key that does not exist, from its semicolon on.
+        """The end of the message about a key that does not exist, from its semicolon on.
+
+        The most certain explanation comes first: the key itself with other capitals or hyphens, another trainer's name
+        for it, the same key in another section, a typo of a key, a typo of another trainer's name.
 
         Args:
             section: the section that the key was written in, which may not exist; '' for none.
             key: the key as it was written.
-            families: section -> which of its classes the configuration has, for sections of several classes.
-            option: the key stood on the command line, so the answer is an option.
+            families: section -> the class that the configuration chooses for it, for sections with several classes.
+            option: True if the key is from the command line; the suggestion is then an option as well.
         """
         here = self.section(section)
         name = key.lower().replace("-", "_")
         if here and name in self._keys(here, families):
             return self._did_you_mean([f"{here}.{name}"], "", families, option)
+        # A synonym with a section (`eval.freq`) is more specific than one without.
         if synonym := self._synonyms.get(f"{here}.{name}") or self._synonyms.get(name):
             if synonym.keys:
                 return self._did_you_mean(synonym.keys.split(), synonym.how, families, option)
             return f"; there is no key of that meaning: {synonym.how}"
-        if elsewhere := [f"{other}.{name}" for other, kinds in self._kinds.items() if kinds.owners(name)]:
+        if elsewhere := [f"{other}.{name}" for other, kinds in self._kinds.items() if kinds.declarations(name)]:
             return self._did_you_mean(elsewhere, "", families, option)
         if here and (typo := difflib.get_close_matches(name, self._keys(here, families), 1, LIKENESS)):
             return self._did_you_mean([f"{here}.{typo[0]}"], "", families, option)
@@ -60,12 +66,12 @@ class Neighbours:
         return f"; no key has a name like it{listed}"
 
     def of_section(self, section: str) -> str:
-        """The end of a message about a section that does not exist, from its semicolon on."""
+        """The end of the message about a section that does not exist, from its semicolon on."""
         meant = self.section(section)
         return f"; did you mean [{meant}]?" if meant else f"; the sections are {', '.join(self._kinds)}"
 
     def section(self, written: str) -> str:
-        """The section that is meant by a name: itself, another trainer's, a typo; '' if none is."""
+        """The section that a name may mean: itself, another trainer's name for a section, or a typo; '' if none."""
         name = written.lower().replace("-", "_")
         if name in self._kinds:
             return name
@@ -75,12 +81,21 @@ class Neighbours:
         return typo[0] if typo else ""
 
     def _keys(self, section: str, families: Mapping[str, str]) -> Sequence[str]:
+        """The keys of a section, for the class that the configuration chooses."""
         kinds = self._kinds[section]
-        kind = kinds.classes[families.get(section, kinds.default)]
-        return list(kind.model_fields)
+        chosen = kinds.classes[families.get(section, kinds.default)]
+        return list(chosen.model_fields)
 
     def _did_you_mean(self, targets: Sequence[str], how: str, families: Mapping[str, str], option: bool) -> str:
-        """Keys as a question; of those of several families only the ones that the chosen family has, if it has any."""
+        """The question whether these keys were meant, with remarks on how they differ.
+
+        Targets that the chosen family does not have are left out; if it has none of them, all are named, with the
+        families that have them.
+
+        Args:
+            targets: `section.key` of each suggestion.
+            how: in which way the keys differ from what was written; '' if they do not.
+        """
         fitting = []
         for target in targets:
             section, _, key = target.partition(".")
@@ -91,7 +106,7 @@ class Neighbours:
             fitting = list(targets)
             section, _, key = targets[0].partition(".")
             kinds = self._kinds[section]
-            remarks.append(f"for {which(kinds, list(kinds.owners(key)))}")
+            remarks.append(f"for {condition(kinds, list(kinds.declarations(key)))}")
         written = []
         for target in fitting:
             section, _, key = target.partition(".")

@@ -1,4 +1,4 @@
-"""Other trainers' names for the keys of dtmega: whoever writes one of them is told the key that is here.
+"""Other trainers' names for the keys of dtmega, so that the message about an unknown key can name the right one.
 
 The names are those of transformers' `TrainingArguments` and `config.json`, torchtitan, Megatron-LM, DeepSpeed, axolotl,
 Lightning, nanoGPT and nanochat. `neighbours.py` looks them up.
@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """Names of one meaning.
+    """Names for one meaning.
 
     Attributes:
-        keys: the `section.key` here, separated by blanks; several where the meaning is spread over them, or where
-            families of models name it differently; '' where dtmega has no such key.
-        names: spellings elsewhere, separated by blanks. One with a section (`eval.freq`) counts in that section only.
-        how: in which way the key here differs, or why there is none; '' where the meaning is the same.
+        keys: dtmega's keys (`section.key`), separated by blanks. Several if the meaning is spread over them, or if
+            families of models name it differently; '' if dtmega has no such key.
+        names: other trainers' names, separated by blanks. A name with a section (`eval.freq`) counts in that section
+            only.
+        how: how the key here differs, or why there is none; '' if the meaning is the same. Messages print it.
     """
 
     keys: str
@@ -24,7 +25,7 @@ class Synonym(NamedTuple):
     how: str = ""
 
 
-# Sections of other trainers, where a key may have the name that it has here.
+# Other trainers' names for sections -> the section here.
 SECTIONS = {
     "activation_checkpoint": "recompute",
     "activation_checkpointing": "recompute",
@@ -49,7 +50,9 @@ SECTIONS = {
 
 RUN = (
     Synonym("run.dir", "output_dir out_dir save_dir run_dir work_dir dump_folder default_root_dir run.folder"),
-    Synonym("run.dir", "run_name wandb_name wandb_run_name experiment_name exp_name", "a run is named by its folder"),
+    Synonym(
+        "run.dir", "run_name wandb_name wandb_run_name experiment_name exp_name", "a run is named after its folder"
+    ),
     Synonym("run.seed", "random_seed manual_seed rng_seed"),
     Synonym("run.seed", "data_seed seed_offset", "one seed for everything"),
     Synonym("run.device", "device_type accelerator use_cpu no_cuda"),
@@ -62,13 +65,17 @@ MODEL = (
     Synonym(
         "model.name",
         "model model_name",
-        "a family; a model of Hugging Face's has name = 'hf' and its local folder in path",
+        "a family; for a model of Hugging Face, name = 'hf' and its local folder in path",
     ),
-    Synonym("model.name", "position_embedding_type", "each family has its own: bloom ALiBi, gpt learned, llama rotary"),
+    Synonym(
+        "model.name",
+        "position_embedding_type",
+        "the family decides: bloom has ALiBi, gpt learned, llama rotary positions",
+    ),
     Synonym(
         "model.path",
         "model_name_or_path pretrained_model_name_or_path base_model hf_model model_id hf_assets_path model_path",
-        "a local folder; a family that is written here takes it as [model] init_from",
+        "a local folder, with name = 'hf'; dtmega's own families load weights by [model] init_from",
     ),
     Synonym(
         "model.init_from", "pretrained pretrained_checkpoint initial_load_path load_weights finetune no_load_optim"
@@ -83,12 +90,12 @@ MODEL = (
     Synonym("model.n_decoder_layers", "num_decoder_layers decoder_num_layers decoder_layers"),
     Synonym("model.n_heads", "num_attention_heads num_heads n_head attention_heads num_q_heads"),
     Synonym("model.n_kv_heads", "num_key_value_heads num_query_groups n_kv_head num_kv_heads kv_heads"),
-    Synonym("model.kv_channels", "head_dim d_kv d_head", "of t5; elsewhere hidden_size / n_heads"),
+    Synonym("model.kv_channels", "head_dim d_kv d_head", "t5 only; other families have hidden_size / n_heads"),
     Synonym("model.ffn_hidden_size", "intermediate_size n_inner ffn_dim d_ff mlp_dim ffn_size"),
     Synonym("model.ffn_hidden_size", "ffn_dim_multiplier mlp_ratio multiple_of", "a size, not a ratio"),
     Synonym("model.max_position_embeddings", "n_positions n_ctx max_positions"),
     Synonym("model.tied", "tie_word_embeddings tie_embeddings enable_weight_tying weight_tying"),
-    Synonym("model.tied", "untie_embeddings_and_output_weights untie_embeddings", "true there is false here"),
+    Synonym("model.tied", "untie_embeddings_and_output_weights untie_embeddings", "with the opposite value"),
     Synonym(
         "model.layer_norm_eps model.rms_norm_eps model.norm_eps",
         "layer_norm_epsilon layernorm_epsilon layernorm_eps norm_epsilon layer_norm_eps rms_norm_eps norm_eps",
@@ -99,7 +106,7 @@ MODEL = (
     Synonym("model.label_smoothing", "label_smoothing_factor"),
     Synonym("model.z_loss", "z_loss_weight z_loss_coef z_loss_alpha softmax_auxiliary_loss"),
     Synonym("model.rope_theta", "rotary_base rope_base rotary_emb_base"),
-    Synonym("model.rope_factor", "rope_scaling rope_scaling_factor", "of llama, as in Llama 3.1"),
+    Synonym("model.rope_factor", "rope_scaling rope_scaling_factor", "llama only, as in Llama 3.1"),
     Synonym("model.rope_original_length", "original_max_position_embeddings"),
     Synonym("model.rope_low_freq_factor", "low_freq_factor"),
     Synonym("model.rope_high_freq_factor", "high_freq_factor"),
@@ -110,25 +117,29 @@ MODEL = (
     Synonym("model.query_key_layer_scaling", "no_query_key_layer_scaling", "off by default"),
     Synonym("model.relative_buckets", "relative_attention_num_buckets"),
     Synonym("model.relative_max_distance", "relative_attention_max_distance"),
-    Synonym("", "flavor model_size", "a size is a file of --config, or the keys of [model]"),
+    Synonym("", "flavor model_size", "choose a size by its file (--config), or set the keys of [model]"),
     Synonym("", "lora_r lora_alpha lora_dropout lora_target_modules adapter use_peft", "all weights are trained"),
     Synonym("", "load_in_8bit load_in_4bit qlora quantization quantization_config", "nothing is quantized"),
     Synonym(
         "",
         "attn_implementation flash_attention use_flash_attn use_flash_attention sdp_attention flash_attn "
         "attn_mask_type",
-        "the kernel of attention is chosen by the device and the mask",
+        "the attention kernel follows from the device and the mask",
     ),
-    Synonym("", "num_experts num_local_experts num_experts_per_tok moe", "mixtures of experts come with name = 'hf'"),
+    Synonym(
+        "",
+        "num_experts num_local_experts num_experts_per_tok moe",
+        "mixtures of experts are available with name = 'hf'",
+    ),
 )
 
-MADE = "a .bin/.idx prefix, which `dtmega tokenize` makes of text"
+A_PREFIX = "a .bin/.idx prefix, which `dtmega tokenize` makes from text"
 DATA = (
     Synonym(
         "data.path",
         "data_path dataset datasets dataset_path dataset_name train_file train_data train_data_path "
         "pretraining_dataset data_dir input_bin data.dir data.name data.files train_dataset",
-        MADE,
+        A_PREFIX,
     ),
     Synonym("data.weights", "data_weights dataset_weights mixture_weights data_blend interleave_probs"),
     Synonym(
@@ -151,7 +162,7 @@ DATA = (
     Synonym(
         "data.validation",
         "validation_file eval_dataset val_data val_file test_datasets valid_data_path valid_weighted_split_paths",
-        "['NAME=PREFIX'], a .bin/.idx pair each",
+        "a list of 'NAME=PREFIX', each for a .bin/.idx pair",
     ),
     Synonym("data.train", "train_weighted_split_paths"),
     Synonym("data.test", "test_weighted_split_paths"),
@@ -163,7 +174,7 @@ DATA = (
     Synonym(
         "data.reset_attention_mask",
         "sample_packing packing pretraining_sample_concatenation packed_sequences document_mask intra_doc_masking",
-        "samples are always packed; true keeps attention within a document",
+        "samples are always packed; true keeps attention inside each document",
     ),
     Synonym(
         "data.num_workers",
@@ -172,7 +183,7 @@ DATA = (
 )
 
 SEQUENCES = "sequences, not tokens: divide by [data] seq_len"
-ACCUMULATED = "micro-batches in a step = global_batch_size / (micro_batch_size x data ranks)"
+ACCUMULATION = "micro-batches in a step = global_batch_size / (micro_batch_size x data ranks)"
 BATCH = (
     Synonym(
         "batch.micro_batch_size",
@@ -185,31 +196,33 @@ BATCH = (
     Synonym(
         "batch.global_batch_size batch.micro_batch_size",
         "batch_size bs bsz",
-        "sequences of a step on all ranks; of a forward on one",
+        "sequences per step on all ranks; sequences per forward on one rank",
     ),
     Synonym(
         "batch.global_batch_size",
         "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches gradient_accumulation num_microbatches "
         "accumulation_steps grad_acc_steps update_freq",
-        ACCUMULATED,
+        ACCUMULATION,
     ),
     Synonym("batch.micro_batch_size", "auto_find_batch_size", "0 = the largest up to 4 that fits"),
     Synonym(
         "batch.micro_batch_size",
         "per_device_eval_batch_size eval_batch_size per_gpu_eval_batch_size",
-        "evaluation takes the batches of training",
+        "evaluation uses the batch sizes of training",
     ),
     Synonym("batch.rampup", "rampup_batch_size batch_size_rampup batch_rampup"),
 )
 
-A_RATE = "a rate, not a fraction of lr"  # which torchtitan's lr_min is
+A_RATE = "a rate, not a fraction of lr"  # torchtitan's lr_min is a fraction
 IN_UNITS = "in [optim] unit: steps, samples or tokens"
 OPTIM = (
     Synonym("optim.name", "optimizer optimizer_type optimizer_name optim_type optim optimizer.type"),
     Synonym("optim.lr", "learning_rate max_lr peak_lr base_lr lr_max max_learning_rate peak_learning_rate init_lr"),
-    Synonym("optim.lr", "matrix_lr", "with [optim] lr_factors for parameters of another rate"),
+    Synonym("optim.lr", "matrix_lr", "with [optim] lr_factors for parameters with another rate"),
     Synonym(
-        "optim.lr_factors", "embedding_lr unembedding_lr lr_groups embedding_lr_scale scalar_lr lr_mult", "factors"
+        "optim.lr_factors",
+        "embedding_lr unembedding_lr lr_groups embedding_lr_scale scalar_lr lr_mult",
+        "factors on lr, not rates",
     ),
     Synonym("optim.min_lr", "min_learning_rate end_lr lr_end eta_min final_lr"),
     Synonym(
@@ -260,7 +273,7 @@ TRAIN = (
     Synonym(
         "train.samples",
         "num_train_epochs num_epochs epochs max_epochs n_epochs total_epochs num_train_epoch",
-        "epochs are not counted: say how many sequences (or steps, or tokens)",
+        "there are no epochs: give the number of sequences (or of steps, or of tokens)",
     ),
     Synonym("train.tokens", "target_param_data_ratio target_flops", "a number of tokens"),
     Synonym("train.kill_switch", "kill_switch_path"),
@@ -271,28 +284,28 @@ TRAIN = (
     Synonym(
         "",
         "early_stopping_patience load_best_model_at_end metric_for_best_model early_stopping",
-        "a run goes to its end",
+        "a run always trains to its end",
     ),
-    Synonym("", "push_to_hub hub_model_id hub_token", "`dtmega convert` writes a folder, `hf upload` sends it"),
+    Synonym("", "push_to_hub hub_model_id hub_token", "`dtmega convert` writes a folder, `hf upload` uploads it"),
     Synonym(
         "",
         "world_size nproc_per_node num_nodes nnodes local_rank num_processes num_gpus n_gpu gpus devices",
-        "torchrun says how many processes there are",
+        "torchrun sets the number of processes",
     ),
-    Synonym("", "ddp_backend distributed_backend backend", "nccl on GPUs, gloo on CPUs"),
-    Synonym("", "deterministic full_determinism deterministic_mode", "always so: the layout never changes the numbers"),
-    Synonym("", "do_train do_predict", "training is what it does; [eval] only measures"),
+    Synonym("", "ddp_backend distributed_backend backend", "always nccl on GPUs, gloo on CPUs"),
+    Synonym("", "deterministic full_determinism deterministic_mode", "always on: the layout never changes the numbers"),
+    Synonym("", "do_train do_predict", "a run trains, unless [eval] only is true"),
 )
 
 EVAL = (
     Synonym("eval.interval", "eval_interval eval_every eval_freq val_check_interval val_interval eval_step eval.freq"),
-    Synonym("eval.interval", "eval_steps", "steps between evaluations; [eval] steps is how many batches one takes"),
+    Synonym("eval.interval", "eval_steps", "steps between evaluations; [eval] steps is the number of batches in one"),
     Synonym("eval.interval", "eval_strategy evaluation_strategy", "steps between evaluations; 0 = none"),
     Synonym("eval.steps", "eval_iters eval_batches max_eval_steps limit_val_batches max_eval_batches val_steps"),
     Synonym("eval.steps", "eval_tokens eval_samples max_eval_samples", "in global batches"),
     Synonym("eval.only", "eval_only do_eval skip_train validate_only"),
     Synonym("eval.sample_tokens", "max_new_tokens eval_max_new_tokens sample_length"),
-    Synonym("eval.prompt", "sample_prompt sample_every start_prompt", "one sample, at the end"),
+    Synonym("eval.prompt", "sample_prompt sample_every start_prompt", "there is one sample, at the end"),
 )
 
 LOG = (
@@ -303,7 +316,7 @@ LOG = (
     ),
     Synonym("log.tensorboard", "enable_tensorboard use_tensorboard tensorboard_log"),
     Synonym(
-        "log.tensorboard run.dir", "tensorboard_dir logging_dir save_tb_folder", "tensorboard/ of the run's folder"
+        "log.tensorboard run.dir", "tensorboard_dir logging_dir save_tb_folder", "tensorboard/ in the run's folder"
     ),
     Synonym("log.num_zeros", "log_num_zeros_in_grad"),
     Synonym("log.params_norm", "log_params_norm log_param_norm"),
@@ -324,13 +337,17 @@ CHECKPOINT = (
     Synonym(
         "checkpoint.resume", "resume_from_checkpoint resume_from auto_resume_from_checkpoints ckpt_path auto_resume"
     ),
-    Synonym("checkpoint.resume", "load load_step resume_from_step", "'auto', 'none', or a checkpoint's folder"),
+    Synonym("checkpoint.resume", "load load_step resume_from_step", "'auto', 'none', or the folder of a checkpoint"),
     Synonym(
         "checkpoint.dir", "checkpoint_dir ckpt_dir save save_folder checkpoint_path checkpoint.folder checkpoint.path"
     ),
     Synonym("checkpoint.mode", "async_save async_mode use_async_checkpoint"),
     Synonym("checkpoint.final", "save_last save_final"),
-    Synonym("", "save_only_model no_save_optim no_save_rng no_load_rng last_save_model_only", "a checkpoint is whole"),
+    Synonym(
+        "",
+        "save_only_model no_save_optim no_save_rng no_load_rng last_save_model_only",
+        "a checkpoint always has weights and optimizer state, and needs no random state",
+    ),
 )
 
 PRECISION = (
@@ -345,8 +362,10 @@ PRECISION = (
         "mixed_precision_reduce reduce_dtype accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 "
         "communication_data_type",
     ),
-    Synonym("precision.initial_loss_scale", "loss_scale init_scale", "the scale is always dynamic; this is its first"),
-    Synonym("precision.initial_loss_scale", "initial_scale_power", "the scale, not its exponent"),
+    Synonym(
+        "precision.initial_loss_scale", "loss_scale init_scale", "the scale is always dynamic; this is its first value"
+    ),
+    Synonym("precision.initial_loss_scale", "initial_scale_power", "the scale itself, not its exponent"),
     Synonym("precision.min_loss_scale", "min_scale"),
     Synonym("precision.loss_scale_window", "scale_window growth_interval"),
 )
@@ -373,13 +392,13 @@ MESH = (
     Synonym(
         "mesh.dp_shard mesh.dp_replicate",
         "dp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree mesh.data",
-        "data ranks that cut the parameters (FSDP); that copy them (DDP)",
+        "data ranks that shard the parameters (FSDP), or that copy them (DDP)",
     ),
     Synonym(
         "mesh.dp_shard",
         "zero_stage zero_optimization deepspeed deepspeed_config use_distributed_optimizer sharding_strategy "
         "fsdp_config",
-        "FSDP2 cuts parameters, gradients and moments over it",
+        "FSDP2 shards parameters, gradients and moments over these ranks",
     ),
     Synonym(
         "mesh.cp",
@@ -391,7 +410,7 @@ MESH = (
     Synonym(
         "mesh.tp",
         "expert_model_parallel_size expert_parallel_degree expert_parallel_size ep_size ep ep_degree",
-        "a tp rank holds whole experts, a tp-th of them",
+        "each of the tp ranks holds 1 / tp of the experts, whole ones",
     ),
 )
 
@@ -405,12 +424,12 @@ PIPELINE = (
     Synonym(
         "pipeline.virtual_stages",
         "num_layers_per_virtual_pipeline_stage pipeline_parallel_layers_per_stage",
-        "stages of a rank = n_layers / pp / layers of a stage",
+        "stages per rank = n_layers / (pp x layers per stage)",
     ),
     Synonym(
         "pipeline.stages",
         "pipeline_parallel_split_points module_fqns_per_model_part pp_partition_method pipeline_model_parallel_layout",
-        "the layers of each stage, by number",
+        "lists of layer numbers, one for each stage",
     ),
     Synonym("pipeline.split", "pipeline_model_parallel_split_rank"),
 )

@@ -154,7 +154,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 def _args(model: config.Model) -> dict[str, Any]:
     """Arguments that are no key of [model], or have another value than the key."""
-    assert isinstance(model, (config.DroppingModel, config.T5))
+    assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {
         "padded_vocab_size": model.padded_vocab_size,
@@ -170,7 +170,7 @@ def _refuse_gated(model: config.Model) -> None:
     Raises:
         ValueError: each rank of theirs has its values before its gates, so the order of rows depends on the layout.
     """
-    assert isinstance(model, config.DroppingModel)
+    assert isinstance(model, config.DropoutModel)
     if model.glu != "none":
         raise ValueError(
             f"Megatron orders the rows of a gated feed-forward by its ranks, which is not read or written here: "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from dtmega import config
-from dtmega.declared import Kinds
+from dtmega.declared import SectionClasses
 from dtmega.megatron import shell
 from dtmega.megatron.flags import MANY, by_name
 
@@ -168,8 +168,8 @@ class _Draft:
         return None if value is None else _number(value)
 
     def keys_of(self, section: str) -> Mapping[str, Any]:
-        kinds = Kinds.of(config.Config.model_fields[section])
-        return kinds.classes[self.family if kinds.tells else ""].model_fields
+        kinds = SectionClasses.of(config.Config.model_fields[section])
+        return kinds.classes[self.family if kinds.discriminator else ""].model_fields
 
     def copy_plain(self) -> None:
         """Copy the flags whose value is that of one key; of one left out, Megatron's default if ours is another."""
@@ -322,7 +322,7 @@ def _schedule(draft: _Draft) -> None:
         draft.lacking["optim.warmup"] = f"the tokens of --lr-warmup-samples {warmup}, each of --seq-length"
     if draft.value("optimizer") == "sgd":
         draft.keys["optim.name"] = "sgd"
-    for key in config.UNREAD[draft.keys.get("optim.name", "adamw")]:
+    for key in config.UNREAD_BY_OPTIMIZER[draft.keys.get("optim.name", "adamw")]:
         draft.keys.pop(f"optim.{key}", None)
 
 

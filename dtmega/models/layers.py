@@ -81,7 +81,7 @@ def set_dropout_keys(model: nn.Module, seed: int) -> None:
             module.key.fill_(keyed.key(seed, name))
 
 
-def residual_stream(embedded: Tensor, cfg: config.DroppingModel) -> Tensor:
+def residual_stream(embedded: Tensor, cfg: config.DropoutModel) -> Tensor:
     """The embedding's output as the start of the residual stream, whose dtype all later sums keep."""
     return embedded.float() if cfg.fp32_residual else embedded
 
@@ -98,7 +98,7 @@ class MixedLayerNorm(nn.LayerNorm):
         return normed.to(self.weight.dtype)
 
 
-def stream_norm(cfg: config.DroppingModel, eps: float) -> nn.LayerNorm:
+def stream_norm(cfg: config.DropoutModel, eps: float) -> nn.LayerNorm:
     """A LayerNorm for the residual stream, in the kind that the stream's dtype needs."""
     kind = MixedLayerNorm if cfg.fp32_residual else nn.LayerNorm
     return kind(cfg.hidden_size, eps)
@@ -116,7 +116,7 @@ class FusedAttention(nn.Module):
         number: number of the layer, from 1.
     """
 
-    def __init__(self, cfg: config.DroppingModel, number: int) -> None:
+    def __init__(self, cfg: config.DropoutModel, number: int) -> None:
         super().__init__()
         self.head_dim = cfg.head_dim
         self.coefficient = float(number) if cfg.query_key_layer_scaling else None
@@ -168,7 +168,7 @@ class MLP(nn.Module):
         form: form of the GELU; Megatron, BLOOM and GPT-2 use the approximation by tanh.
     """
 
-    def __init__(self, cfg: config.DroppingModel, form: Gelu = "tanh") -> None:
+    def __init__(self, cfg: config.DropoutModel, form: Gelu = "tanh") -> None:
         super().__init__()
         self.form: Gelu = form
         self.gate = GATES.get(cfg.glu)
@@ -189,7 +189,7 @@ def refuse_gated(model: config.Model) -> None:
     Raises:
         ValueError: the model has a gated feed-forward.
     """
-    assert isinstance(model, config.DroppingModel)
+    assert isinstance(model, config.DropoutModel)
     if model.glu != "none":
         raise ValueError(
             f"Hugging Face's class has no gated feed-forward: expected glu='none', got '{model.glu}' ([model] glu)"
@@ -217,7 +217,7 @@ class LMHead(nn.Module):
     expected = 1.0
     compiled = False
 
-    def __init__(self, cfg: config.OwnModel, bias: bool = False) -> None:
+    def __init__(self, cfg: config.NativeModel, bias: bool = False) -> None:
         super().__init__()
         self.vocab_size = cfg.vocab_size
         self.label_smoothing = cfg.label_smoothing
