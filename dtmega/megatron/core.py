@@ -179,6 +179,6 @@ def _made(name: str, stored: str, shape: tuple[int, ...]) -> dict[str, Assembly]
         raise ValueError(f"'{name}' is {list(shape)}, expected [layers, ...] of at most {MOST_LAYERS} layers")
     rows = each[0]
     return {
-        f"encoder.layers.{i}.{inner}": Assembly(tuple(each), (RowRun(0, stored, i * rows, rows),), there="stack")
+        f"encoder.layers.{i}.{inner}": Assembly(tuple(each), (RowRun(0, stored, i * rows, rows),), source_view="stack")
         for i in range(n_layers)
     }
