@@ -1,4 +1,4 @@
-"""The vocabulary that goes with an exported model: its tokenizer.json, and the ids that its configuration names."""
+"""The tokenizer of an exported model: a tokenizer.json, and the token ids that the model's config.json names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dtmega.data.tokenizer_json import to_json
 
 
 class ExportedTokenizer(NamedTuple):
-    """A tokenizer as a directory of transformers has it.
+    """A tokenizer in the form of a transformers model directory.
 
     Attributes:
-        json: the text of a tokenizer.json.
-        ids: those of it that have a name in transformers' configurations: eos_token_id and others.
+        json: the text of its tokenizer.json.
+        ids: the token ids for config.json, by their name there: eos_token_id and others.
     """
 
     json: str
@@ -27,34 +27,40 @@ class ExportedTokenizer(NamedTuple):
 
 
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """The tokenizer for models of running text. In training an end-of-document stands around each document."""
+    """The tokenizer for models of running text.
+
+    End-of-document serves as both BOS and EOS, because in training one stands before and after each document.
+    """
     return ExportedTokenizer(
         to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
     )
 
 
 def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
-    """The tokenizer for models of hidden spans, with the marks that training put behind the tokenizer's last id.
+    """The tokenizer for models of hidden spans, with the marks that training added after the tokenizer's last id.
 
-    It puts an end behind what it encodes, as the encoder has read it in training.
+    It appends the end mark to each text that it encodes, because in training the encoder read one there.
 
     Raises:
-        ValueError: as `marks`, or a tokenizer whose ids have gaps, behind which tokenizer.json cannot put any.
+        ValueError: as `marks`; or the tokenizer's ids have gaps, so that a tokenizer.json cannot give the added marks
+            the ids that they had in training.
     """
-    known = marks(tokenizer, data.sentinels)
-    names = {i: f"<extra_id_{number}>" for number, i in enumerate(known.sentinels)}
-    names |= {known.start: "[BOS]", known.end: "[EOS]"}
+    mark_ids = marks(tokenizer, data.sentinels)
+    names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}
+    names |= {mark_ids.start: "[BOS]", mark_ids.end: "[EOS]"}
+    # Marks that the tokenizer already has need no new token. The others are added in the order of their ids, because
+    # `add_special_tokens` numbers new tokens one after the other.
     added = {i: name for i, name in sorted(names.items()) if i >= tokenizer.vocab_size}
-    whole = tokenizers.Tokenizer.from_str(to_json(tokenizer.name))
-    whole.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added.values()])
+    exported = tokenizers.Tokenizer.from_str(to_json(tokenizer.name))
+    exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added.values()])
     for i, name in added.items():
-        if whole.token_to_id(name) != i:
+        if exported.token_to_id(name) != i:
             raise ValueError(
                 f"tokenizer '{tokenizer.name}' has gaps in its ids: {name} was {i} in training, and tokenizer.json "
-                f"would make it {whole.token_to_id(name)} ([data] tokenizer)"
+                f"would make it {exported.token_to_id(name)} ([data] tokenizer)"
             )
-    end = whole.id_to_token(known.end)
+    end = exported.id_to_token(mark_ids.end)
     assert end is not None
-    whole.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, known.end)])
-    ids = {"eos_token_id": known.end, "pad_token_id": known.pad, "decoder_start_token_id": known.start}
-    return ExportedTokenizer(whole.to_str(), ids)
+    exported.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, mark_ids.end)])
+    ids = {"eos_token_id": mark_ids.end, "pad_token_id": mark_ids.pad, "decoder_start_token_id": mark_ids.start}
+    return ExportedTokenizer(exported.to_str(), ids)

@@ -1,9 +1,9 @@
-"""Join token files into one; `python -m dtmega merge` does so with a text tokenised in parts on several nodes.
+"""Join token files into one; `python -m dtmega merge` calls `write`, after a text was tokenised in parts.
 
     python -m dtmega merge --input data/part-0 data/part-1 --output data/mine
 
-Tokens, sequences and documents come in the order of the parts, so that the result is, to the byte, what the whole text
-becomes at once. Megatron's own `merge_file_` forgets which sequences are one document.
+Tokens, sequences and documents come in the order of the parts, so the result is byte-identical to tokenising the whole
+text at once. Megatron's own `merge_file_` loses the bounds of documents.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import glob
 from collections.abc import Sequence
+from typing import Any
 
 from dtmega.data import record
 from dtmega.data.indexed import IndexedDataset, IndexedWriter, check_free
@@ -19,11 +20,17 @@ from dtmega.output import counted
 
 
 def write(args: argparse.Namespace) -> str:
-    """Write the pair and return what is to be said of it, or raise and leave what was there before.
+    """Write the joined `.bin/.idx` pair. If that fails, an earlier pair of the same name stays as it was.
+
+    Args:
+        args: the options of `python -m dtmega merge`.
+
+    Returns:
+        A line for the user: counts of parts, documents and tokens, and the files' names.
 
     Raises:
-        ValueError: a part is missing or damaged, or the parts are not of one kind.
-        OSError: something cannot be read or written.
+        ValueError: a part is missing or damaged, or the parts differ in dtype or record.
+        OSError: a file cannot be read or written.
     """
     prefixes = _prefixes(args.input)
     if args.output in prefixes:
@@ -34,7 +41,7 @@ def write(args: argparse.Namespace) -> str:
         if part.dtype != parts[0].dtype:
             raise ValueError(
                 f"{part.prefix}.bin: expected tokens of {parts[0].dtype}, as {parts[0].prefix}.bin has, got "
-                f"{part.dtype}: these are of two tokenizers"
+                f"{part.dtype}: these were made with different tokenizers"
             )
     merged = _record(parts)
     with IndexedWriter(args.output, parts[0].dtype) as writer:
@@ -51,38 +58,44 @@ def write(args: argparse.Namespace) -> str:
 
 
 def _prefixes(patterns: Sequence[str]) -> list[str]:
-    """The parts in the order of the patterns, those of one pattern by name.
+    """The prefixes of the parts in the order of the patterns, sorted within each pattern.
 
     Raises:
-        ValueError: a pattern without a part, or a part that is named twice.
+        ValueError: a pattern matches no part, or two name the same one.
     """
-    found: list[str] = []
+    prefixes: list[str] = []
     for pattern in patterns:
-        of_it = sorted(path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx"))
-        if not of_it and not glob.has_magic(pattern):
-            of_it = [pattern]  # whose files are then named as missing
-        if not of_it:
+        matches = sorted(path.removesuffix(".idx") for path in glob.glob(f"{pattern}.idx"))
+        # A plain prefix without files is passed on: `IndexedDataset` has the better message about missing files.
+        if not matches and not glob.has_magic(pattern):
+            matches = [pattern]
+        if not matches:
             raise ValueError(f"--input {pattern}: no {pattern}.idx")
-        found += of_it
-    twice = next((prefix for prefix in found if found.count(prefix) > 1), None)
+        prefixes += matches
+    twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)
     if twice:
         raise ValueError(f"--input names {twice} twice")
-    return found
+    return prefixes
 
 
 def _record(parts: Sequence[IndexedDataset]) -> Record | None:
-    """The record that all parts share; None: not one has any.
+    """The record that all parts share; None if no part has one.
 
     Raises:
-        ValueError: they say different things, or some say nothing.
+        ValueError: the parts' records differ, or only some parts have one.
     """
     records = [record.record_of(part) for part in parts]
-    first = records[0]
-    for part, one in zip(parts, records, strict=True):
-        said = [found and found.model_dump(exclude={"documents", "tokens", "tokenizer"}) for found in (first, one)]
-        if said[0] != said[1]:
+    expected = _how_made(records[0])
+    for part, part_record in zip(parts, records, strict=True):
+        how_made = _how_made(part_record)
+        if how_made != expected:
             raise ValueError(
                 f"{part.prefix}.meta.json and {parts[0].prefix}.meta.json say how the parts were tokenised: expected "
-                f"the same of both, got {said[1] or 'nothing'} and {said[0] or 'nothing'}"
+                f"the same of both, got {how_made or 'nothing'} and {expected or 'nothing'}"
             )
-    return first
+    return records[0]
+
+
+def _how_made(part_record: Record | None) -> dict[str, Any] | None:
+    """The settings in a record that must be equal; a tokenizer's name is not, but its fingerprint is one of them."""
+    return part_record and part_record.model_dump(exclude={"documents", "tokens", "tokenizer"})

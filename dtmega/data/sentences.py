@@ -1,10 +1,11 @@
-"""The sentences of a document, of which BERT's samples are made.
+"""The sentences of a document, from which BERT's samples are made.
 
     prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
-    blocks    of source code: what stands between blank lines, since lines cut at each "." would make nonsense
+    blocks    for source code: the text between blank lines is one "sentence", since a cut at each "." is meaningless
 
 No sentence has more than LONGEST_SENTENCE tokens: a longer one is cut at its line ends, and a longer line between
-words. Megatron would skip the whole document; of Python's library 108 of 685, with 45 % of the tokens.
+words. Megatron would skip the whole document. In Python's library that is 108 of 685 documents, with 45 % of the
+tokens.
 """
 
 from __future__ import annotations
@@ -19,27 +20,35 @@ from dtmega.data.tokenizer import Tokenizer
 
 PROSE, BLOCKS = "prose", "blocks"
 PARAGRAPH_END = re.compile(r"\n[ \t\r\f]*\n")
-# The time in which sentencex looks for quotes in a paragraph grows as its square: 37 s for 7 million characters.
+# sentencex's search for quotes takes time quadratic in the length of a paragraph: 37 s for 7 million characters.
 PORTION_CHARS = 100_000
 
 
 def encode(text: str, kind: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each sentence of a document that has any, in order.
+    """The token ids of each sentence of a document, in order; sentences without tokens are left out.
 
     Args:
+        text: the document.
         kind: PROSE or BLOCKS.
+        tokenizer: tokenizer that encodes the sentences.
     """
-    found = prose(text) if kind == PROSE else PARAGRAPH_END.split(text)
-    return [ids for sentence in found for ids in _short(sentence, tokenizer)]
+    texts = prose(text) if kind == PROSE else PARAGRAPH_END.split(text)
+    sentences: list[list[int]] = []
+    for sentence in texts:
+        sentences += _short(sentence, tokenizer)
+    return sentences
 
 
 def prose(text: str) -> list[str]:
-    """The sentences of a text, with the blanks around them or without."""
-    return [sentence for portion in _portions(text) for sentence in segment("en", portion)]
+    """The sentences of an English text; some keep the blanks around them."""
+    sentences: list[str] = []
+    for portion in _portions(text):
+        sentences += segment("en", portion)
+    return sentences
 
 
 def _portions(text: str) -> Iterator[str]:
-    """Parts of a text of no more than PORTION_CHARS, cut at line ends or else blanks as far as there are any."""
+    """Cut a text into portions of at most PORTION_CHARS: at line ends if possible, else at blanks, else anywhere."""
     start = 0
     while len(text) - start > PORTION_CHARS:
         stop = start + PORTION_CHARS
@@ -51,13 +60,13 @@ def _portions(text: str) -> Iterator[str]:
 
 
 def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of a sentence, cut where it is longer than LONGEST_SENTENCE."""
-    whole = tokenizer.encode(sentence)
-    if len(whole) <= LONGEST_SENTENCE:
-        if whole:
-            yield whole
+    """The ids of a sentence, in pieces of whole lines if it is longer than LONGEST_SENTENCE."""
+    sentence_ids = tokenizer.encode(sentence)
+    if len(sentence_ids) <= LONGEST_SENTENCE:
+        if sentence_ids:
+            yield sentence_ids
         return
-    lines: list[int] = []
+    lines: list[int] = []  # ids of the lines that will be the next piece
     for line in sentence.splitlines(keepends=True):
         ids = tokenizer.encode(line)
         if lines and len(lines) + len(ids) > LONGEST_SENTENCE:
@@ -68,10 +77,11 @@ def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def _cut(ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Parts of no more than LONGEST_SENTENCE, each of which starts with a word if there is one to start with."""
+    """Cut ids into pieces of at most LONGEST_SENTENCE, between words if possible."""
     start = 0
     while len(ids) - start > LONGEST_SENTENCE:
         stop = start + LONGEST_SENTENCE
+        # The last place where a word starts; if a single word is longer than a piece, it is cut.
         words = (i for i in range(stop, start, -1) if ids[i] not in tokenizer.continuing_ids)
         end = next(words, stop)
         yield ids[start:end]

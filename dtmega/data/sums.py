@@ -1,4 +1,8 @@
-"""The numbers of a step: sums over a batch, each divided by a count of the global batch, and the loss that they are."""
+"""The numbers of a step: sums over the global batch, each divided by a count, and the loss that is made of them.
+
+A mean over the global batch cannot be taken on each rank by itself, because ranks and microbatches have different
+numbers of labels. So models return sums, and the counts of the whole global batch divide them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,13 @@ NO_COUNTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Sum(NamedTuple):
-    """One number of a step: a model gives its sum over a microbatch, a step reports its mean over the global batch.
+    """One number of a step. A model returns its sum over a microbatch; a step reports its mean over the global batch.
 
     Attributes:
-        name: in what the model returns, and in the metrics.
-        per: the count that divides it.
-        weight: of the mean in the loss; 0 for what is only reported and has no gradient, like an accuracy.
+        name: key of the number in the model's outputs and in the metrics.
+        per: name of the count that divides the sum.
+        weight: factor of the mean in the loss; 0 for a number that is only reported and has no gradient, such as an
+            accuracy.
     """
 
     name: str
@@ -27,14 +32,16 @@ class Sum(NamedTuple):
 
 
 class Tally:
-    """The sums that this rank finds in a step or an evaluation.
+    """Running totals of this rank's sums in a step or an evaluation.
 
     Args:
-        counts: of the global batch, from `divisors`; an evaluation needs none.
-        scale: of the loss, by which backward multiplies all gradients.
+        sums: the numbers that the objective reports.
+        device: device of the totals.
+        counts: counts of the global batch, from `divisors`; an evaluation, which has no backward, needs none.
+        scale: loss scale, by which backward multiplies all gradients.
 
     Attributes:
-        totals: [sums] fp64; the totals of all ranks of the `loss` group add up to those of the global batch.
+        totals: fp64 [sums]. Added up over all ranks of the `loss` group they are the sums of the global batch.
     """
 
     def __init__(
@@ -44,48 +51,60 @@ class Tally:
         self._sums, self._counts, self._scale = sums, counts, scale
 
     def factors(self) -> dict[str, float]:
-        """The derivative of the scaled loss by each sum, by name: scale x weight / count."""
-        return {one.name: self._scale * one.weight / self._counts[one.per] for one in self._sums}
+        """The derivative of the scaled loss with respect to each sum, by name: scale x weight / count."""
+        return {term.name: self._scale * term.weight / self._counts[term.per] for term in self._sums}
 
-    def add_all(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """`add` what a whole model has returned: it has every sum."""
-        return self.add({one.name: found[one.name] for one in self._sums})
+    def add_all(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
+        """Add the outputs of a whole model, which hold every sum; see `add`.
 
-    def add(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add the sums among what a stage has returned for a microbatch.
+        Raises:
+            KeyError: a sum is missing from the outputs.
+        """
+        return self.add({term.name: outputs[term.name] for term in self._sums})
+
+    def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
+        """Add those outputs of a pipeline stage that are sums over a microbatch, scalars by name.
 
         Returns:
-            Those of them that are in the loss and have a gradient, each with its factor.
+            The sums that belong to the loss and have a gradient, each with its factor.
         """
         factors = self.factors() if self._counts else {}
         in_loss = []
-        for i, one in enumerate(self._sums):
-            if one.name in found:
-                self.totals[i] += found[one.name].detach()
-                if one.weight and found[one.name].requires_grad:
-                    in_loss.append((found[one.name], factors[one.name]))
+        for i, term in enumerate(self._sums):
+            if term.name in outputs:
+                self.totals[i] += outputs[term.name].detach()
+                if term.weight and outputs[term.name].requires_grad:
+                    in_loss.append((outputs[term.name], factors[term.name]))
         return in_loss
 
 
 def divisors(counts: Mapping[str, float]) -> dict[str, float]:
-    """Numbers to divide sums by: the counts, and 1 in place of a count of 0, whose sum is 0 too.
+    """The counts as divisors of sums: 1 in place of a count of 0, whose sum is 0 too.
 
     Args:
-        counts: count by name over the whole step or evaluation. Batches are added up before: one without labels adds 0.
+        counts: counts by name, already added up over the whole step or evaluation; a batch without labels adds 0.
     """
     return {name: n or 1 for name, n in counts.items()}
 
 
 def means_of(sums: Sequence[Sum], totals: Tensor, counts: Mapping[str, float]) -> dict[str, float]:
-    """Each sum over the global batch by its count.
+    """Means over the global batch, by name: each total divided by its count.
 
     Args:
-        totals: [sums], over the global batch.
-        counts: of the global batch, from `divisors`.
+        sums: the numbers that the objective reports.
+        totals: [sums], totals over the global batch.
+        counts: counts of the global batch, from `divisors`.
     """
-    return {one.name: total / counts[one.per] for one, total in zip(sums, totals.tolist(), strict=True)}
+    return {term.name: total / counts[term.per] for term, total in zip(sums, totals.tolist(), strict=True)}
 
 
-def loss_of(sums: Sequence[Sum], by_name: Mapping[str, float]) -> float:
-    """The weighted sum of the means; what is only reported may be any number."""
-    return sum(one.weight * by_name[one.name] for one in sums if one.weight)
+def loss_of(sums: Sequence[Sum], means: Mapping[str, float]) -> float:
+    """The loss: the weighted sum of the means.
+
+    Means of weight 0 are left out rather than multiplied by 0, because an accuracy that is NaN would spoil the loss.
+
+    Args:
+        sums: the numbers that the objective reports.
+        means: mean by name, from `means_of`.
+    """
+    return sum(term.weight * means[term.name] for term in sums if term.weight)

@@ -1,15 +1,15 @@
-"""Files of text, by suffix, as batches of raw records; and the document inside a record.
+"""Text files as batches of raw records, and the document inside a record. The suffix of a file is its format:
 
-    .txt               the whole file is one document, or each part of it that blank lines end
+    .txt               the whole file is one document, or each part that ends with blank lines is one
     .jsonl, .json      one JSON object per line, whose value under a key is one document
-    + .gz, .zst        either of them, compressed
+    + .gz, .zst        any of these, compressed
     .parquet           each row of one column is one document
-    -                  standard input, a .txt unless said otherwise
+    -                  standard input, a .txt unless `--kind` says otherwise
 
-A byte order mark at the start of a file is no part of its text. Text in another encoding than UTF-8 becomes UTF-8 where
-the file is read, so that everything after it knows one encoding only.
+A byte order mark at the start of a file does not belong to its text. Text in an encoding other than UTF-8 is converted
+when the file is read, so that all later code sees UTF-8 only.
 
-Reading cuts files into batches cheaply, in one process; what a record holds is found out later, in many.
+One process reads the files and cuts them into batches, which is cheap. Many workers then parse the records.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from dtmega import extras
 from dtmega.strangers import dangling
 
 KINDS = (".txt", ".jsonl", ".json", ".parquet")
-LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow"}  # of the optional extra dtmega[data]
+LIBRARIES = {".zst": "zstandard", ".parquet": "pyarrow"}  # libraries of the optional extra dtmega[data]
 STDIN = "-"
 BLANK_LINES = "blank-lines"
-BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")  # a line's end, and the last blank line before text
-CHUNK_BYTES = 1 << 20  # text per batch of lines; a line or a .txt file that is longer comes whole
-MAX_RECORD_BYTES = 1 << 28  # of a compressed file: 22 kB of zstd can be one line of 3 GB
-ZSTD_BYTES = 4096  # decompressed at a time, to 128 MiB at most: a block of 4 bytes holds up to 128 KiB
-PARQUET_ROWS = 256  # the same for rows, whose size is known only after reading
+# The end of a line and the last blank line before the next text.
+BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
+CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file is a batch of its own
+MAX_RECORD_BYTES = 1 << 28  # of a record in a compressed file, because 22 kB of zstd can hold a line of 3 GB
+# Compressed bytes that are decompressed at a time. They become 128 MiB at most: a block of 4 bytes holds up to 128 KiB.
+ZSTD_BYTES = 4096
+PARQUET_ROWS = 256  # rows in a batch: their bytes are known only after reading
 
 
 class File(NamedTuple):
-    """A file of the input.
+    """An input file.
 
     Attributes:
-        path: "-" is standard input.
+        path: path of the file; "-" is standard input.
         kind: one of KINDS.
-        n_bytes: as it is stored; 0 for standard input, whose size is not known.
+        n_bytes: size on disk, still compressed; 0 for standard input, whose size is not known.
     """
 
     path: str
@@ -57,15 +59,16 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordBatch:
-    """Records of one file, one after the other.
+    """Consecutive records of one file.
 
     Attributes:
+        path: path of the file.
         kind: one of KINDS.
-        first: line (row) of the first record, from 1.
-        data: whole lines; or a .txt, whole or some parts of it; or rows, None where a row has no value. It is UTF-8 if
-            the file is sound.
-        is_cut: a .txt whose blank lines end documents.
-        position_bytes: in all files one after the other (compressed as they are), when this batch has been read.
+        first: line (of parquet: row) of the first record, from 1.
+        data: whole lines of JSON; a .txt, or some parts of it; or the rows of a parquet file, None for a null. If the
+            file is sound, it is UTF-8.
+        is_cut: blank lines end documents; only for a .txt.
+        position_bytes: bytes of all input files, as stored, that had been read when this batch was complete.
     """
 
     path: str
@@ -77,60 +80,84 @@ class RecordBatch:
 
 
 def find_files(patterns: list[str], kind: str | None = None) -> list[File]:
-    """Files in the order of the glob patterns, by name within each, none twice.
+    """The files that glob patterns match: in the order of the patterns, sorted within each, no file twice.
 
-    A folder stands for the files of KINDS in it and below it, with a `kind` for all files, but for hidden ones.
+    A folder stands for the files of KINDS in it and below it, or for all files if a `kind` is given. Hidden files and
+    folders are left out.
 
     Args:
-        kind: of all of them, without its dot; None: by suffix.
+        patterns: paths, folders or glob patterns.
+        kind: kind of all files, without its dot; None takes the kind from each suffix.
 
     Raises:
-        ValueError: a pattern without a file, a suffix nobody reads, a library that is not installed.
+        ValueError: a pattern without a file, an unknown suffix, a dangling link, or a library that is not installed.
     """
-    paths: dict[str, None] = {}
+    paths: dict[str, None] = {}  # keys in order, like a set that keeps the first of two equal paths
     for pattern in patterns:
-        if os.path.isdir(pattern):
-            found = _below(pattern, of_any_kind=kind is not None)
-            expected = (
-                f"no file in --input '{pattern}' ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst; "
-                f"--kind txt reads others as text"
-            )
-        else:
-            found = (
-                [pattern] if pattern == STDIN or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-            )
-            found = [path for path in found if not os.path.isdir(path)]
-            expected = f"no file matches --input '{pattern}'"
-        if not found:
-            raise ValueError(expected)
-        paths.update(dict.fromkeys(found))
-    files = []
-    for path in paths:
-        its_kind = f".{kind}" if kind else ".txt" if path == STDIN else _kind(path)
-        if its_kind not in KINDS:
-            raise ValueError(
-                f"{path}: expected a name that ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst, or --kind"
-            )
-        for suffix, library in LIBRARIES.items():
-            if path.endswith(suffix):
-                extras.check(library, "data", path)
-        if link := dangling(path):
-            raise ValueError(f"{path} cannot be read{link}; remove it, or name the files without it (--input)")
-        files.append(File(path, its_kind, 0 if path == STDIN else os.path.getsize(path)))
-    return files
+        paths.update(dict.fromkeys(_matching(pattern, of_any_kind=kind is not None)))
+    return [_file(path, kind) for path in paths]
+
+
+def _matching(pattern: str, *, of_any_kind: bool) -> list[str]:
+    """The paths that a pattern stands for.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if os.path.isdir(pattern):
+        paths = _below(pattern, of_any_kind=of_any_kind)
+        complaint = (
+            f"no file in --input '{pattern}' ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst; "
+            f"--kind txt reads others as text"
+        )
+    else:
+        # A file whose name contains a star or brackets is meant as it is.
+        is_path = pattern == STDIN or os.path.exists(pattern)
+        matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
+        paths = [path for path in matches if not os.path.isdir(path)]
+        complaint = f"no file matches --input '{pattern}'"
+    if not paths:
+        raise ValueError(complaint)
+    return paths
+
+
+def _file(path: str, kind: str | None) -> File:
+    """A path as an input file; `kind` is as in `find_files`.
+
+    Raises:
+        ValueError: an unknown suffix, a dangling link, or a library that is not installed.
+    """
+    if kind:
+        suffix = f".{kind}"
+    elif path == STDIN:
+        suffix = ".txt"
+    else:
+        suffix = _suffix(path)
+    if suffix not in KINDS:
+        raise ValueError(
+            f"{path}: expected a name that ends in {', '.join(KINDS)}, .txt or JSON also + .gz or .zst, or --kind"
+        )
+    for ending, library in LIBRARIES.items():
+        if path.endswith(ending):
+            extras.check(library, "data", path)
+    if link := dangling(path):
+        raise ValueError(f"{path} cannot be read{link}; remove it, or name the files without it (--input)")
+    return File(path, suffix, 0 if path == STDIN else os.path.getsize(path))
 
 
 def _below(folder: str, *, of_any_kind: bool) -> list[str]:
-    """Files of KINDS, or of any kind, in a folder and its folders, sorted by path; hidden ones are left out."""
-    found = []
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        shown = [name for name in names if not name.startswith(".")]
-        found += [os.path.join(place, name) for name in shown if of_any_kind or _kind(name) in KINDS]
-    return sorted(found)
+    """Files of KINDS, or of any kind, in a folder and its subfolders, sorted by path; hidden ones are left out."""
+    paths: list[str] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk then skips the hidden ones
+        for name in names:
+            if not name.startswith(".") and (of_any_kind or _suffix(name) in KINDS):
+                paths.append(os.path.join(parent, name))
+    return sorted(paths)
 
 
-def _kind(path: str) -> str:
+def _suffix(path: str) -> str:
+    """The suffix of a name; the one before it if a .gz or .zst comes last (parquet files compress themselves)."""
     stem, suffix = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]
     return inner if suffix in (".gz", ".zst") and inner != ".parquet" else suffix
@@ -142,77 +169,91 @@ def read_batches(
     """Read all files as batches.
 
     Args:
-        column: what to read of parquet files.
-        at_blank_lines: each part of a .txt that blank lines end is a document.
-        encoding: name of the encoding of all text; '' = UTF-8.
+        files: the files, in the order in which they are read.
+        column: column of parquet files that holds the text.
+        at_blank_lines: each part of a .txt that ends with blank lines is a document of its own.
+        encoding: name of the encoding of all text files; '' is UTF-8.
 
     Raises:
-        ValueError: a file is damaged or cut off, has no such column of strings, or is not in the encoding.
+        ValueError: a file is damaged or cut off, is not in the encoding, or lacks a column of strings of that name.
     """
     before_bytes = 0
     for file in files:
         is_cut = file.kind == ".txt" and at_blank_lines
         if file.kind == ".parquet":
-            found = _read_parquet(file.path, column)
+            batches = _read_parquet(file.path, column)
+        elif is_cut:
+            batches = _read_parts(file.path, encoding)
         elif file.kind == ".txt":
-            found = _read_parts(file.path, encoding) if is_cut else _read_whole(file.path, encoding)
+            batches = _read_whole(file.path, encoding)
         else:
-            found = _read_lines(file.path, encoding)
-        for first, data, position in found:
+            batches = _read_lines(file.path, encoding)
+        for first, data, position in batches:
             yield RecordBatch(file.path, file.kind, first, data, is_cut, before_bytes + position)
         before_bytes += file.n_bytes
 
 
+# The readers below yield (line or row of the first record, data of a batch, bytes of the stored file read so far).
+
+
 def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    parts, position = [], 0
+    """A whole file in one batch."""
+    chunks, position = [], 0
     for chunk, position in _chunks(path, encoding):  # noqa: B007
-        parts.append(chunk)
-        _check_size(path, 1, parts)
-    yield 1, b"".join(parts), position
+        chunks.append(chunk)
+        _check_size(path, 1, chunks)
+    yield 1, b"".join(chunks), position
 
 
 def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """(first line, whole lines, bytes read so far): about CHUNK_BYTES of lines each, in the end what has no newline."""
-    first, parts, position = 1, [], 0
+    """Batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline, maybe b""."""
+    first, pending, position = 1, [], 0
     for chunk, position in _chunks(path, encoding):
         end = chunk.rfind(b"\n") + 1
         if end:
-            data = b"".join([*parts, chunk[:end]])
+            data = b"".join([*pending, chunk[:end]])
             yield first, data, position
             first += data.count(b"\n")
-            parts = []
-        parts.append(chunk[end:])
-        _check_size(path, first, parts)
-    yield first, b"".join(parts), position
+            pending = []
+        pending.append(chunk[end:])
+        _check_size(path, first, pending)
+    yield first, b"".join(pending), position
 
 
 def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Whole lines as `_read_lines` reads them, cut only where blank lines end a part of the text."""
-    first, kept, position = 1, [], 0
-    blanks = b""  # at the end of what has been read: the part ends after them, if there is another one
+    """Batches of whole parts, where a part of the text ends with blank lines."""
+    first, pending, position = 1, [], 0
+    # Blanks at the end of the text read so far. They may be the end of a part, which the next lines will show.
+    blanks = b""
     for _, lines, position in _read_lines(path, encoding):
         read = blanks + lines
         text = read.rstrip(b" \t\r\n")
         blanks = read[len(text) :]
         starts = _starts(text)
-        data = b"".join([*kept, text[: starts[-1]]]) if starts else b""
+        data = b"".join([*pending, text[: starts[-1]]]) if starts else b""
         if data.strip():
             yield first, data, position
             first += data.count(b"\n")
-            kept, text = [], text[starts[-1] :]
-        kept.append(text)
-        _check_size(path, first, kept)
-    yield first, b"".join([*kept, blanks]), position
+            pending, text = [], text[starts[-1] :]
+        pending.append(text)
+        _check_size(path, first, pending)
+    yield first, b"".join([*pending, blanks]), position
 
 
 def _starts(text: bytes) -> list[int]:
-    """The place where a part begins that follows blank lines."""
+    """The places in a text where a part begins after blank lines."""
     return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 
-def _check_size(path: str, line: int, parts: list[bytes]) -> None:
-    """Refuse too large a text of a compressed file, which can hold a million times what its size says."""
-    if path.endswith((".gz", ".zst")) and sum(map(len, parts)) > MAX_RECORD_BYTES:
+def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
+    """Refuse a record that is too large, in a compressed file: one can hold a million times its own size.
+
+    Args:
+        path: path of the file.
+        line: line where the record starts, for the message.
+        pieces: the decompressed bytes of the record so far.
+    """
+    if path.endswith((".gz", ".zst")) and sum(map(len, pieces)) > MAX_RECORD_BYTES:
         raise ValueError(
             f"{path}: the document in line {line} has more than {MAX_RECORD_BYTES:,} bytes when decompressed; if that "
             f"is meant, decompress the file first"
@@ -220,7 +261,10 @@ def _check_size(path: str, line: int, parts: list[bytes]) -> None:
 
 
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
-    """The text of a file as UTF-8, unchecked if it was that, and how many bytes of the file have been read for it."""
+    """Chunks of a file's text, each with the number of bytes of the stored file read so far.
+
+    The text becomes UTF-8. A file without an `encoding` should be UTF-8 already; `document` checks that.
+    """
     if not encoding:
         yield from _decompressed(path)
         return
@@ -237,21 +281,33 @@ def _decoded(
 ) -> bytes:
     """The next chunk of a text as UTF-8.
 
+    Args:
+        decoder: decoder of the file, which keeps the bytes of an incomplete character from chunk to chunk.
+        chunk: decompressed bytes in `encoding`.
+        path: path of the file, for messages.
+        encoding: name of the encoding, for messages.
+        before_bytes: decompressed bytes before this chunk.
+        is_last: no more chunks follow.
+
     Raises:
         ValueError: the file is not in the encoding.
     """
-    kept_bytes = len(decoder.getstate()[0])  # of a character that the chunk before has begun
+    kept_bytes = len(decoder.getstate()[0])
     try:
         return decoder.decode(chunk, is_last).encode()
     except UnicodeError as error:
-        # A UTF-16 or UTF-32 that does not begin with its mark is a bare UnicodeError.
+        # UTF-16 or UTF-32 without the byte order mark at its start raises a bare UnicodeError, without a place.
         place, why = (error.start, error.reason) if isinstance(error, UnicodeDecodeError) else (0, str(error))
         at = before_bytes - kept_bytes + place
         raise ValueError(f"{path} is not in {encoding}: {why} at byte {at} (--encoding)") from None
 
 
 def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
-    """Decompressed bytes, and how many bytes of the file have been read for them."""
+    """Chunks of decompressed bytes, each with the number of bytes of the stored file read so far.
+
+    Raises:
+        ValueError: a compressed file is damaged or cut off.
+    """
     if path == STDIN:
         position = 0
         while chunk := sys.stdin.buffer.read(CHUNK_BYTES):
@@ -272,32 +328,43 @@ def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompress as zstandard's own stream reader does, which takes a file that was cut off for a whole one."""
+    """Decompress a zstd file. (zstandard's own stream reader reads a file that was cut off without an error.)
+
+    Raises:
+        EOFError: the file is damaged or cut off.
+    """
     import zstandard
 
-    # Windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd's memory for one is used
-    # only as far as the text goes.
+    # Allow windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd allocates a window
+    # only as far as the text fills it.
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, is_open = decompressor.decompressobj(), False
-    parts: list[bytes] = []
+    chunks: list[bytes] = []
     while data := raw.read(ZSTD_BYTES):
+        # A file may have several frames, and one read may end a frame and begin the next.
         while data:
             try:
-                parts.append(frame.decompress(data))
+                chunks.append(frame.decompress(data))
             except zstandard.ZstdError as error:
                 raise EOFError(error) from None
-            is_open, data = not frame.eof, frame.unused_data
+            is_open = not frame.eof
+            data = frame.unused_data
             if frame.eof:
                 frame = decompressor.decompressobj()
-        if sum(map(len, parts)) >= CHUNK_BYTES:
-            yield b"".join(parts)
-            parts = []
+        if sum(map(len, chunks)) >= CHUNK_BYTES:
+            yield b"".join(chunks)
+            chunks = []
     if is_open:
         raise EOFError("the last zstd frame has no end")
-    yield b"".join(parts)
+    yield b"".join(chunks)
 
 
 def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | None], int]]:
+    """Batches of rows of one column of strings.
+
+    Raises:
+        ValueError: the file is damaged, or has no such column.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -312,26 +379,38 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
                     values = values.dictionary_decode()
                 if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
                     raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # As bytes, so that a row that is no UTF-8 is one malformed row and no more.
+                # As bytes, because a row that is not UTF-8 should be reported by itself, not end the reading.
                 data = values.cast(pa.large_binary()).to_pylist()
                 row += len(data)
+                # The position in the file is not known; take it to be in proportion to the rows.
                 yield row - len(data) + 1, data, size_bytes * row // n_rows
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or cut off ({error})") from None
 
 
 def records(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
-    """(line or row, raw bytes) of each record in a batch; a blank line of JSON is none."""
+    """The records of a batch, each as (line or row, raw bytes); blank lines between JSON objects are skipped."""
     if isinstance(batch.data, list):
         yield from enumerate(batch.data, batch.first)
+    elif batch.is_cut:
+        yield from _parts(batch.data, batch.first)
     elif batch.kind == ".txt":
-        yield from _parts(batch.data, batch.first) if batch.is_cut else [(1, batch.data)]
+        yield 1, batch.data
     else:
-        yield from ((n, line) for n, line in enumerate(batch.data.split(b"\n"), batch.first) if line.strip())
+        for number, line in enumerate(batch.data.split(b"\n"), batch.first):
+            if line.strip():
+                yield number, line
 
 
 def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
-    """(its first line, part) of each; one after the other they are the text. Blank lines at its start are no part."""
+    """The parts of a text, each as (number of its first line, part). Joined, the parts are the text.
+
+    Blank lines at the start of the text belong to the first part.
+
+    Args:
+        text: whole parts.
+        line: number of the text's first line in its file.
+    """
     blanks = len(text) - len(text.lstrip(b" \t\r\n"))
     starts = [0, *(start for start in _starts(text) if start > blanks), len(text)]
     for start, end in pairwise(starts):
@@ -343,14 +422,18 @@ def document(record: bytes | None, number: int, kind: str, key: str) -> str:
     """The text in a record.
 
     Args:
-        number: its line or row.
+        record: bytes of the record, or None for a null in parquet.
+        number: line or row of the record.
+        kind: one of KINDS.
+        key: key of a JSON object, or parquet column, that holds the text.
 
     Raises:
-        ValueError: the record is malformed; says how.
+        ValueError: the record is malformed; the message says how.
     """
     if record is None:
         raise ValueError(f"expected a string in '{key}', got null")
-    # Files that are put together have a byte order mark in the middle; in JSON it is never text.
+    # A byte order mark is dropped at the start of a .txt, and in any line of JSON: files that were concatenated have
+    # one in the middle, and in JSON it is never text.
     starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
     try:
         text = record.decode("utf-8-sig" if starts_file else "utf-8")
@@ -371,11 +454,11 @@ def document(record: bytes | None, number: int, kind: str, key: str) -> str:
         raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
     if not isinstance(value[key], str):
         raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
-    value[key].encode()  # half a surrogate pair (\ud83d) is JSON but no text
+    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d): JSON but no text
     return value[key]
 
 
 def _likely(text: bytes) -> str:
-    """The encodings to try first of a text that is not UTF-8."""
+    """The encodings to suggest for a text that is not UTF-8."""
     is_wide = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text[:1000]
     return "utf-16" if is_wide else "latin-1 or cp1252"

@@ -1,10 +1,10 @@
-"""Make Megatron's `.bin/.idx` of a user's text; `python -m dtmega tokenize` calls it.
+"""Turn a user's text into Megatron's `.bin/.idx`; `python -m dtmega tokenize` calls `write`.
 
     python -m dtmega tokenize --input 'corpus/*.jsonl.gz' --tokenizer gpt2 --output data/mine --append-eod
     python -m dtmega tokenize --input corpus --tokenizer bert:vocab.txt --output data/mine --split-sentences
 
-This process reads and writes, workers parse and tokenize. Results are written in the order of the input, so the output
-is the same for any number of workers; few batches are in flight, so memory does not grow with the input.
+This process reads and writes; workers parse and tokenize. Results are written in the order of the input, so the output
+is the same for any number of workers. Only a few batches are in flight, so memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -37,24 +37,29 @@ from dtmega.output import counted
 
 SHOWN = 5  # malformed records that are printed; all are counted
 
+Document = list[list[int]]  # the ids of each of its sequences: one, or one for each sentence
+
 
 def write(args: argparse.Namespace) -> str:
-    """Write the pair and return what is to be said of it, or raise and leave what was there before.
+    """Write the `.bin/.idx` pair. If that fails, an earlier pair of the same name stays as it was.
+
+    Args:
+        args: the options of `python -m dtmega tokenize`.
+
+    Returns:
+        A line for the user: counts of documents, tokens and skipped records, the time, and the files' names.
 
     Raises:
         ValueError: an argument or the input cannot be used.
-        OSError: something cannot be read or written, or a worker died.
+        OSError: a file cannot be read or written, or a worker died.
     """
     start_s = time.perf_counter()
     check_free(args.output, args.overwrite)
     files = text_files.find_files(args.input, args.kind)
-    cut = args.split_documents
-    if cut and all(file.kind != ".txt" for file in files):
-        raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
-    if args.encoding and any(file.kind == ".parquet" for file in files):
-        raise ValueError(f"--encoding {args.encoding} is of text files; the strings of parquet are UTF-8")
+    _check_kinds(args, files)
     _check_sentences(args)
     tokenizer = load_tokenizer(args.tokenizer)
+    cut = args.split_documents
     at_blank_lines = cut == text_files.BLANK_LINES
     batches = text_files.read_batches(files, args.json_key, at_blank_lines=at_blank_lines, encoding=args.encoding)
     job = Job(
@@ -79,15 +84,12 @@ def write(args: argparse.Namespace) -> str:
                     bar.write(f"skipped {where}", file=sys.stderr)
                 n_malformed += 1
             n_empty += result.n_empty
-            start = 0
-            for sizes in result.sizes:
-                end = start + sum(sizes)
-                writer.add(result.ids[start:end], sizes)
-                start = end
+            _add_documents(writer, result)
             bar.update(result.position_bytes - bar.n)
         if len(writer) == 0:
-            there = f"{counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
-            raise ValueError(f"no documents in {there}")
+            raise ValueError(
+                f"no documents in {counted(len(files), 'file')} ({n_malformed:,} malformed, {n_empty:,} empty)"
+            )
         is_cut = args.split_sentences is not None
         writer.about = text_of(tokenizer, writer, append_eod=args.append_eod, sentences=is_cut)
     documents = counted(writer.n_documents, "document")
@@ -100,8 +102,16 @@ def write(args: argparse.Namespace) -> str:
     )
 
 
+def _check_kinds(args: argparse.Namespace, files: Sequence[text_files.File]) -> None:
+    """Refuse options that do not apply to the kinds of these files."""
+    if args.split_documents and all(file.kind != ".txt" for file in files):
+        raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
+    if args.encoding and any(file.kind == ".parquet" for file in files):
+        raise ValueError(f"--encoding {args.encoding} applies to text files; strings in parquet files are UTF-8")
+
+
 def _check_sentences(args: argparse.Namespace) -> None:
-    """Refuse what would spoil sentences."""
+    """Refuse options that contradict --split-sentences."""
     if args.split_sentences is None:
         return
     if args.append_eod:
@@ -120,13 +130,24 @@ def _check_sentences(args: argparse.Namespace) -> None:
         )
 
 
+def _add_documents(writer: IndexedWriter, result: Result) -> None:
+    start = 0
+    for sizes in result.sizes:
+        end = start + sum(sizes)
+        writer.add(result.ids[start:end], sizes)
+        start = end
+
+
 @dataclass(frozen=True)
 class Job:
-    """The settings that a worker needs; they pickle.
+    """The settings that a worker needs; they can be pickled.
 
     Attributes:
-        longest: tokens of a document that is a piece of a .txt; 0 leaves each .txt whole.
-        sentences: the kind of sentences that are sequences; None: documents are.
+        tokenizer: spec of the tokenizer.
+        key: key of a JSON object, or column of a parquet file, that holds the text.
+        append_eod: end each document with end-of-document.
+        longest: most tokens in a piece of a .txt, where each piece becomes a document; 0 leaves each .txt whole.
+        sentences: kind of sentences, each of which becomes a sequence; None makes each document one sequence.
     """
 
     tokenizer: str
@@ -138,13 +159,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """The documents of one batch.
+    """The documents of one batch of records.
 
     Attributes:
-        ids: [sum(sizes)] in the dtype of the output.
-        sizes: for each document, the tokens of each of its sequences.
-        malformed: "file:line: why" for each record that is no document.
-        position_bytes: see `RecordBatch`.
+        ids: [sum(sizes)] token ids, one document after the other, in the dtype of the output.
+        sizes: for each document, the number of tokens of each of its sequences.
+        n_empty: number of records whose text has no tokens.
+        malformed: "file:line: why" for each record that could not be read.
+        position_bytes: position in the input after this batch, as in `RecordBatch`.
     """
 
     ids: NDArray[Any]
@@ -155,7 +177,7 @@ class Result:
 
 
 class Worker:
-    """A function from RecordBatch to Result, with the vocabulary loaded once."""
+    """A function from a batch of records to its documents, with the vocabulary loaded once."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
@@ -170,34 +192,40 @@ class Worker:
                 texts.append(text_files.document(record, number, batch.kind, self.job.key))
             except ValueError as error:
                 malformed.append(f"{batch.path}:{number}: {error}")
-        found = self._sentences(texts) if self.job.sentences else self._whole(texts, batch.kind)
-        documents = [document for of_text in found for document in of_text]
-        sequences = [np.array(ids, self.dtype) for document in documents for ids in document]
+        by_text = self._in_sentences(texts) if self.job.sentences else self._in_documents(texts, batch.kind)
+        sequences: list[NDArray[Any]] = []
+        sizes: list[list[int]] = []
+        for documents in by_text:
+            for document in documents:
+                sequences += [np.array(ids, self.dtype) for ids in document]
+                sizes.append([len(ids) for ids in document])
         return Result(
             ids=np.concatenate(sequences) if sequences else np.zeros(0, self.dtype),
-            sizes=[[len(ids) for ids in document] for document in documents],
-            n_empty=found.count([]),
+            sizes=sizes,
+            n_empty=by_text.count([]),
             malformed=malformed,
             position_bytes=batch.position_bytes,
         )
 
-    def _sentences(self, texts: Sequence[str]) -> list[list[list[list[int]]]]:
-        """The documents of each text, one or none: the ids of its sentences."""
+    def _in_sentences(self, texts: Sequence[str]) -> list[list[Document]]:
+        """The documents of each text, with a sequence for each sentence: one document, or none without tokens."""
         assert self.job.sentences
-        found = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
-        return [[document] if document else [] for document in found]
+        documents = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
+        return [[document] if document else [] for document in documents]
 
-    def _whole(self, texts: Sequence[str], kind: str) -> list[list[list[list[int]]]]:
-        """The documents of each text, none without tokens: each the ids of its one sequence."""
+    def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
+        """The documents of each text, each of one sequence: several if the text is cut, none without tokens."""
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
-    def _pieces(self, ids: list[int], kind: str) -> list[list[list[int]]]:
+    def _pieces(self, ids: list[int], kind: str) -> list[Document]:
         longest = self.job.longest if kind == ".txt" and self.job.longest else len(ids)
         return [[ids[start : start + longest] + self.tail] for start in range(0, len(ids), longest or 1)]
 
 
 def _in_order(batches: Iterator[text_files.RecordBatch], job: Job, n_workers: int) -> Generator[Result, None, None]:
-    """The results of `batches` in their order: batch n is worker n % n_workers's, which has two at most.
+    """Tokenize batches in worker processes; yield the results in the order of the batches.
+
+    Batch n goes to worker n % n_workers. No worker has more than two unfinished batches.
 
     Raises:
         ChildProcessError: a worker died.
@@ -230,7 +258,7 @@ def _receive(pipe: Connection) -> Result:
     """The next result of a worker.
 
     Raises:
-        EOFError: the worker died, be it in the middle of a message.
+        EOFError: the worker died, between two messages or in the middle of one.
     """
     try:
         return pipe.recv()
@@ -239,12 +267,13 @@ def _receive(pipe: Connection) -> Result:
 
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
-    # spawn: a fork would copy the threads' locks of whatever this process has loaded.
+    """Start a worker process; return it and this process's end of the pipe to it."""
+    # Spawned, because a fork would copy locks that other threads of this process hold at the moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()
     process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
-    # A terminal sends Ctrl-C to all processes, and it is the parent's to answer: a worker inherits the mask. The
-    # tracker that spawn needs clears the mask when it starts, so it starts before.
+    # A terminal sends Ctrl-C to all processes, but only the parent is to answer it. The worker inherits the blocked
+    # signal. The resource tracker that spawn needs unblocks it when it starts, so the tracker is started before.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -256,20 +285,22 @@ def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
 
 
 def _serve(pipe: Connection, job: Job) -> None:
-    """Run a worker until the parent's end of the pipe is gone, in whatever way the parent ended."""
+    """Run a worker process until the parent's end of the pipe is closed, even if the parent was killed."""
     batches: SimpleQueue[text_files.RecordBatch] = SimpleQueue()
 
-    # Receiving goes on while computing, else parent and worker could each wait for the other to take what it sends.
+    # A thread receives while this one computes. Otherwise both processes could block in `send`, each waiting for the
+    # other to receive.
     def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):  # the second where the parent ended in the middle of a message
+        with contextlib.suppress(EOFError, OSError):  # OSError: the parent ended in the middle of a message
             while True:
                 batches.put(pipe.recv())
         os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use all cores
     worker = Worker(job)
     with contextlib.suppress(ConnectionError):
         while True:
             pipe.send(worker(batches.get()))
-    os._exit(0)  # the interpreter's own shutdown, with a thread that receives, may hang, and the parent with it
+    # With a thread that still receives, the interpreter's own shutdown may hang, and the parent would wait for it.
+    os._exit(0)

@@ -1,15 +1,19 @@
-"""Text <-> token ids. A spec is one string that names a vocabulary; every process loads it for itself from that string.
+"""Text <-> token ids.
+
+A spec is one string that names a vocabulary; every process loads its own tokenizer from that string.
 
     stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
     stdlib-wordpiece       shipped: 8,192 WordPieces, cased, trained on the same text by tools/train_wordpiece.py
     bytes                  the 256 bytes, then end-of-document
-    bert:PATH              a local vocab.txt of WordPieces, text in lower case and without accents; [SEP] ends documents
-    bert-cased:PATH        the same, text as it is
-    PATH.tiktoken          local ranks (a base64 token and its rank per line), then end-of-document
-    PATH.json              a Hugging Face tokenizer.json (eos_token beside it counts)
-    gpt2, cl100k_base ...  tiktoken's own, which it downloads
+    bert:PATH              a local vocab.txt of WordPieces; text is lowercased and stripped of accents; [SEP] is
+                           end-of-document
+    bert-cased:PATH        the same without the lowercasing and stripping
+    PATH.tiktoken          a local file of ranks (a base64 token and its rank per line), then end-of-document
+    PATH.json              a Hugging Face tokenizer.json; end-of-document is the `eos_token` of the
+                           tokenizer_config.json next to it, else the first of HF_EODS that it has
+    gpt2, cl100k_base ...  tiktoken's own vocabularies, which it downloads
 
-Text is always ordinary: a document that spells "<|endoftext|>" or "[MASK]" never makes the special id.
+Text never makes a special id, not even a document that contains "<|endoftext|>" or "[MASK]".
 """
 
 from __future__ import annotations
@@ -29,13 +33,14 @@ import tokenizers
 from dtmega.data import tokenizer_trial, wordpiece
 from dtmega.strangers import check_not_a_pointer, dangling, download, read_object
 
-# cl100k_base's rule, written so that tiktoken and Hugging Face's `tokenizers` both read it: contractions; words with
-# one mark before them; digits by three; punctuation with its newlines; blank lines; indentation but for its last blank.
+# cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
+# words with at most one mark before them; digits in threes; punctuation with the newlines after it; blank lines;
+# indentation except its last blank, which goes to the word after it.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-# GPT-2's rule. A .tiktoken file does not carry one, and GPT-2's ids mean what they should under this one only.
+# GPT-2's rule. A .tiktoken file does not carry a rule, and GPT-2's ranks give GPT-2's ids under this one only.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 GPT2_RANKS = 50_256
 
@@ -46,28 +51,28 @@ STDLIB_WORDPIECE = Path(__file__).with_name("stdlib-wordpiece.txt")
 SHIPPED_WORDPIECES = "stdlib-wordpiece"
 WORDPIECES = ("bert", "bert-cased")  # before ":" and the path of a vocab.txt
 
-# tiktoken's regex engine overflows its stack (Rust panics) on about a million blanks in a row, so text is cut there.
+# On about a million blanks in a row tiktoken's regex engine overflows its stack (a Rust panic), so long runs are cut.
 BLANKS = re.compile(r"\s{100000}")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded vocabulary. It does not pickle: give another process the spec (`name`).
+    """A loaded vocabulary. It cannot be pickled: send the spec (`name`) to another process and load it there.
 
     Attributes:
-        name: the spec it was loaded from.
-        vocab_size: ids are in [0, vocab_size); `[model] vocab_size` may be larger.
-        eod_id: end of document, which `encode` never returns.
+        name: the spec that it was loaded from.
+        vocab_size: the ids are in [0, vocab_size); `[model] vocab_size` may be larger.
+        eod_id: id of end-of-document, which `encode` never returns.
         fingerprint: 12 hex digits, equal for equal vocabularies.
-        encode: text -> ids.
-        encode_all: the same for each of several texts, on all cores where a library does that.
-        decode: ids in [0, vocab_size) -> text; bytes that are no UTF-8 become U+FFFD.
-        special_ids: all that stand for no text, so `encode` never returns one; [UNK] stands for some.
-        continuing_ids: those that go on within a word ("##ing"); none in a vocabulary that does not tell.
-        cls_id, sep_id, mask_id: of [CLS], [SEP], [MASK]; None where there is none.
-        pad_id: of [PAD] or <pad>; None where there is none.
-        bos_id, eos_id: of [BOS], [EOS], which Megatron's T5 has; None where there is none.
-        sentinel_ids: of <extra_id_0>, <extra_id_1>, ..., as many as there are.
+        encode: function from a text to its ids.
+        encode_all: function from several texts to the ids of each, on all cores if the library can do that.
+        decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
+        special_ids: ids that stand for no text, so that `encode` never returns one. [UNK] is not among them.
+        continuing_ids: ids of tokens inside a word ("##ing"); empty if the vocabulary does not mark them.
+        cls_id, sep_id, mask_id: ids of [CLS], [SEP] and [MASK]; None if the vocabulary lacks the token.
+        pad_id: id of [PAD] or <pad>; None if the vocabulary has neither.
+        bos_id, eos_id: ids of [BOS] and [EOS], which Megatron's T5 uses; None if the vocabulary lacks the token.
+        sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., up to the first number that the vocabulary lacks.
     """
 
     name: str
@@ -89,10 +94,10 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `spec` names, see above.
+    """The tokenizer that a spec names; the head of this file lists the specs.
 
     Raises:
-        ValueError: unknown spec, missing or malformed file, or tiktoken could not download.
+        ValueError: the spec is unknown, its file is missing or malformed, or tiktoken could not download it.
     """
     if is_wordpiece(spec):
         tokenizer, fingerprint = load_wordpiece(spec)
@@ -103,12 +108,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def is_wordpiece(spec: str) -> bool:
-    """Tell whether a spec names a vocab.txt."""
+    """True if a spec names a vocab.txt of WordPieces."""
     return spec == SHIPPED_WORDPIECES or spec.startswith(tuple(f"{kind}:" for kind in WORDPIECES))
 
 
 def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
-    """The tokenizer of a spec that names a vocab.txt, and its fingerprint; errors as above."""
+    """The tokenizer and the fingerprint of a spec that names a vocab.txt.
+
+    Raises:
+        ValueError: as `load_tokenizer`.
+    """
     kind, _, path = spec.partition(":")
     file = STDLIB_WORDPIECE if spec == SHIPPED_WORDPIECES else Path(path)
     tokens = wordpiece.parse(file, _read(file))
@@ -118,7 +127,11 @@ def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
 
 
 def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
-    """The ranks and the pattern of a spec of byte-level BPE, and their fingerprint; errors as above."""
+    """The byte-level BPE encoding (ranks and pattern) that a spec names, and its fingerprint.
+
+    Raises:
+        ValueError: as `load_tokenizer`.
+    """
     if spec == "stdlib-8k":
         return _from_ranks_file(spec, STDLIB_8K)
     if spec == "bytes":
@@ -127,11 +140,11 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
         return _from_ranks_file(spec, Path(spec))
     if spec in tiktoken.list_encoding_names():
         return _from_tiktoken_name(spec)
-    raise ValueError(f"unknown tokenizer '{spec}'{_meant(spec)}")
+    raise ValueError(f"unknown tokenizer '{spec}'{_advice(spec)}")
 
 
-def _meant(spec: str) -> str:
-    """The end of a message about a spec that names no vocabulary: what to write instead."""
+def _advice(spec: str) -> str:
+    """The end of the message about an unknown spec: what the user can write instead."""
     path = Path(spec)
     folder = path if path.is_dir() else path.parent
     saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
@@ -151,6 +164,11 @@ def _meant(spec: str) -> str:
 
 
 def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
+    """The encoding and the fingerprint of a .tiktoken file.
+
+    Raises:
+        ValueError: a malformed line, ranks that are not 0 to n - 1, or a byte that is no token.
+    """
     content = _read(path)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -162,10 +180,13 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
                 raise ValueError(f"{path}:{number}: expected a base64 token and its rank, got {line[:80]!r}") from None
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{path}: expected each rank from 0 to {len(ranks) - 1} once")
+    # Without all 256 bytes there would be texts that cannot be encoded.
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
-    return _from_ranks(spec, ranks, GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN, content)
+    # The file does not say which pattern its ranks were trained with; GPT-2's are recognised by their number.
+    pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
+    return _from_ranks(spec, ranks, pattern, content)
 
 
 def _from_ranks(spec: str, ranks: dict[bytes, int], pattern: str, content: bytes) -> tuple[tiktoken.Encoding, str]:
@@ -178,7 +199,7 @@ def _from_ranks(spec: str, ranks: dict[bytes, int], pattern: str, content: bytes
 def _from_tiktoken_name(spec: str) -> tuple[tiktoken.Encoding, str]:
     try:
         encoding = tiktoken.get_encoding(spec)
-    except Exception as error:  # whatever the network stack of the day raises
+    except Exception as error:  # the network libraries raise errors of many kinds
         raise ValueError(
             f"tiktoken could not download '{spec}' ({type(error).__name__}); without a network, pass a local .tiktoken "
             f"file or a tokenizer.json"
@@ -191,7 +212,10 @@ def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> 
         cuts = [0, *(match.end() for match in BLANKS.finditer(text)), len(text)]
         if len(cuts) == 2:
             return encoding.encode_ordinary(text)
-        return [i for start, end in pairwise(cuts) for i in encoding.encode_ordinary(text[start:end])]
+        ids: list[int] = []
+        for start, end in pairwise(cuts):
+            ids += encoding.encode_ordinary(text[start:end])
+        return ids
 
     def decode(ids: Sequence[int]) -> str:
         return encoding.decode(list(ids), errors="replace")
@@ -209,6 +233,11 @@ def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> 
 
 
 def _from_json(spec: str) -> Tokenizer:
+    """The tokenizer of a Hugging Face tokenizer.json.
+
+    Raises:
+        ValueError: the file is missing or malformed, or has no end-of-document token.
+    """
     content = _read(Path(spec))
     tokenizer_trial.check(spec, _digest(content))
     loaded = tokenizers.Tokenizer.from_buffer(content)
@@ -225,12 +254,13 @@ def _from_json(spec: str) -> Tokenizer:
 
 
 def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerprint: str) -> Tokenizer:
-    loaded.encode_special_tokens = True  # special tokens' names inside a document are text
+    loaded.encode_special_tokens = True  # a special token's name inside a document is ordinary text
 
     def encode_all(texts: Sequence[str]) -> list[list[int]]:
-        # Fast: without the offsets into the text, which take a third of the time.
+        # The "fast" variant skips the offsets into the text, which would take a third of the time.
         with _refusals(spec):
-            return [found.ids for found in loaded.encode_batch_fast(list(texts), add_special_tokens=False)]
+            encodings = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
     def encode(text: str) -> list[int]:
         return encode_all([text])[0]
@@ -239,6 +269,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
         with _refusals(spec):
             return loaded.decode(list(ids), skip_special_tokens=False)
 
+    # Some pre_tokenizers leave "[MASK]" in one piece, and then a text could make the special id.
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
     for name, i in by_name.items():
@@ -246,6 +277,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
             raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
     added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
     known = {i for i in by_name.values() if i is not None}
+    # [UNK] may be marked special in the file, but text does become [UNK].
     unknown = vocabulary.get(getattr(loaded.model, "unk_token", None) or "")
     prefix = getattr(loaded.model, "continuing_subword_prefix", None)
     continuing = {i for token, i in vocabulary.items() if token.startswith(prefix)} if prefix else set()
@@ -271,7 +303,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
 @contextmanager
 def _refusals(spec: str) -> Iterator[None]:
-    """Make one kind of error of those of the library: a bare Exception, and a panic, which is none."""
+    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics, which are not even Exceptions."""
     try:
         yield
     except BaseException as error:
@@ -282,14 +314,17 @@ def _refusals(spec: str) -> Iterator[None]:
 
 def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
     """The ids of T5's marks for hidden spans, up to the first number that is missing."""
-    found: list[int] = []
-    while (i := vocabulary.get(f"<extra_id_{len(found)}>")) is not None:
-        found.append(i)
-    return tuple(found)
+    ids: list[int] = []
+    while (i := vocabulary.get(f"<extra_id_{len(ids)}>")) is not None:
+        ids.append(i)
+    return tuple(ids)
 
 
 def _eos_token(path: Path) -> list[str]:
-    """A special token as the directory of a model has it: a string, or a token written out."""
+    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json: a list of one name, or of none.
+
+    In that file the token is either its name or an object whose `content` is the name.
+    """
     try:
         token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
     except ValueError:
@@ -299,6 +334,11 @@ def _eos_token(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+        ValueError: the file cannot be read, or is a pointer of Git LFS.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:

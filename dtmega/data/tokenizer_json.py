@@ -1,8 +1,8 @@
-"""A spec's vocabulary as a Hugging Face `tokenizer.json`: the same ids for the same text.
+"""Export of a tokenizer spec as a Hugging Face `tokenizer.json` that gives the same ids for the same text.
 
-Two differences remain, both Hugging Face's defaults. A document that spells "<|endoftext|>" or "[MASK]" makes the
-special id there, where here it is text (`split_special_tokens=True` makes it text there too). And byte-level BPE cuts
-more than 100,000 blanks in a row here, see `tokenizer.BLANKS`, but not there.
+Two differences remain. Hugging Face turns a "<|endoftext|>" or "[MASK]" inside a document into the special id, unless
+called with `split_special_tokens=True`; dtmega always reads it as text. And dtmega's byte-level BPE cuts runs of more
+than 100,000 blanks (`tokenizer.BLANKS`), which Hugging Face does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtmega.data.tokenizer import is_wordpiece, load_encoding, load_tokenizer, l
 
 
 def to_json(spec: str) -> str:
-    """The text of a tokenizer.json; of a spec that is such a file, the file itself.
+    """The text of the tokenizer.json for a spec; if the spec is such a file, its own text.
 
     Raises:
         ValueError: as `load_tokenizer`.
@@ -27,22 +27,28 @@ def to_json(spec: str) -> str:
     if is_wordpiece(spec):
         return wordpiece.tokenizer_json(load_wordpiece(spec)[0])
     if spec.endswith(".json"):
-        load_tokenizer(spec)
+        load_tokenizer(spec)  # only for its checks
         return Path(spec).read_text(encoding="utf-8")
     encoding, _ = load_encoding(spec)
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
-    spell = byte_level_alphabet()
+    alphabet = byte_level_alphabet()
+
+    def spelled(token: bytes) -> str:
+        return "".join(alphabet[byte] for byte in token)
+
     merged = [token for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     pairs = [pair for token in merged if (pair := last_merge(token, ranks)) is not None]
     bpe = models.BPE(
-        # Special tokens stand in the vocabulary too: that alone lets their ids leave gaps, as cl100k_base's do.
-        vocab={"".join(spell[byte] for byte in token): rank for token, rank in ranks.items()} | special,
-        merges=[("".join(spell[byte] for byte in a), "".join(spell[byte] for byte in b)) for a, b in pairs],
-        # A token that no merge makes is found only where it is a whole piece; tiktoken looks pieces up first.
+        # Special tokens are in the vocabulary as well: only so can their ids leave gaps, as cl100k_base's do.
+        vocab={spelled(token): rank for token, rank in ranks.items()} | special,
+        merges=[(spelled(a), spelled(b)) for a, b in pairs],
+        # A token that no merge makes occurs only as a whole piece of text. tiktoken looks whole pieces up before it
+        # merges; `ignore_merges` makes this library do the same.
         ignore_merges=len(pairs) < len(merged),
     )
     tokenizer = Tokenizer(bpe)
-    # In cl100k_base's rule a possessive {1,3}+, after which nothing can be given back. Oniguruma takes it for a repeat.
+    # cl100k_base's rule has a possessive {1,3}+. The Oniguruma engine would read it as a repeated {1,3}. Without the
+    # "+" the rule matches the same text, because nothing follows in that alternative that could make it backtrack.
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
     cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -54,10 +60,13 @@ def to_json(spec: str) -> str:
 
 
 def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two parts that tiktoken's merging makes `token` of, lowest rank first; None if it never does.
+    """The two parts that tiktoken merges into a token last, as it merges the lowest rank first.
 
-    They are the same in any text. A span ends up as one token only if no merge crossed its borders, and then what
-    happened inside it is what happens to the token alone.
+    A token has the same two parts in every text. A span becomes one token only if no merge crossed its borders, so the
+    merges inside it are those that happen to the token on its own.
+
+    Returns:
+        The left and the right part; None if no sequence of merges makes the token.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -69,7 +78,7 @@ def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] 
 
 
 def byte_level_alphabet() -> list[str]:
-    """The printable character by which byte-level BPE writes each byte (GPT-2 `encoder.py`, `bytes_to_unicode`)."""
+    """The printable character that byte-level BPE writes for each byte (GPT-2 `encoder.py`, `bytes_to_unicode`)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

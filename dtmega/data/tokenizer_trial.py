@@ -1,7 +1,7 @@
-"""A trial of a tokenizer.json in a confined process, before this one reads it.
+"""A trial of a tokenizer.json in a confined process, before this process reads it.
 
-The library is written in Rust: what a hostile file makes it do may be a panic, which is no Exception, an abort of the
-process, or a text that grows until memory ends.
+The `tokenizers` library is written in Rust. A hostile file can make it panic (which is not a Python Exception), abort
+the process, or fill the memory with a text that keeps growing.
 """
 
 from __future__ import annotations
@@ -17,34 +17,39 @@ from dtmega.data import cache_dir
 from dtmega.data.confined import Confined
 
 SAMPLE = " [CLS] [SEP] [MASK] [PAD] a aa\tAB, b.\n\n  if x == 10: # é 中文 \U0001f600"
-DECODED = 1000  # ids
+DECODED = 1000  # ids that the trial decodes
 
 
 def check(path: str, fingerprint: str) -> None:
-    """Refuse a file that fails in a confined process. A file that passed is remembered by its fingerprint.
+    """Refuse a tokenizer.json that fails in a confined process.
+
+    Files that passed are remembered by their fingerprint, as empty files in the cache directory.
 
     Raises:
-        ValueError: names the file.
+        ValueError: the trial failed; the message names the file.
     """
-    memory: Path | None = None
+    passed: Path | None = None
     with contextlib.suppress(ValueError):
-        memory = cache_dir() / f"tokenizer-{fingerprint}-{tokenizers.__version__}"
-    if memory is not None and memory.exists():
+        passed = cache_dir() / f"tokenizer-{fingerprint}-{tokenizers.__version__}"
+    if passed is not None and passed.exists():
         return
     child = Confined("dtmega.data.tokenizer_trial:try_out", os.path.abspath(path), where=path)
     try:
         child.start()
     finally:
         child.close()
-    if memory is not None:
+    if passed is not None:
         with contextlib.suppress(OSError):
-            memory.touch()
+            passed.touch()
 
 
 def try_out(path: str) -> Callable[[str], int]:
-    """Read a file, encode and decode: all that a tokenizer is asked for. Runs in the confined process.
+    """Do with a file all that dtmega asks of a tokenizer: read it, encode and decode. Runs in the confined process.
 
-    A text that a tokenizer refuses is no fault of the file: a vocabulary may have no [UNK].
+    Encoding and decoding may raise without failing the trial: a sound vocabulary without [UNK] refuses some texts.
+
+    Returns:
+        A function, because `Confined` expects one; it is never called.
     """
     try:
         loaded = tokenizers.Tokenizer.from_file(path)

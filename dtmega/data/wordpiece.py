@@ -1,9 +1,11 @@
-"""WordPiece, the vocabulary of BERT: a vocab.txt with one token per line, whose line (from 0) is its id.
+"""WordPiece, BERT's kind of vocabulary: a vocab.txt with one token per line. A token's id is its line, from 0.
 
-Text is cut at blanks and at each mark and Chinese character, a word into the longest tokens from its left; what goes on
-within a word begins with "##". A word with no such parts is one [UNK]. Blanks, line ends and indentation are lost.
-Ids are those of transformers' BertTokenizer. One difference from google-research/bert is known: there a capital sigma
-at the end of a word becomes ς in lower case, here σ.
+Text is split at blanks, and around each punctuation mark and each Chinese character. Each word is then cut, from the
+left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut so
+becomes one [UNK]. Blanks, line ends and indentation are lost.
+
+The ids are those of transformers' BertTokenizer. One difference from google-research/bert is known: its lowercasing
+turns a capital sigma at the end of a word into ς, ours into σ.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ UNKNOWN = "[UNK]"
 PAD, CLS, SEP, MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
 REQUIRED = (PAD, UNKNOWN, CLS, SEP, MASK)  # in the order of Google's files
 CONTINUES = "##"
-MAX_WORD_CHARS = 100  # a longer word is [UNK]: `max_input_chars_per_word` of google-research/bert `tokenization.py`
+MAX_WORD_CHARS = 100  # longer words become [UNK]; `max_input_chars_per_word` in google-research/bert, tokenization.py
 
 
 def parse(path: Path, content: bytes) -> list[str]:
     """The tokens of a vocab.txt, by id.
 
+    Args:
+        path: the file's name, for messages.
+        content: its bytes.
+
     Raises:
-        ValueError: no UTF-8, a token twice, a special token missing.
+        ValueError: the file is not UTF-8, lists a token twice, or lacks a special token.
     """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}:{line}: expected UTF-8, got byte {content[error.start]:#04x}") from None
-    # Not splitlines(): vocabularies of many languages have tokens that are line ends of Unicode.
+    # Not splitlines(): multilingual vocabularies contain tokens such as U+2028, which it takes for line ends.
     tokens = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     lines: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
@@ -44,10 +50,11 @@ def parse(path: Path, content: bytes) -> list[str]:
 
 
 def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
-    """The tokenizer of a vocabulary, equal to BERT's; a text that spells a special token is text.
+    """A tokenizer equal to BERT's, except that text never makes a special id, not even "[MASK]".
 
     Args:
-        lower: as the uncased models: lower case, no accents.
+        tokens: the vocabulary, by id.
+        lower: lowercase the text and strip its accents, as the uncased models do.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(
@@ -65,12 +72,12 @@ def make_tokenizer(tokens: list[str], lower: bool) -> Tokenizer:
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The text of a tokenizer.json. Like those of BERT it puts [CLS] and [SEP] around what it is given."""
-    whole = Tokenizer.from_str(tokenizer.to_str())
-    whole.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in REQUIRED])
-    whole.post_processor = processors.TemplateProcessing(
+    """The text of a tokenizer.json. Like BERT's own files it makes the tokenizer put [CLS] and [SEP] around a text."""
+    exported = Tokenizer.from_str(tokenizer.to_str())
+    exported.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in REQUIRED])
+    exported.post_processor = processors.TemplateProcessing(
         single=f"{CLS} $A {SEP}",
         pair=f"{CLS} $A {SEP} $B:1 {SEP}:1",
-        special_tokens=[(name, whole.token_to_id(name)) for name in (CLS, SEP)],
+        special_tokens=[(name, exported.token_to_id(name)) for name in (CLS, SEP)],
     )
-    return whole.to_str()
+    return exported.to_str()
