@@ -1,4 +1,4 @@
-"""The two layouts of Megatron's .idx: what stands in the header, and where in the file the arrays lie.
+"""The two layouts of Megatron's .idx files: their headers and arrays.
 
     MMIDIDX  b"MMIDIDX" 0 0 · <Q version 1 · <B dtype code · <Q sequences n · <Q document index entries d (34 bytes)
              int32 [n] tokens per sequence
@@ -7,13 +7,13 @@
 
     TNTIDX   b"TNTIDX" 0 0 · <Q version 1 · <Q dtype code · <Q bytes of a token · <Q sequences n · <Q sizes s ·
              <Q document index entries d (56 bytes)
-             int64 [n + 1] sizes before each sequence's own: 0, 1, ..., n where each sequence is a row of tokens
-             int64 [n + 1] where each sequence starts in .bin, in tokens, then all of them
+             int64 [n + 1] where the shape of each sequence starts among the sizes; 0, 1, ..., n for rows of tokens
+             int64 [n + 1] where each sequence starts in .bin, in tokens, then the number of all tokens
              int64 [s] tokens per sequence
              int64 [d] first sequence of each document, then n
 
-All numbers are little-endian. Layouts: megatron-core `datasets/indexed_dataset.py`; the legacy one, of what Megatron
-calls the lazy and cached implementations, Megatron-LM `megatron/data/indexed_dataset.py` of 2022.
+All numbers are little-endian. Sources: megatron-core's `datasets/indexed_dataset.py` for MMIDIDX; Megatron-LM's
+`megatron/data/indexed_dataset.py` of 2022 for TNTIDX, the legacy layout of its "lazy" and "cached" implementations.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LEGACY_DTYPES = _codes({**_INTEGERS, 6: "<f8", 7: "<f8"})  # np.float and np.dou
 
 
 class Index(NamedTuple):
-    """The content of an .idx, as views of the file.
+    """The content of an .idx file; the arrays are views of the file.
 
     Attributes:
-        dtype: of the tokens in .bin.
-        sizes: [n] tokens per sequence.
-        pointers: int64 [n] where each sequence starts in .bin, in bytes or in tokens.
-        per_token: by how much they rise with each token.
-        document_index: int64 [d].
+        dtype: dtype of the tokens in .bin.
+        sizes: int32 or int64 [n], tokens per sequence.
+        pointers: int64 [n], where each sequence starts in .bin, in bytes (MMIDIDX) or tokens (TNTIDX).
+        per_token: units of `pointers` per token: the bytes of a token, or 1.
+        document_index: int64 [d], first sequence of each document, then n.
     """
 
     dtype: np.dtype[Any]
@@ -58,10 +58,14 @@ class Index(NamedTuple):
 
 
 def read_index(path: str, index: NDArray[np.uint8]) -> Index:
-    """The arrays of an .idx of either layout; what they say is not checked here.
+    """The arrays of an .idx file of either layout. Their values are not checked here; `IndexedDataset` does that.
+
+    Args:
+        path: the file's name, for messages.
+        index: the file's bytes.
 
     Raises:
-        ValueError: a header that cannot be used, or a file of another length than it says.
+        ValueError: the header cannot be used, or the file's length does not fit it.
     """
     start = index[: LEGACY_HEADER.size].tobytes()
     return _legacy(path, index, start) if start.startswith(LEGACY_MAGIC) else _mmap(path, index, start)
@@ -101,7 +105,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
     if token_bytes != dtype.itemsize:
         raise ValueError(
             f"{path}: expected tokens of {dtype.itemsize} bytes, as dtype code {code} says ({dtype}), got "
-            f"{token_bytes} bytes in the header: nobody can tell how the .bin is to be read; tokenize the text again"
+            f"{token_bytes} bytes in the header: it is unclear how to read the .bin; tokenize the text again"
         )
     expected = LEGACY_HEADER.size + 8 * (2 * (n + 1) + n_sizes + n_doc)
     if len(index) != expected:
@@ -110,7 +114,8 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
             f"+ {n_doc} entries of the document index)), got {len(index)} (files of fairseq have no document index)"
         )
     if n_sizes != n:
-        raise ValueError(f"{path}: expected a size for each of {n} sequences, which are rows of tokens, got {n_sizes}")
+        raise ValueError(f"{path}: expected one size for each of {n} sequences, as rows of tokens have, got {n_sizes}")
+    # The first array, where each sequence's shape starts, says nothing new: each shape is one size.
     numbers = index[LEGACY_HEADER.size :].view("<i8")
     _, pointers, sizes, documents = np.split(numbers, np.cumsum([n + 1, n + 1, n]))
     end = pointers[n - 1] + sizes[n - 1] if n else 0
@@ -120,6 +125,7 @@ def _legacy(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
 
 
 def _dtype(path: str, version: int, code: int, codes: dict[int, np.dtype[Any]]) -> np.dtype[Any]:
+    """The dtype of a code in a header, after a check of the header's version."""
     if version != 1:
         raise ValueError(f"{path}: expected version 1, got {version}")
     if code not in codes:

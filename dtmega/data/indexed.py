@@ -1,6 +1,7 @@
-"""Megatron's memory-mapped token files, to the byte: PREFIX.bin holds tokens, PREFIX.idx says where each sequence is.
+"""Megatron's token files: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence is.
 
-Both layouts of the .idx are read (`idx_file.py`), and MMIDIDX is written.
+The files are memory-mapped. Both layouts of the .idx are read (`idx_file.py`); MMIDIDX is written, byte for byte as
+Megatron writes it.
 """
 
 from __future__ import annotations
@@ -21,39 +22,46 @@ from dtmega.durable import sync_folder
 from dtmega.sections import as_list
 from dtmega.strangers import check_not_a_pointer, dangling
 
-CHUNK = 1 << 20  # entries checked at a time: bounds the memory that opening a file of any size takes
+CHUNK = 1 << 20  # entries checked at a time, which bounds the memory needed to open a file of any size
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype in which Megatron stores ids below `vocab_size` (`DType.optimal_dtype`)."""
+    """The dtype that Megatron stores ids below `vocab_size` in (`DType.optimal_dtype`)."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair, memory-mapped, checked at opening. Pickling carries the prefix: a worker maps the files anew.
+    """A `.bin/.idx` pair, memory-mapped and checked when opened.
+
+    Only the prefix is pickled; a worker process maps the files for itself.
 
     Args:
-        by_sequence: whoever asks reads sequences, and no documents: the document index may be anything. Files that
-            Megatron has merged from several have lost it.
+        prefix: path of the two files without their suffixes.
+        by_sequence: the caller reads sequences and never documents, so the document index is not checked. Files that
+            Megatron merged have no usable one.
 
     Attributes:
-        sizes: [n], tokens per sequence.
+        dtype: dtype of the tokens.
+        sizes: int32 or int64 [n], tokens per sequence.
         pointers: int64 [n], where each sequence starts in .bin, as the file has it: in bytes, or in tokens (TNTIDX).
-        document_index: int64 [documents + 1]; document d is sequences document_index[d] to document_index[d + 1].
-        tokens: [n_tokens] of `dtype`, the whole .bin; n_tokens = 0 is allowed here.
+        document_index: int64 [documents + 1]; document d is sequences document_index[d] to document_index[d + 1] - 1.
+        n_tokens: number of tokens, which may be 0.
+        tokens: [n_tokens] of `dtype`, the whole .bin.
 
     Raises:
-        ValueError: a file is missing, damaged, of another format, or the two do not belong together.
+        ValueError: a file is missing, damaged or of another format, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | Path, *, by_sequence: bool = False) -> None:
         self.prefix, self.by_sequence = str(prefix), by_sequence
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
         index, data = _map(self.prefix, ".idx"), _map(self.prefix, ".bin")
-        found = read_index(idx_path, index)
-        self.dtype, self.sizes, self.pointers = found.dtype, found.sizes, found.pointers
-        self.document_index = found.document_index
-        self._per_token = found.per_token
+        arrays = read_index(idx_path, index)
+        self.dtype = arrays.dtype
+        self.sizes = arrays.sizes
+        self.pointers = arrays.pointers
+        self.document_index = arrays.document_index
+        self._per_token = arrays.per_token
         self.n_tokens = self._check_sequences(idx_path)
         if not by_sequence:
             self._check_documents(idx_path)
@@ -66,7 +74,11 @@ class IndexedDataset:
         self.tokens: NDArray[Any] = data.view(self.dtype)
 
     def _check_sequences(self, path: str) -> int:
-        """The tokens of all sequences, which lie one after the other from the first byte on."""
+        """Check that the sequences lie one after the other from the first byte on; return the number of their tokens.
+
+        Raises:
+            ValueError: a negative size, or a sequence that does not start where the one before it ends.
+        """
         unit = "byte" if self._per_token > 1 else "token"
         end = 0
         for start in range(0, len(self), CHUNK):
@@ -86,6 +98,7 @@ class IndexedDataset:
         return end // self._per_token
 
     def _check_documents(self, path: str) -> None:
+        """Check that the document index starts at 0, never falls, and ends at the number of sequences."""
         index, n = self.document_index, len(self)
         if len(index) == 0 or index[0] != 0 or index[-1] != n:
             raise ValueError(
@@ -105,10 +118,15 @@ class IndexedDataset:
         return len(self.sizes)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens [length] of sequence i from `offset` on, to its end by default: a read-only view of the file.
+        """Tokens of sequence i: a read-only view of the file, [length].
+
+        Args:
+            i: number of the sequence.
+            offset: first token of the range, counted from the start of the sequence.
+            length: number of tokens; None takes all to the end of the sequence.
 
         Raises:
-            IndexError: no such sequence, or the range leaves it.
+            IndexError: there is no such sequence, or the range is not inside it.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"{self.prefix}: sequence {i} of {len(self)}")
@@ -120,18 +138,18 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def first_token(self, documents: NDArray[Any]) -> NDArray[np.int64]:
-        """The tokens of the .bin file before each of these documents; all of them for one past the last."""
+        """Place of each document's first token in .bin, [d] -> [d]; for one past the last document, the end of .bin."""
         return self.tokens_before(self.document_index[documents])
 
     def tokens_before(self, sequences: NDArray[Any]) -> NDArray[np.int64]:
-        """The tokens of the .bin file before each of these sequences; all of them for one past the last."""
+        """Number of tokens in .bin before each of these sequences, in any shape; all tokens for one past the last."""
         starts = np.full(sequences.shape, self.n_tokens)
         inside = sequences < len(self)
         starts[inside] = self.pointers[sequences[inside]] // self._per_token
         return starts
 
     def sequence_of(self, token: int) -> int:
-        """The sequence that has this token of the .bin file."""
+        """Number of the sequence that contains a token, which is given by its place in .bin."""
         return int(np.searchsorted(self.pointers, token * self._per_token, side="right")) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -139,32 +157,37 @@ class IndexedDataset:
 
 
 def _map(prefix: str, suffix: str) -> NDArray[np.uint8]:
+    """The bytes of a file, memory-mapped.
+
+    Raises:
+        ValueError: the file cannot be read, or is a pointer of Git LFS.
+    """
     path = f"{prefix}{suffix}"
     try:
         # numpy refuses to map an empty file, which the .bin of a data set without tokens is.
         content = np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}{dangling(path)} ({_meant(prefix)})") from None
+        raise ValueError(f"{path}: {error.strerror}{dangling(path)} ({_advice(prefix)})") from None
     check_not_a_pointer(content[:64].tobytes(), path)
     return content
 
 
-def _meant(prefix: str) -> str:
-    """Explain [data] path to whoever has named files that are not there."""
+def _advice(prefix: str) -> str:
+    """The end of the message about a missing file: what [data] path expects."""
     if prefix.endswith((".bin", ".idx")):
         return f"[data] path is the PREFIX of PREFIX.bin and PREFIX.idx: {prefix[:-4]}"
     if "," in prefix or prefix.startswith("["):
         return f"several prefixes are a list, [data] path = {as_list(prefix)}, or --data.path '{as_list(prefix)}'"
     if os.path.exists(f"{prefix}.bin"):
-        return f"{prefix}.bin alone says nothing of its tokens; dtmega tokenize writes it with its .idx"
+        return f"{prefix}.bin is there, but useless without its .idx; dtmega tokenize writes both"
     return "[data] path is the PREFIX of PREFIX.bin and PREFIX.idx, as dtmega tokenize writes them"
 
 
 def check_free(prefix: str, overwrite: bool) -> None:
-    """Refuse to write over token files, unless that was asked for.
+    """Refuse to replace token files, unless `overwrite` allows it.
 
     Raises:
-        ValueError: there are some of that name.
+        ValueError: a file of that prefix exists.
     """
     for path in (f"{prefix}.bin", f"{prefix}.idx"):
         if os.path.lexists(path) and not overwrite:
@@ -172,21 +195,26 @@ def check_free(prefix: str, overwrite: bool) -> None:
 
 
 class IndexedWriter:
-    """A writer of a pair, such that PREFIX.idx only ever stands beside the finished PREFIX.bin of the same write.
+    """A writer of a `.bin/.idx` pair. A PREFIX.idx exists only next to the complete PREFIX.bin of the same write.
 
         with IndexedWriter("data/mine", token_dtype(vocab_size)) as writer:
             writer.add([5, 7, 2])  # a document
             writer.add([8, 6, 4, 9, 2], sizes=[3, 2])  # a document of two sentences
 
-    An exception inside the block leaves what stood under PREFIX before; a crash leaves `PREFIX.*.tmp` at most.
-    Two processes that write the same PREFIX at the same time need a lock of their own.
+    After an exception inside the block the earlier files of that PREFIX are as before. A crash may leave
+    `PREFIX.*.tmp` files behind. Two processes that write the same PREFIX at the same time have to use a lock.
+
+    Args:
+        prefix: path of the two files without their suffixes.
+        dtype: integer dtype of the tokens, see `token_dtype`.
 
     Attributes:
-        about: the content of PREFIX.meta.json, see `record.py`; to be set before the block ends. Without it there is no
-            such file, nor one of an earlier write.
+        about: the content of PREFIX.meta.json (`record.py`), to be set before the block ends. If it is empty, no such
+            file is written, and that of an earlier write is deleted.
+        n_tokens: number of tokens added so far.
 
     Raises:
-        ValueError: `dtype` is none of Megatron's integers, or `add` gets what it cannot hold.
+        ValueError: Megatron has no code for `dtype`.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
@@ -196,7 +224,7 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: expected a dtype in {[str(d) for d in codes]}, got {self.dtype}")
         self._code = codes[self.dtype]
         self._sizes = array("i")
-        self._documents = array("q", [0])  # sequences before each document, and in the end all
+        self._documents = array("q", [0])  # first sequence of each document, then the number of sequences
         self.n_tokens = 0
         self.about = ""
 
@@ -212,6 +240,7 @@ class IndexedWriter:
 
     @property
     def n_documents(self) -> int:
+        """Number of documents added so far."""
         return len(self._documents) - 1
 
     def add(self, tokens: Sequence[int] | NDArray[Any], sizes: Sequence[int] | None = None) -> None:
@@ -219,7 +248,10 @@ class IndexedWriter:
 
         Args:
             tokens: integers [length], 0 <= length < 2**31.
-            sizes: tokens of each of its sequences, which add up to length; None: it is one sequence.
+            sizes: tokens of each of the document's sequences, which add up to length; None makes it one sequence.
+
+        Raises:
+            ValueError: the tokens are not integers, too many, or do not fit the dtype.
         """
         ids = np.asarray(tokens) if len(tokens) else np.zeros(0, self.dtype)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) >= 2**31:
@@ -238,7 +270,7 @@ class IndexedWriter:
         self.n_tokens += len(ids)
 
     def add_all(self, dataset: IndexedDataset) -> None:
-        """Append the documents of a data set of the same dtype, in any layout."""
+        """Append all documents of a data set, which has the same dtype and either layout of .idx."""
         assert dataset.dtype == self.dtype, (dataset.dtype, self.dtype)
         for start in range(0, dataset.n_tokens, CHUNK):
             self._bin.write(dataset.tokens[start : start + CHUNK].tobytes())
@@ -282,9 +314,12 @@ class IndexedWriter:
             os.fsync(file.fileno())
 
     def _publish(self) -> None:
-        folder, idx, about = Path(self.prefix).parent, Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.meta.json")
-        # The old index goes first, and durably: after no crash does it stand beside the new .bin, or without what is
-        # said of it. The new one comes last: where there is a data set, there is what is said of it.
+        """Rename the finished files into place."""
+        folder = Path(self.prefix).parent
+        idx = Path(f"{self.prefix}.idx")
+        about = Path(f"{self.prefix}.meta.json")
+        # Whatever crash interrupts this, an .idx must never stand next to a .bin or .meta.json of another write. So the
+        # old index is deleted first, the new one is renamed last, and the folder is synced to disk between the steps.
         idx.unlink(missing_ok=True)
         sync_folder(folder)
         os.replace(self._temps["bin"], f"{self.prefix}.bin")

@@ -1,8 +1,9 @@
-"""The record of how a text was tokenised: PREFIX.meta.json, which `tokenize` writes beside PREFIX.bin.
+"""The record of how a text was tokenised: PREFIX.meta.json, which `tokenize` writes next to PREFIX.bin.
 
     {"tokenizer": "gpt2", "fingerprint": "2d1c9a…", "eod_id": 50256, "append_eod": true, "documents": 9, "tokens": 700}
 
-Ids of one vocabulary that happen to fit into another train without any sign of trouble. Megatron writes no record.
+It exists because ids of a wrong vocabulary, if they are small enough, train without any sign of trouble. Megatron
+writes no such record.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from dtmega.data.tokenizer import Tokenizer
 from dtmega.strangers import read_object
 
 MAX_BYTES = 1 << 16
-LONGEST_SENTENCE = 512  # tokens, of a text in sentences: LONG_SENTENCE_LEN of Megatron's `helpers.cpp`
+LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
 class Record(BaseModel):
-    """The way in which a text was tokenised.
+    """How a text was tokenised: the content of a PREFIX.meta.json.
 
     Attributes:
-        tokenizer: the spec, for people.
-        fingerprint, eod_id: of that tokenizer, see `Tokenizer`.
+        tokenizer: the tokenizer's spec, for people to read.
+        fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
         append_eod: each document ends with `eod_id`.
-        sentences: each sequence is a sentence, of which a document has any number; else it is a document.
-        documents, tokens: how many, which tells whether this record is of the `.bin` that it stands beside.
+        sentences: each sequence is a sentence, and a document has any number of them; else it is a whole document.
+        documents, tokens: counts of the `.bin`. They show whether this record belongs to the `.bin` next to it.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -36,13 +37,13 @@ class Record(BaseModel):
     fingerprint: str
     eod_id: int
     append_eod: bool
-    sentences: bool = False  # earlier versions wrote no such files, and did not say so
+    sentences: bool = False  # missing in the records of earlier versions, which could not split into sentences
     documents: int
     tokens: int
 
 
 def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = False, sentences: bool = False) -> str:
-    """The content of PREFIX.meta.json, when all has been added."""
+    """The content of PREFIX.meta.json, for a writer that has all its documents."""
     record = Record(
         tokenizer=tokenizer.name,
         fingerprint=tokenizer.fingerprint,
@@ -56,10 +57,11 @@ def text_of(tokenizer: Tokenizer, writer: IndexedWriter, *, append_eod: bool = F
 
 
 def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -> bool:
-    """Tell whether there is a record of this data set that says it is in `tokenizer`.
+    """Check that a data set was made with this tokenizer; False if it has no record and cannot be checked.
 
     Raises:
-        ValueError: the record says something else, has no end of documents where `[data]` needs one, or is damaged.
+        ValueError: the record is damaged, names another tokenizer, or says that documents have no end-of-document
+            ids although a key of `[data]` needs them.
     """
     record = record_of(dataset)
     if record is None:
@@ -81,35 +83,39 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
 
 
 def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
-    """Refuse sentences where documents are read, and documents where sentences are.
+    """Refuse a text split into sentences if documents are expected, and the reverse.
 
-    Without a record a text is taken for sentences if it has more sequences than documents. Such a one is read as
-    documents too: Megatron's merged files are so.
+    Without a record, a text with more sequences than documents counts as split into sentences. Where documents are
+    expected, such a text is accepted all the same, because Megatron's merged files look like that.
+
+    Args:
+        dataset: the text.
+        expected: the objective reads sentences.
 
     Raises:
-        ValueError: names the option that makes the other form.
+        ValueError: the text has the other form; the message names the option of `tokenize` to change.
     """
     record = record_of(dataset)
     n_documents = len(dataset.document_index) - 1
-    found = len(dataset) > n_documents if record is None else record.sentences
-    if expected and not found:
+    is_split = len(dataset) > n_documents if record is None else record.sentences
+    if expected and not is_split:
         raise ValueError(
-            f"{dataset.prefix}.bin is not split into sentences, of which a BERT reads pairs: expected more sequences "
+            f"{dataset.prefix}.bin is not split into sentences, which a BERT reads in pairs: expected more sequences "
             f"than documents, got {len(dataset)} of {n_documents}: tokenize the text with python -m dtmega tokenize "
             f"--split-sentences ([data] path, [model] name)"
         )
-    if record is not None and found and not expected:
+    if record is not None and is_split and not expected:
         raise ValueError(
-            f"{dataset.prefix}.bin is split into sentences, and has no ends of documents for a model that predicts the "
-            f"next token: tokenize the text without --split-sentences ([data] path, [model] name)"
+            f"{dataset.prefix}.bin is split into sentences, and lacks the end-of-document ids that a model of the next "
+            f"token needs: tokenize the text without --split-sentences ([data] path, [model] name)"
         )
 
 
 def record_of(dataset: IndexedDataset) -> Record | None:
-    """The record of a data set; None where there is none, or one of another `.bin`.
+    """The record of a data set; None if there is no record, or if it belongs to another `.bin`.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the record is damaged.
     """
     path = Path(f"{dataset.prefix}.meta.json")
     if not path.exists():
@@ -120,12 +126,13 @@ def record_of(dataset: IndexedDataset) -> Record | None:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ValueError(f"{path}: {key}: {first['msg']} (without this file, nothing is checked)") from None
-    is_its_own = (record.documents, record.tokens) == (len(dataset.document_index) - 1, dataset.n_tokens)
-    return record if is_its_own else None
+    # Somebody may have replaced the .bin and left the record of the one before.
+    belongs = (record.documents, record.tokens) == (len(dataset.document_index) - 1, dataset.n_tokens)
+    return record if belongs else None
 
 
 def unrecorded(prefixes: list[str], tokenizer: Tokenizer) -> str:
-    """The line that names data sets which nothing says to be in `tokenizer`."""
+    """A line for the user about data sets without a record, which are assumed to be in `tokenizer`."""
     more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
     return (
         f"{prefixes[0]}.bin{more}: no record of the tokenizer (Megatron writes none), taken to be in '{tokenizer.name}'"

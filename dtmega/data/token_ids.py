@@ -1,4 +1,4 @@
-"""A check that ids are those of a vocabulary. A file is read whole once, and what was found is remembered."""
+"""A check that all ids of a file are inside a vocabulary. The file is scanned once; its range of ids is cached."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dtmega.strangers import read_object
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
-    """Check that every id is in [0, vocab_size). A file is read once; the cache directory remembers its range.
+    """Check that every id of a data set is in [0, vocab_size).
 
     Raises:
-        ValueError: an id outside, or tokens that are no integers.
+        ValueError: an id is outside, or the tokens are not integers.
     """
     path = f"{dataset.prefix}.bin"
     if dataset.dtype.kind == "f":
@@ -28,6 +28,7 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
     low, high = _token_range(dataset, path)
     if low >= 0 and high < vocab_size:
         return
+    # Some id is outside. Find the first one, for the message.
     for start in range(0, dataset.n_tokens, CHUNK):
         ids = dataset.tokens[start : start + CHUNK].astype(np.int64)
         outside = (ids < 0) | (ids >= vocab_size)
@@ -36,25 +37,30 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int) -> None:
             sequence = dataset.sequence_of(start + i)
             raise ValueError(
                 f"{path}: expected ids in [0, {vocab_size}), got {ids[i]} in sequence {sequence} (all ids: {low} to "
-                f"{high}): these are of another tokenizer. Tokenize the text with [data] tokenizer, or raise [model] "
-                f"vocab_size, where it is not that of a [model] path"
+                f"{high}): the text was made with another tokenizer. Tokenize it with [data] tokenizer, or raise "
+                f"[model] vocab_size, unless the model is read from a [model] path"
             )
 
 
 def _token_range(dataset: IndexedDataset, path: str) -> tuple[int, int]:
-    """The smallest and the largest id of a data set that has tokens."""
+    """The smallest and the largest id of a data set that has tokens, from the cache directory if they are known."""
     real, stat = os.path.realpath(path), os.stat(path)
     state = {"path": real, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "dtype": dataset.dtype.str}
-    memory = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
+    cache = cache_dir() / f"token-range-{hashlib.sha256(real.encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        known = read_object(memory)
-        if known["state"] == state:
-            return int(known["low"]), int(known["high"])
-    chunks = (dataset.tokens[start : start + CHUNK] for start in range(0, dataset.n_tokens, CHUNK))
-    lows, highs = zip(*((int(ids.min()), int(ids.max())) for ids in chunks), strict=True)
+        cached = read_object(cache)
+        if cached["state"] == state:
+            return int(cached["low"]), int(cached["high"])
+    lows: list[int] = []
+    highs: list[int] = []
+    for start in range(0, dataset.n_tokens, CHUNK):
+        ids = dataset.tokens[start : start + CHUNK]
+        lows.append(int(ids.min()))
+        highs.append(int(ids.max()))
     low, high = min(lows), max(highs)
-    with contextlib.suppress(OSError):  # a full disk costs the next run a scan, nothing else
-        temp = memory.with_suffix(f".{os.getpid()}.tmp")
+    # On a full disk nothing is cached, and the next run scans the file anew.
+    with contextlib.suppress(OSError):
+        temp = cache.with_suffix(f".{os.getpid()}.tmp")
         temp.write_text(json.dumps({"state": state, "low": low, "high": high}))
-        os.replace(temp, memory)
+        os.replace(temp, cache)
     return low, high
