@@ -42,7 +42,7 @@ def test_one_child_answers_many_requests_in_order_with_limits_and_without_torch(
         ("memory", "FILE: expected to need at most 1024 MiB of memory", True),
         ("abort", "FILE ended its process: killed by SIGABRT", False),
         ("hang", "FILE took more than 0.3 s", False),
-        ("long", "or said more than 100 bytes", False),
+        ("long", "or wrote more than 100 bytes", False),
     ],
 )
 def test_a_child_that_fails_is_one_line_and_the_next_request_has_one_again(

@@ -1,11 +1,11 @@
-"""Conversations as their model was told to read them: by the chat template beside a tokenizer.json.
+"""Conversations in the form that a model was trained on: rendered by the chat template next to its tokenizer.json.
 
-    chat = Chat.beside(tokenizer)                       # None where there is no template
-    ids = chat.ids([{"role": "user", "content": "Hi"}])     # up to where the assistant begins to speak
+    chat = Chat.beside(tokenizer)                           # None if there is no template
+    ids = chat.ids([{"role": "user", "content": "Hi"}])     # up to the first word of the assistant's answer
 
-The template is Jinja, run by transformers in its sandbox, which keeps it from files but not from running for ever: so
-it runs in a child process with limits. Unlike a document of the training text, a conversation has special ids: they are
-what the template writes.
+The template is Jinja, which transformers runs in a sandbox. The sandbox keeps it from files but not from running for
+ever, so it runs in a child process with limits. Unlike a document of training text, a conversation contains special
+ids: those that the template writes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ Message = dict[str, str]  # role, content
 
 
 class Chat:
-    """The template of one tokenizer.
+    """The chat template of one tokenizer.
+
+    Args:
+        template: the file with the template.
+        tokenizer: the tokenizer.json in the same folder.
 
     Attributes:
-        end_ids: what ends the assistant's turn: the end of a document, and what generation_config.json names.
+        end_ids: ids that end the assistant's turn: end-of-document, and the ids that generation_config.json names.
 
     Raises:
         ValueError: transformers is not installed.
@@ -40,10 +44,10 @@ class Chat:
 
     @staticmethod
     def beside(tokenizer: Tokenizer) -> Chat | None:
-        """The template beside the file of a tokenizer, if there is one.
+        """The chat template next to a tokenizer's file; None if there is none.
 
         Raises:
-            ValueError: as the class.
+            ValueError: transformers is not installed.
         """
         if not tokenizer.name.endswith(".json"):
             return None
@@ -51,23 +55,23 @@ class Chat:
         return None if template is None else Chat(template, tokenizer)
 
     def start(self) -> None:
-        """Have the process that runs the template, which keeps for all conversations.
+        """Start the process that runs the template. It serves any number of conversations.
 
         Raises:
-            ValueError: the files beside the template cannot be read.
+            ValueError: the files next to the template cannot be read.
         """
         self._child.start()
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation whose next words are the assistant's.
+        """The ids of a conversation, up to where the assistant's next answer begins.
 
         Raises:
-            ValueError: the template refuses it, fails, or does not keep to the limits of `confined`.
+            ValueError: the template refuses the conversation, fails, or exceeds the limits of `confined.py`.
         """
-        found = self._child.ask(list(messages))
-        if wrong := [i for i in found if i >= self._vocab_size]:
-            raise ValueError(f"the chat template makes id {wrong[0]}, of a vocabulary of {self._vocab_size}")
-        return found
+        ids = self._child.ask(list(messages))
+        if wrong := [i for i in ids if i >= self._vocab_size]:
+            raise ValueError(f"the chat template makes id {wrong[0]}, outside a vocabulary of {self._vocab_size}")
+        return ids
 
     def close(self) -> None:
         """End the process that runs the template."""
@@ -75,15 +79,18 @@ class Chat:
 
 
 def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
-    """Read a tokenizer and its template; the function makes ids of a conversation. Runs in a confined process."""
+    """Read a folder's tokenizer and template; return a function from a conversation to its ids.
+
+    Runs in the confined process.
+    """
     from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerFast
 
-    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def ids(messages: list[Message]) -> list[int]:
         try:
-            rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from None
         return list(rendered["input_ids"])
@@ -92,16 +99,17 @@ def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
 
 
 def _template(folder: Path) -> Path | None:
-    """The file with the chat template of a folder."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return own
-    file = folder / "tokenizer_config.json"
-    return file if file.is_file() and read_object(file).get("chat_template") else None
+    """The file of a folder that holds its chat template; None if there is none."""
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        return template
+    config = folder / "tokenizer_config.json"
+    return config if config.is_file() and read_object(config).get("chat_template") else None
 
 
 def _end_ids(folder: Path) -> list[int]:
+    """The ids that a folder's generation_config.json names as ends of an answer: one number there, or a list."""
     file = folder / "generation_config.json"
-    found = read_object(file).get("eos_token_id") if file.is_file() else None
-    found = found if isinstance(found, list) else [found]
-    return [i for i in found if isinstance(i, int)]
+    named = read_object(file).get("eos_token_id") if file.is_file() else None
+    ids = named if isinstance(named, list) else [named]
+    return [i for i in ids if isinstance(i, int)]

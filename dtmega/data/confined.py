@@ -1,13 +1,13 @@
-"""A child process for what a stranger's file makes a library do: within limits of time and memory, or one message.
+"""A child process that reads an untrusted file with a library, within limits of time and memory.
 
-    child = Confined("dtmega.data.chat:conversations", folder, where="DIR/chat_template.jinja")
-    ids = child.ask(messages)           # any number of times; the child stays
+    child = Confined("dtmega.data.chat:read_conversations", folder, where="DIR/chat_template.jinja")
+    ids = child.ask(messages)           # any number of times, with the same child
     child.close()
 
-The child calls the function with the arguments and answers each request with what the returned function gives for it.
-Requests and answers are JSON. A child that fails, hangs or takes too much memory is ended, and costs its asker a
-`ValueError` in one line; the next request starts another child. It cannot import torch, which alone would take more
-memory than it may have.
+The child calls the named function with the arguments, which returns a second function. The child answers each request
+with the result of that second function. Requests and answers are JSON. If the child fails, hangs or takes too much
+memory, it is killed and the caller gets a `ValueError` of one line; the next request starts a new child. The child
+cannot import torch, because torch alone needs more memory than the limit allows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import time
 import weakref
 from typing import IO, Any
 
-START_S = 60.0  # for what the child imports and reads, on cores that others use, too
+START_S = 60.0  # for the child's imports and the reading of the file, even on busy cores
 ANSWER_S = 10.0  # for one request
 MEMORY_BYTES = 2**30
 ANSWER_BYTES = 64 * 2**20
-# `-I`: neither the environment nor the working directory decides what is imported, but the path of this process.
+# With `-I` neither the environment nor the working directory affects the child's imports. It gets this process's path.
 MAIN = "import sys; sys.path[:] = sys.argv[3:]; from dtmega.data import confined; confined.serve(*sys.argv[1:3])"
 
 
@@ -37,9 +37,9 @@ class Confined:
     """A child process with limits.
 
     Args:
-        function: to call in the child, as module:name. It returns another one, from a request to an answer.
-        arguments: that the function is called with; JSON.
-        where: the file that is read; for messages.
+        function: function to call in the child, as module:name. It returns a function from a request to an answer.
+        arguments: its arguments; they are sent as JSON.
+        where: the file that the child reads, for messages.
     """
 
     def __init__(self, function: str, *arguments: Any, where: str) -> None:
@@ -47,13 +47,14 @@ class Confined:
         self._arguments = arguments
         self._where = where
         self._child: subprocess.Popen[bytes] | None = None
+        # Kills the child once this object is gone. While there is no child it calls `int`, which does nothing.
         self._end = weakref.finalize(self, int)
 
     def start(self) -> None:
-        """Have a child, if there is none: the function has returned.
+        """Start the child, unless it runs already, and wait until the function has returned.
 
         Raises:
-            ValueError: it has raised, or did not keep to the limits.
+            ValueError: the function raised an error, or exceeded the limits.
         """
         if self._child is not None:
             return
@@ -63,7 +64,7 @@ class Confined:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # so that Ctrl-C reaches this process only
         )
         self._end = weakref.finalize(self, _end, child)
         self._answer(child, START_S)
@@ -72,27 +73,31 @@ class Confined:
         """The answer to a request.
 
         Raises:
-            ValueError: the function has raised, or did not keep to the limits.
+            ValueError: the function raised an error, or exceeded the limits.
         """
         self.start()
         child = self._child
         assert child is not None
-        with contextlib.suppress(BrokenPipeError):  # how the child has ended is told below
+        with contextlib.suppress(BrokenPipeError):  # the child is dead; `_answer` reports how it ended
             _stream(child.stdin).write(json.dumps(request).encode() + b"\n")
             _stream(child.stdin).flush()
         return self._answer(child, ANSWER_S)
 
     def close(self) -> None:
-        """End the child, if there is one."""
+        """Kill the child, if there is one."""
         self._end()
         self._child = None
 
     def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
-        """What the child says next. A child that says nothing, or nothing more, is ended."""
+        """The child's next answer. A child that does not answer in time, or has ended, is killed.
+
+        Raises:
+            ValueError: the child did not answer, or reported an error.
+        """
         line = _read_line(_stream(child.stdout), within_s)
         if line is None:
             self.close()
-            raise ValueError(f"{self._where} took more than {within_s:g} s, or said more than {ANSWER_BYTES:,} bytes")
+            raise ValueError(f"{self._where} took more than {within_s:g} s, or wrote more than {ANSWER_BYTES:,} bytes")
         if not line.endswith(b"\n"):
             self.close()
             raise ValueError(f"{self._where} ended its process: {_ended(child.returncode)}")
@@ -105,14 +110,19 @@ class Confined:
 
 
 def serve(function: str, arguments: str) -> None:
-    """Answer the requests that come by stdin. Runs in the child, until stdin ends."""
+    """Answer the requests on stdin, until it ends. Runs in the child.
+
+    Args:
+        function: as module:name, see `Confined`.
+        arguments: its arguments, as a JSON list.
+    """
     requests, answers = sys.stdin, sys.stdout
-    sys.stdout = sys.stderr  # what a library prints is no answer
-    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # importing it fails, as if it were not there
+    sys.stdout = sys.stderr  # so that lines printed by a library do not mix with the answers
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # `import torch` now raises ImportError
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
 
-    def say(kind: str, value: Any) -> None:
+    def reply(kind: str, value: Any) -> None:
         answers.write(json.dumps([kind, value]) + "\n")
         answers.flush()
 
@@ -121,32 +131,35 @@ def serve(function: str, arguments: str) -> None:
         module, _, name = function.partition(":")
         answer = getattr(importlib.import_module(module), name)(*json.loads(arguments))
     except BaseException as error:
-        return say("failed at the start", _described(error))
-    say("answer", None)
+        return reply("failed at the start", _first_line(error))
+    reply("answer", None)
     for request in requests:
         try:
             _limit_cpu(ANSWER_S)
-            found = answer(json.loads(request))
+            result = answer(json.loads(request))
         except BaseException as error:
-            say("failed", _described(error))
+            reply("failed", _first_line(error))
         else:
-            say("answer", found)
+            reply("answer", result)
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a limit of this process, unless a lower one is set."""
+    """Set a resource limit of this process, unless it has a lower one already."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End this process after so much more CPU time: its parent may be gone, and waits by the clock in any case."""
+    """End this process after about 2 x `seconds` more of CPU time.
+
+    The parent kills a child that takes too long by the clock. This limit also ends a child whose parent is gone.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + 2 * seconds) + 1)
 
 
-def _described(error: BaseException) -> str:
-    """The first line of an error; of one that is no refusal with its kind before it."""
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message, after the error's class unless that is ValueError."""
     if isinstance(error, MemoryError):
         return f"expected to need at most {MEMORY_BYTES // 2**20} MiB of memory"
     line = str(error).strip().partition("\n")[0][:500]
@@ -154,23 +167,28 @@ def _described(error: BaseException) -> str:
 
 
 def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
-    """A line; the part that is there where the stream ends within it; None: not in time, or too long."""
+    """The next line of a stream.
+
+    Returns:
+        The line with its newline; without one, if the stream ended in the middle of the line. None if the line did not
+        come in time, or is longer than ANSWER_BYTES.
+    """
     deadline = time.monotonic() + within_s
     line = bytearray()
     while not line.endswith(b"\n"):
-        left_s = deadline - time.monotonic()
-        ready = select.select([stream], [], [], max(left_s, 0))[0]
+        remaining_s = deadline - time.monotonic()
+        ready = select.select([stream], [], [], max(remaining_s, 0))[0]
         part = os.read(stream.fileno(), 2**20) if ready else b""
         line += part
         if not ready or len(line) > ANSWER_BYTES:
             return None
-        if not part:
+        if not part:  # end of the stream
             break
     return bytes(line)
 
 
 def _ended(code: int | None) -> str:
-    """How a child ended, by its exit code."""
+    """Words for a child's exit code: the signal that killed it, or the code."""
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
@@ -180,7 +198,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
     for stream in (child.stdin, child.stdout):
-        with contextlib.suppress(BrokenPipeError):  # a request that the child has not read
+        with contextlib.suppress(BrokenPipeError):  # closing flushes a request that the child did not read
             _stream(stream).close()
 
 

@@ -1,8 +1,8 @@
-"""The default corpus: text that every CPython already has, so that the first run needs no download.
+"""The default corpus: text that ships with every CPython, so that the first run needs no download.
 
-Documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
-standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once per Python
-version, vocabulary and form (whole documents or their sentences), whatever is killed or run twice meanwhile.
+Its documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
+standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once for each Python
+version, vocabulary and form (whole documents or sentences). It may be killed, or run by several processes at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
@@ -24,12 +25,14 @@ from dtmega.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from dtmega.data.tokenizer import Tokenizer
 from dtmega.lock import Lock
 
-FORMAT = 2  # raise it when the same Python and vocabulary give other tokens than before
-SENTENCES_FORMAT = 1  # the same for sentences, beside FORMAT
+# Raise FORMAT if a change makes the same Python and vocabulary give other tokens, SENTENCES_FORMAT if it does so in
+# sentences only. Files of an earlier format are then not read any more.
+FORMAT = 2
+SENTENCES_FORMAT = 1
 TOPICS = "pydoc_data/topics/"
-DEFINITION = re.compile(r"(?<=\n)[ \t\r\f]*\n(?=class |def |async def |@)")  # the blank line before one
-MIN_CHARS = 200_000  # less is a broken Python, not a corpus
-# Not the library's own text: what is installed beside it, tests, generated tables, build settings of one machine.
+DEFINITION = re.compile(r"(?<=\n)[ \t\r\f]*\n(?=class |def |async def |@)")  # the blank line before a definition
+MIN_CHARS = 200_000  # a library with less text is incomplete
+# Left out: installed packages, tests, generated tables, and the build settings of one machine.
 SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"
 }  # fmt: skip
@@ -37,10 +40,10 @@ SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 def documents() -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each document that is not blank; names are paths in the library.
+    """Yield the name and the text of each document that is not blank; the name is its path in the library.
 
-    The order is that of the names' hashes: `[data] split` cuts by place, and in the order of the names the validation
-    part would be xml/ and zipfile alone.
+    Documents come in the order of the hashes of their names. In alphabetical order `[data] split`, which takes
+    consecutive documents, would validate on xml/ and zipfile alone.
     """
     sources = _sources(Path(sysconfig.get_paths()["stdlib"]))
     topics = {f"{TOPICS}{name}": text for name, text in _topics().items()}
@@ -52,39 +55,46 @@ def documents() -> Iterator[tuple[str, str]]:
 
 def _sources(library: Path) -> dict[str, Path]:
     """The path of each source file, by its name in the library."""
-    found = {}
+    sources = {}
     for folder, subfolders, files in os.walk(library):
-        # `os.walk` goes into those that stay in its list.
+        # `os.walk` descends only into the folders that are left in this list.
         subfolders[:] = [
             name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_PREFIXES)
         ]
         for file in files:
             if file.endswith(".py") and not file.startswith(SKIPPED_PREFIXES):
                 path = Path(folder, file)
-                found[path.relative_to(library).as_posix()] = path
-    return found
+                sources[path.relative_to(library).as_posix()] = path
+    return sources
 
 
 def _topics() -> dict[str, str]:
+    """The entries of the language reference, by name; empty if this Python comes without them."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package it apart
+    except ImportError:  # some distributions put it into a package of its own
         return {}
     return topics
 
 
 def _read(path: Path) -> str:
-    """The text, or nothing where there is no readable UTF-8 (a dangling link, an old source in another encoding)."""
+    """The text of a source; '' if it cannot be read as UTF-8 (a dangling link, an old source in another encoding)."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
     return ""
 
 
 def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
-    """The documents of a topic or a source, each as the ids of its sentences.
+    """The documents of a topic or a source; each is a list of sentences, and a sentence is a list of ids.
 
-    A topic is one. In which order a source defines its classes and functions is a matter of taste, of which a model
-    could learn nothing: it is cut before each of them that follows two blocks or more.
+    A topic is one document. A source is cut before each class or function, but not into documents of fewer than two
+    blocks, which have no pairs. The cut is made because the order of definitions in a file is arbitrary: a model that
+    has to tell which of two segments comes first could not learn it.
+
+    Args:
+        name: name of the document, as `documents` yields it.
+        text: its text.
+        tokenizer: tokenizer that encodes the sentences.
     """
     if name.startswith(TOPICS):
         return [sentences.encode(text, sentences.PROSE, tokenizer)]
@@ -97,14 +107,15 @@ def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[
 
 
 def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
-    """The prefix of the tokenised corpus; builds it on first use or when damaged.
+    """Build the tokenised corpus if it is missing or damaged, and return its prefix.
 
     Args:
-        in_sentences: each sequence is a sentence or a block, as `sentence_documents` finds them; else it is a document,
-            closed by `eod_id`.
+        tokenizer: tokenizer of the corpus.
+        in_sentences: each sequence is a sentence or a block (`sentence_documents`); else it is a whole document that
+            ends with `eod_id`.
 
     Raises:
-        ValueError: this Python has next to no library sources, or no cache directory can be written.
+        ValueError: this Python lacks the library's sources, or no cache directory can be written.
     """
     version = ".".join(map(str, sys.version_info[:3]))
     form = f"-sentences-v{SENTENCES_FORMAT}" if in_sentences else ""
@@ -125,7 +136,8 @@ def _is_whole(prefix: str, tokenizer: Tokenizer) -> bool:
 
 
 def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
-    for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):  # of a killed run: whoever holds the lock is alone
+    # Temporary files here are those of a killed process: no other one writes while this process holds the lock.
+    for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):
         os.unlink(leftover)
     texts = dict(documents())
     n_chars = sum(map(len, texts.values()))
@@ -140,7 +152,7 @@ def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for name, text in tqdm(texts.items(), desc="tokenize", unit=" documents", delay=1, disable=None):
             if in_sentences:
-                for found in sentence_documents(name, text, tokenizer):
-                    writer.add([i for ids in found for i in ids], [len(ids) for ids in found])
+                for document in sentence_documents(name, text, tokenizer):
+                    writer.add(list(chain.from_iterable(document)), [len(ids) for ids in document])
             else:
                 writer.add([*tokenizer.encode(text), tokenizer.eod_id])
