@@ -1,7 +1,7 @@
-"""The families that can be trained, one record each: the only file that joins a model with its plan and its files.
+"""The families that can be trained, one record each: the only file that joins a model with its plan and its formats.
 
-Everybody else asks `of(cfg.model)` and knows no family's name. A new model of the house is a file in `models/`, a table
-in `plans/`, and a line in FAMILIES.
+All other code calls `of(cfg.model)` and knows no family by name. A new model is a file in `models/`, a table in
+`plans/`, and a line in FAMILIES (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ DECODER: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN, "prefix
 
 
 @dataclass(frozen=True)
-class Own:
-    """A family whose model and plan are written here.
+class BuiltInFamily:
+    """A family whose model and plan are part of dtmega; `Family` explains the methods and the other attributes.
 
     Attributes:
-        model: its class.
-        plan: its table, of the [model] section with sequence parallelism or without.
-        vocabulary_of: what answers `vocabulary`.
+        model: class of the model, called with the [model] section.
+        plan: function that makes the plan, called with the [model] section and whether sequence parallelism is on.
+        vocabulary_of: function behind the method `vocabulary`.
     """
 
     model: Callable[[Any], Model]
@@ -98,7 +98,7 @@ class Own:
                 )
         tp = sizes["tp"]
         if tp > 1:
-            check_plan(whole, self._table(cfg), tp)
+            check_plan(whole, self._plan(cfg), tp)
         if whole.one_backward and splits_backward(cfg, sizes["pp"]):
             raise ValueError(
                 f"backward cannot run in two parts, as {whole.one_backward}: torch would give wrong gradients "
@@ -109,17 +109,19 @@ class Own:
                 raise ValueError(f"tp={tp} does not divide {key}={length} ([mesh] tp, [data] {key})")
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        return apply_plan(stage, world.tp, self._table(cfg)) if world.tp.size() > 1 else []
+        return apply_plan(stage, world.tp, self._plan(cfg)) if world.tp.size() > 1 else []
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        # `to_empty` gives each owner of a tied parameter memory of its own.
         stage.to_empty(device=device)
+        # `to_empty` gave each module that shares a tied parameter memory of its own.
         stage.tie()
+        # First whole, then cut: a slope or an id follows from the head's global number.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
-            shard_buffers(stage, world.tp, self._table(cfg))
+            shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
+        # With sequence parallelism a stage hands on only this tp rank's part of the sequence.
         parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -137,10 +139,8 @@ class Own:
         return self.vocabulary_of(tokenizer, data)
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        form = self.form(model, "hf")
-        described = form.to_config(model)
-        theirs = as_theirs(source, form, model, self.model)
-        hf_export.export(theirs, folder, described, None, tokenizer, **options)
+        plain_config, theirs = self.as_stored("hf", source, model)
+        hf_export.export(theirs, folder, plain_config, None, tokenizer, **options)
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
         return as_ours(source, self.form(model, program), model, self.model, where)
@@ -150,36 +150,36 @@ class Own:
         return form.to_config(model), as_theirs(source, form, model, self.model)
 
     def form(self, model: config.Model, program: str) -> Format:
-        """The form in which another program stores a model.
+        """The format in which another program stores a model with these values of [model].
 
         Raises:
-            ValueError: it has none for this one.
+            ValueError: the program has no such model.
         """
         forms = self.formats.get(program, ())
-        found = next((form for form in forms if form.fits(model)), None)
-        if found is None:
+        fitting = next((form for form in forms if form.fits(model)), None)
+        if fitting is None:
             wrong = forms[0].mismatches(model) if forms else {}
             expected = ", ".join(f"{key}={value!r}" for key, value in wrong.items()) or "another model"
             keys = ", ".join(f"[model] {key}" for key in ("name", *wrong))
             raise ValueError(
                 f"{program} has no model like this one of name = '{model.name}': expected {expected} ({keys})"
             )
-        return found
+        return fitting
 
-    def _table(self, cfg: config.Config) -> Plan:
+    def _plan(self, cfg: config.Config) -> Plan:
         return self.plan(cfg.model, cfg.mesh.sequence_parallel)
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": Own(bloom.Bloom, bloom_plan, {"hf": [bloom.HF], "megatron": [megatron.BLOOM_FORM]}),
-    "gpt": Own(gpt.GPT, gpt_plan, {"hf": [gpt.HF], "megatron": [megatron.GPT_FORM]}),
-    "llama": Own(llama.Llama, llama_plan, {"hf": [llama.HF]}),
-    "bert": Own(
+    "bloom": BuiltInFamily(bloom.Bloom, bloom_plan, {"hf": [bloom.HF], "megatron": [megatron.BLOOM_FORM]}),
+    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt.HF], "megatron": [megatron.GPT_FORM]}),
+    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama.HF]}),
+    "bert": BuiltInFamily(
         *(bert.Bert, bert_plan, {"hf": bert.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},
         show=FILLS,
     ),
-    "t5": Own(
+    "t5": BuiltInFamily(
         *(t5.T5, t5_plan, {"hf": [t5.HF], "megatron": [megatron.T5_FORM]}),
         objectives={"auto": SPANS, "separate-spans": SEPARATE_SPANS},
         show=ANSWERS,
@@ -190,14 +190,15 @@ FAMILIES: dict[str, Family] = {
 
 
 def of(model: config.Model) -> Family:
+    """The family of a [model] section."""
     return FAMILIES[model.name]
 
 
 def resolve(cfg: config.Config) -> config.Config:
-    """The configuration with what its family knows of it.
+    """The configuration, completed with the values that only its family knows, such as the sizes of an `hf` model.
 
     Raises:
-        ValueError: as `Family.resolve`.
+        ValueError: keys that the family ignores or cannot honour.
     """
     return of(cfg.model).resolve(cfg)
 
@@ -206,7 +207,7 @@ def objective(cfg: config.Config) -> Objective:
     """The objective that a run is trained for.
 
     Raises:
-        ValueError: its family is not.
+        ValueError: the family has no such objective.
     """
     known = of(cfg.model).objectives
     if cfg.data.objective not in known:
@@ -221,7 +222,7 @@ def sample_options(cfg: config.Config) -> dict[str, Any]:
     """The options of `Show.text` that follow from how a run was trained, by name.
 
     Raises:
-        ValueError: as `objective`.
+        ValueError: the family does not have the run's objective.
     """
     options = {key: getattr(cfg.data, key) for key in of(cfg.model).show.reads}
     if objective(cfg).prompt_is_prefix:
@@ -230,12 +231,12 @@ def sample_options(cfg: config.Config) -> dict[str, Any]:
 
 
 def build(cfg: config.Config) -> Model:
-    """The whole model on the default device, meta included, with values not yet initialised."""
+    """The whole model on the default device, which may be meta; its values are not initialised yet."""
     return of(cfg.model).build(cfg.model)
 
 
 def pieces(model: config.Model) -> list[Piece]:
-    """The units of a pipeline in order, and what each costs; together the whole model."""
+    """The pieces of the whole model in the pipeline's order, each with its costs."""
     family = of(model)
     with torch.device("meta"):
         whole = family.build(model)
@@ -243,32 +244,39 @@ def pieces(model: config.Model) -> list[Piece]:
 
 
 def shapes(model: config.Model) -> dict[str, tuple[int, ...]]:
-    """The whole model's tensors, tied ones once, by their names in checkpoints and in order."""
+    """The shapes of the whole model's tensors by their names in checkpoints, in order; tied tensors come once."""
     with torch.device("meta"):
         built = of(model).build(model)
     return {built.full_name(name): tuple(tensor.shape) for name, tensor in built.stored_tensors()}
 
 
 def stored_buffers(model: config.Model) -> frozenset[str]:
-    """Names of the whole model's tensors that no training changes, and whose dtype no conversion changes."""
+    """The names of the whole model's stored buffers: training leaves their values, and conversion their dtype."""
     with torch.device("meta"):
         built = of(model).build(model)
     return frozenset(built.full_name(name) for name, _ in built.stored_buffers())
 
 
 def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.Model]:
-    """A directory of transformers, read as the family of the house that it is of.
+    """Open a directory of transformers whose model one of the built-in families computes.
 
     Args:
-        model: the [model] section that it must agree with; None: the one that its config.json describes.
+        path: the directory, with config.json and safetensors.
+        model: the [model] section that config.json must agree with; None: make one from config.json.
+
+    Returns:
+        The weights by our names, and the [model] section.
 
     Raises:
-        ValueError: it is of no such family, or does not agree.
+        ValueError: a model of no built-in family, or one that does not agree with the section.
     """
     if model is None:
         file = f"{path}/{config_json.NAME}"
         theirs = config_json.read_plain(path)
-        known = {form.kind: (name, form) for name, family in FAMILIES.items() for form in family.formats.get("hf", ())}
+        known = {}
+        for family_name, family in FAMILIES.items():
+            for form in family.formats.get("hf", ()):
+                known[form.kind] = family_name, form
         kind = theirs["model_type"]
         if kind not in known:
             raise ValueError(
@@ -280,31 +288,35 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
     return of(model).folder(path, model), model
 
 
-def described(
+def section_of(
     program: str,
     names: Collection[str],
     theirs: Mapping[str, Any],
     where: str,
-    asked: config.Model | None = None,
+    expected: config.Model | None = None,
 ) -> config.Model:
-    """The [model] section of a model that another program has stored.
+    """The [model] section for a model that another program has stored.
 
     Args:
-        program: a key of `formats`.
-        names: of its tensors there, of which the family is told.
-        theirs: the configuration beside them.
-        where: they are; for messages.
-        asked: the section that it has to agree with.
+        program: a key of `Family.formats`.
+        names: names of the stored tensors, which tell the family.
+        theirs: the configuration stored with them.
+        where: their path, for messages.
+        expected: the section that the configuration has to agree with; None: make one from it.
 
     Raises:
-        ValueError: no model here is like that, or it does not agree.
+        ValueError: no family has such a model, or the configuration does not agree.
     """
-    if asked is not None:
-        family = of(asked)
-        if not isinstance(family, Own):
-            raise ValueError(f"{where}: {program} has no model of name = '{asked.name}' (--config)")
-        family.form(asked, program).check(theirs, where, asked)
-        return asked
-    forms = {name: forms[0] for name, family in FAMILIES.items() if (forms := family.formats.get(program))}
+    if expected is not None:
+        family = of(expected)
+        if not isinstance(family, BuiltInFamily):
+            raise ValueError(f"{where}: {program} has no model of name = '{expected.name}' (--config)")
+        family.form(expected, program).check(theirs, where, expected)
+        return expected
+    forms = {}
+    for family_name, family in FAMILIES.items():
+        of_program = family.formats.get(program)
+        if of_program:
+            forms[family_name] = of_program[0]
     name = closest(names, forms)
     return config.model_section({"name": name, **forms[name].section(theirs, where)}, where)

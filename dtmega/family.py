@@ -1,6 +1,6 @@
-"""The questions that the house asks of a family of models: the protocol, and what every family answers alike.
+"""The interface of a family of models, and the checks that all families share.
 
-Its records are the rows of families.py. Nobody but that file knows a family by its name.
+families.py has one record for each family; no other file knows a family by name.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from dtmega.models.show import Show
 
 
 class Family(Protocol):
-    """The answers that the rest of the house asks of a family.
+    """The interface through which all other code uses a family of models.
 
     Attributes:
-        libraries: whose versions all ranks must share, beside torch.
-        directory: [model] path names a directory that the model is read from.
-        formats: how other programs store it, by the names that `convert` has for them; one for each form there.
-        objectives: what it can be trained for, by [data] objective; "auto" without it.
-        show: the sample of it that is shown once it is trained.
-        dtypes: of [precision] params that it can be trained in. Of float16 each head must know the loss scale.
+        libraries: libraries besides torch whose versions must be the same on all ranks.
+        directory: True if the model is read from a directory, which [model] path names.
+        formats: formats in which other programs store the family's models, by the name of the program in `convert`; a
+            program with several classes for them has several formats.
+        objectives: objectives that it can be trained for, by [data] objective; "auto" is the default.
+        show: the kind of sample shown at the end of training.
+        dtypes: values of [precision] params that it can be trained in. float16 needs heads that know the loss scale.
     """
 
     @property
@@ -55,62 +56,67 @@ class Family(Protocol):
     def dtypes(self) -> tuple[str, ...]: ...
 
     def resolve(self, cfg: config.Config) -> config.Config:
-        """The configuration with what only the family knows of it.
+        """The configuration, completed with the values that only the family knows.
 
         Raises:
-            ValueError: keys that it would not read, or cannot honour.
+            ValueError: keys that the family ignores or cannot honour.
         """
         ...
 
     def digest(self, model: config.Model) -> str:
-        """A digest of what the model's directory says of it; '' where there is none."""
+        """A digest of the configuration in the model's directory; '' for a family without directories."""
         ...
 
     def reread_directory(self, model: config.Model, trained: str) -> config.Model:
-        """A [model] section that was resolved once, as its directory says it today.
+        """A [model] section from a checkpoint, resolved again from the directory as it is today.
 
         Args:
-            trained: the `digest` of then; '' where it is not known.
+            model: the section that the checkpoint stores.
+            trained: the directory's `digest` in training; '' if it is not known.
 
         Raises:
-            ValueError: no such directory any more, or not the one that was trained.
+            ValueError: the directory is gone, or its configuration is not the one of training.
         """
         ...
 
     def notes(self, model: config.Model) -> list[str]:
-        """Lines that a user of the model should read."""
+        """Notes for the user that are printed when a run starts."""
         ...
 
     def build(self, model: config.Model) -> Model:
-        """The whole model on the default device, meta included, with values not yet initialised."""
+        """The whole model on the default device, which may be meta; its values are not initialised yet."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
-        """The units of a pipeline in order, and what each costs, counted on a whole model."""
+        """The pieces of a whole model in the pipeline's order, each with its costs."""
         ...
 
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
-        """Refuse what the model cannot do on this mesh.
+        """Refuse a mesh or settings that the model cannot run with.
+
+        Args:
+            cfg: the run's configuration.
+            sizes: resolved size of each axis of the mesh.
 
         Raises:
-            ValueError: the equation, and the keys to change.
+            ValueError: the equation that does not hold, and the keys to change.
         """
         ...
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        """Cut a stage on meta over tp. Returns names of the parameters whose gradients are sums over tp."""
+        """Cut a stage on meta over tp. Returns names of the parameters whose gradients must be summed over tp."""
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
-        """Give a cut stage on meta memory: ties hold, buffers have their values, parameters none yet."""
+        """Allocate a stage that was cut on meta. Ties and buffers are set up again; parameters have no values yet."""
         ...
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        """The tensors that a stage whose last piece is `after` hands on, by name and on meta: local shapes, dtypes."""
+        """The tensors that a stage ending with the piece `after` hands on: name -> meta tensor in this rank's shape."""
         ...
 
     def weights(self, model: config.Model) -> Source | None:
-        """The weights that a new run starts with, by the names of its parameters; None: values drawn from the seed.
+        """The weights that a new run starts with, by our names; None: draw initial values from the seed.
 
         Raises:
             ValueError: [model] init_from or path names nothing usable, or weights of another model.
@@ -119,47 +125,51 @@ class Family(Protocol):
         ...
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights in a directory of transformers, whose config.json must agree with the [model] section.
+        """The weights in a directory of transformers, by our names.
 
         Raises:
-            ValueError: it does not, or the tensors are of another model.
+            ValueError: config.json does not agree with the [model] section, or the tensors are of another model.
         """
         ...
 
     def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
-        """The weights in a source that has them by the names of another program, by ours.
+        """The weights that another program has stored, by our names.
 
         Args:
             program: a key of `formats`.
-            source: tensors of a whole model; rows of padding in it are left out.
-            where: it is; for messages.
+            source: tensors of a whole model by the program's names; padding rows of the vocabulary are dropped.
+            model: the [model] section.
+            where: path of the source, for messages.
 
         Raises:
-            ValueError: a tensor that is missing, has no place, or is of another shape. `read` of what is returned:
-                copies of one parameter that differ.
+            ValueError: a tensor that is missing, unknown, or of another shape. Reading from the returned source raises
+                it for copies of one parameter that differ.
         """
         ...
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        """The vocabulary that goes with such a directory.
+        """The tokenizer as an exported directory stores it.
 
         Args:
-            data: the section that the model was trained with.
+            tokenizer: the tokenizer of the run.
+            data: the [data] section that the model was trained with.
 
         Raises:
-            ValueError: it cannot be said as a tokenizer.json.
+            ValueError: a tokenizer that tokenizer.json cannot express.
         """
         ...
 
     def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        """The configuration of another program that describes a model, and its tensors by the names there.
+        """A model as another program stores it.
 
         Args:
             program: a key of `formats`.
             source: tensors of the whole model by our names.
+            model: the [model] section.
 
         Returns:
-            The tensors are without padding of the vocabulary, tied ones once.
+            The program's configuration, and the tensors by the program's names: without padding of the vocabulary, and
+            tied tensors once.
 
         Raises:
             ValueError: the program has no such model, or the source is of another one.
@@ -170,29 +180,37 @@ class Family(Protocol):
         """Write weights as a directory of transformers; all ranks call it.
 
         Args:
-            tokenizer: the text of a tokenizer.json; None: that of the model's own directory, if it has one.
-            options: of `hf.files.export.export`.
+            source: tensors of the whole model by our names.
+            folder: directory to write.
+            model: the [model] section.
+            tokenizer: text of tokenizer.json; None: the one of the model's own directory, if there is any.
+            options: options of `hf.files.export.export`.
 
         Raises:
-            ValueError: before anything is written; a model that the format cannot express, other weights than its.
+            ValueError: a model that the format cannot express, or weights of another model; nothing is written then.
             OSError: writing failed.
         """
         ...
 
 
 def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
-    """The residual stream [B, S / parts, D] on meta, S being the value of the key `length`."""
+    """The hidden state between two stages, [B, S / parts, D] on meta.
+
+    Args:
+        cfg: the run's configuration.
+        parts: number of ranks that the sequence is cut over.
+        length: key of [data] that holds S.
+    """
     shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)
     dtype = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def check_units(cfg: config.Config, whole: Model) -> None:
-    """Refuse units of several layers for a model that cannot recompute them together.
+    """Refuse to recompute several layers as a unit in a model that does not run them through `Model.run_layers`.
 
     Raises:
-        ValueError: layers are to be recomputed several at a time, and the model does not run them by
-            `Model.run_layers`.
+        ValueError: [recompute] asks for units of several layers, and the model does not support them.
     """
     if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
         raise ValueError(
@@ -202,10 +220,10 @@ def check_units(cfg: config.Config, whole: Model) -> None:
 
 
 def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:
-    """The lengths of a model's sequences, by their keys.
+    """The lengths of a model's sequences, by their keys in [data].
 
     Raises:
-        ValueError: one is set that it does not have.
+        ValueError: a length is set for a sequence that the model does not have, such as a decoder's.
     """
     for key in cfg.data.lengths:
         field = config.Data.model_fields[key]

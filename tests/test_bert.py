@@ -100,7 +100,7 @@ def errors(ours: bert.Bert, theirs: nn.Module) -> dict[str, float]:
     """Relative errors of the gradients, by our names: the keys' biases alone have none but for rounding."""
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     family = families.of(ours.cfg)
-    assert isinstance(family, families.Own)
+    assert isinstance(family, families.BuiltInFamily)
     (made, _), parameters = tensor_names(family.form(ours.cfg, "hf"), ours.cfg, family.build)
     truth = Translated(Memory(gradients), {names[0]: made[names[0]] for names in parameters})
     found = {name: p.grad for name, p in ours.named_parameters()}

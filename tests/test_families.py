@@ -15,7 +15,7 @@ from tests import layouts
 from tests.test_house import REPO, arrows, modules
 from tests.test_train import losses, run
 
-OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.Own)}
+OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.BuiltInFamily)}
 # Files whose subject is one family, or a format of other people's files.
 OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.hf.")
 

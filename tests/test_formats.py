@@ -302,7 +302,7 @@ def test_a_gpt2_that_lacks_a_tensor_or_has_another_form_is_refused_by_their_name
 
 # ------------------------------------------------------------------------------------- the formats of our own families
 
-OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.Own)}
+OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.BuiltInFamily)}
 
 
 def small(name: str, **keys: Any) -> config.Model:

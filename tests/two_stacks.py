@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.data.rows import IGNORED
 from dtmega.data.sums import Sum
-from dtmega.families import Own
+from dtmega.families import BuiltInFamily
 from dtmega.models.layers import MLP, LMHead
 from dtmega.models.model import Model
 from dtmega.plans.styles import Column, Enter, Norm, Plan, Row
@@ -104,7 +104,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class TwoStacksFamily(Own):
+class TwoStacksFamily(BuiltInFamily):
     """Attributes:
     frozen: beginnings of the names of parameters that are not trained.
     """

@@ -92,7 +92,7 @@ def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
     padded = vocabulary.padded(contents, asked)
     theirs = {**contents.args, "padded_vocab_size": contents.rows}
     if contents.args or padded is None:
-        padded = families.described("megatron", contents.weights.tensors, theirs, where, padded)
+        padded = families.section_of("megatron", contents.weights.tensors, theirs, where, padded)
     check_stored(padded, contents.weights, where)
     n_ids = asked.vocab_size if asked else args.vocab_size
     if args.tokenizer and not n_ids:
