@@ -23,26 +23,27 @@ from dtmega.commands.arguments import Parser
 
 # Name -> its line of help.
 COMMANDS = {
-    "train": "a run: `train --help` lists its keys",  # whose options are the keys of config/: it never comes here
-    "tokenize": "text files -> .bin/.idx",
-    "merge": "several .bin/.idx -> one",
-    "generate": "sample from a run's last checkpoint, or from any one",
-    "evaluate": "a run's scores on tasks of lm-evaluation-harness",
-    "convert": "weights to and from Hugging Face's format",
-    "inspect": "what a checkpoint holds, whether it is intact, how two differ",
-    "verify-plan": "is the sharding plan of a Hugging Face model right?",
-    "from-megatron": "a Megatron command or launch script -> a TOML",
-    "report": "a run as one page: curves, layout, sample; several are compared",
-    "groups": "the ranks of every group of a mesh, as Megatron lists them",
+    # `train` is here for the list of commands only: its options are the keys of config/, and __main__.py starts it.
+    "train": "train a model; `dtmega train --help` lists every key of a run",
+    "tokenize": "turn text files into a corpus for training (.bin/.idx)",
+    "merge": "join several corpora (.bin/.idx) into one",
+    "generate": "sample text from a run's newest checkpoint, or from any other",
+    "evaluate": "score a run's checkpoint on tasks of lm-evaluation-harness",
+    "convert": "convert weights between dtmega, Hugging Face and Megatron",
+    "inspect": "show what a checkpoint holds, verify it, or compare two",
+    "verify-plan": "check the tensor-parallel plan of a Hugging Face model",
+    "from-megatron": "translate a Megatron command or launch script into a TOML file",
+    "report": "draw a run as one HTML page with curves, layout and sample; compare several runs",
+    "groups": "list the ranks of every process group of a mesh, as Megatron does",
 }
 
 
-FIRST = """A first hour:
+FIRST = """Try:
   dtmega train --config bloom.toml
   dtmega report runs/bloom
   dtmega generate runs/bloom --prompt "def "
 
-`dtmega COMMAND --help` has the options of a command, and examples."""
+`dtmega COMMAND --help` lists the options of a command, with examples."""
 
 
 def module_of(name: str) -> ModuleType:
@@ -53,7 +54,7 @@ def module_of(name: str) -> ModuleType:
 def parse(argv: list[str]) -> argparse.Namespace:
     """`command` and its arguments; ends the process with code 2 where one of them cannot be."""
     form = argparse.RawDescriptionHelpFormatter
-    about = "Train a model, and do what comes before and after it."
+    about = "Train BLOOM, GPT, Llama, BERT, T5 and Hugging Face models, on one CPU or many GPUs."
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"dtmega {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -18,37 +18,54 @@ from dtmega.commands.endings import explained
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair: dict[str, Any] = {"nargs": 2, "required": True, "metavar": ("FORMAT", "PATH")}
     parser.add_argument(
-        "--from", dest="source", help="hf, dtmega (a checkpoint or a run), dcp or megatron, and where", **pair
+        "--from",
+        dest="source",
+        help="format and path of the source; hf, dtmega (a checkpoint or a run), dcp or megatron",
+        **pair,
     )
-    parser.add_argument("--to", dest="target", help="dtmega, hf or megatron, and where", **pair)
-    parser.add_argument("--config", default="", help="a TOML whose [model] the weights are of (needed for dcp)")
+    parser.add_argument("--to", dest="target", help="format and path of the output; dtmega, hf or megatron", **pair)
     parser.add_argument(
-        "--vocab-size", type=integer(1), default=0, help="from megatron: ids of the tokenizer, without rows of padding"
+        "--config", default="", metavar="FILE", help="a TOML whose [model] describes the weights (required for dcp)"
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=integer(1),
+        default=0,
+        metavar="N",
+        help="from megatron: size of the vocabulary without padding",
     )
     parser.add_argument(
         "--average-copies",
         action="store_true",
-        help="from megatron: where the tensor-parallel ranks' copies of a tensor have drifted apart, take their mean",
+        help="from megatron: average the copies of a tensor that differ between tensor-parallel ranks; else refused",
     )
-    parser.add_argument("--prefix", default="", help="dcp: what stands before the parameters' names, such as 'model.'")
+    parser.add_argument("--prefix", default="", help="from dcp: prefix of the parameters' names, such as 'model.'")
     parser.add_argument(
-        "--tokenizer", default="", help="to hf: tokenizer.json or what to make one of (default: the source's)"
+        "--tokenizer",
+        default="",
+        metavar="SPEC",
+        help="to hf, or from megatron: a tokenizer.json, or a name as in [data] tokenizer (default: the source's)",
     )
     parser.add_argument(
-        "--original", default="", help="where the directory of the run's [model] path is, if it has moved"
+        "--original",
+        default="",
+        metavar="DIR",
+        help="from a run on a Hugging Face model: its directory, if it has moved",
     )
     parser.add_argument(
-        "--dtype", default="", help="to hf, megatron: float32, float16 or bfloat16 (default: the source's)"
+        "--dtype", default="", help="to hf or megatron: float32, float16 or bfloat16 (default: the source's)"
     )
     parser.add_argument(
         "--allow-nonfinite",
         nargs="+",
         default=[],
         metavar="TENSOR",
-        help="tensors that may hold NaN and infinities, or overflow in --dtype; any other tensor is refused for them",
+        help="tensors that may contain NaN or infinity, or overflow in --dtype; without this they are refused",
     )
-    parser.add_argument("--tp", type=integer(1), default=1, help="to megatron: tensor-parallel ranks (%(default)s)")
-    parser.add_argument("--pp", type=integer(1), default=1, help="to megatron: pipeline stages (%(default)s)")
+    parser.add_argument(
+        "--tp", type=integer(1), default=1, help="to megatron: tensor-parallel ranks (default %(default)s)"
+    )
+    parser.add_argument("--pp", type=integer(1), default=1, help="to megatron: pipeline stages (default %(default)s)")
 
 
 def command(args: argparse.Namespace) -> int:

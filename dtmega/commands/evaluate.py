@@ -21,14 +21,24 @@ LONGEST_NAME = 100  # characters of a file's name that are tasks
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory (its newest checkpoint), or the folder of one checkpoint")
-    parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks, with commas between them")
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks, separated by commas")
     parser.add_argument(
-        "--include-path", metavar="DIR", help="a folder with YAML files of tasks; with these alone nothing is fetched"
+        "--include-path",
+        metavar="DIR",
+        help="a folder with your own tasks as YAML files; if all --tasks are there, nothing is downloaded",
     )
-    parser.add_argument("--num-fewshot", type=integer(0), metavar="N", help="examples before each question")
-    parser.add_argument("--limit", type=integer(1), metavar="N", help="the first N questions of each task only")
-    parser.add_argument("--batch-size", type=integer(1), default=8, metavar="N", help="texts at a time (%(default)s)")
-    parser.add_argument("--output", metavar="FILE", help="where the scores go (default: RUN/evaluations/...json)")
+    parser.add_argument(
+        "--num-fewshot", type=integer(0), metavar="N", help="solved examples shown before each question"
+    )
+    parser.add_argument(
+        "--limit", type=integer(1), metavar="N", help="evaluate only the first N questions of each task"
+    )
+    parser.add_argument(
+        "--batch-size", type=integer(1), default=8, metavar="N", help="texts evaluated at a time (default %(default)s)"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="JSON file for the scores (default: RUN/evaluations/step-STEP-TASKS.json)"
+    )
     add_where(parser)
 
 

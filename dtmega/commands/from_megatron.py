@@ -14,7 +14,7 @@ from dtmega import job, output
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="a launch script's file, read and never run, or 'pretrain_bert.py --num-layers 24 ...' in quotes",
+        help="file of a launch script, which is read but never run, or a command in quotes",
     )
 
 

@@ -39,37 +39,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run directory, such as runs/bloom (its newest checkpoint), or the folder of one checkpoint",
     )
-    parser.add_argument("--run", metavar="PATH", help="the same; torchrun takes it for an option of its own")
+    parser.add_argument(
+        "--run", metavar="PATH", help="the same as RUN (not under torchrun, which has an option of this name)"
+    )
     add_where(parser)
     parser.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to go on from, or - for stdin; for a BERT, with each [MASK] to fill. May be given several times",
+        help="text to continue, or - for stdin; for a BERT a text with [MASK] to fill. Can be repeated",
     )
-    parser.add_argument("--prompts", metavar="FILE", help="a file with a prompt on each line, or - for stdin")
+    parser.add_argument("--prompts", metavar="FILE", help="a file with one prompt per line, or - for stdin")
     parser.add_argument(
         "--batch-size",
         type=integer(1),
         default=8,
         metavar="N",
-        help="prompts that are computed together: more are faster, and take more memory (%(default)s)",
+        help="prompts computed at a time; more is faster and takes more memory (default %(default)s)",
     )
     parser.add_argument(
         "--interactive",
         action="store_true",
-        help="a prompt a line, until the input ends; a conversation where the tokenizer has a chat template",
+        help="read a prompt from each line of stdin; a conversation if the tokenizer has a chat template",
     )
     # Each family has its own defaults, and refuses what it does not read (`Show.options`).
-    parser.add_argument("--tokens", type=integer(1), help="how many to draw (default 128)")
-    parser.add_argument("--temperature", type=temperature, help="0 = always the most probable (default 0.8)")
+    parser.add_argument("--tokens", type=integer(1), help="tokens to generate at most (default 128)")
+    parser.add_argument("--temperature", type=temperature, help="0 = always the most probable token (default 0.8)")
     parser.add_argument(
-        "--top-k", type=integer(0), help="draw from the k most probable, or list them; 0 = all (default 50, or 5)"
+        "--top-k",
+        type=integer(0),
+        help="sample from the K most probable tokens (default 50); for a BERT, list K per [MASK] (default 5); 0 = all",
     )
     parser.add_argument(
-        "--top-p", type=number(0, 1), help="draw from the most probable that have this share; 1 = all (default 1)"
+        "--top-p",
+        type=number(0, 1),
+        help="sample from the most probable tokens with this total probability; 1 = all (default 1)",
     )
-    parser.add_argument("--seed", type=integer(0, 2**63 - 1), help="another seed, another sample (default 0)")
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), help="seed of the sample (default 0)")
 
 
 def command(args: argparse.Namespace) -> int:

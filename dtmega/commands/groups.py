@@ -12,7 +12,7 @@ from dtmega.commands.arguments import integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", type=integer(1), required=True, metavar="N", help="processes")
+    parser.add_argument("--world", type=integer(1), required=True, metavar="N", help="number of processes")
     for axis, info in config.Mesh.model_fields.items():
         if info.annotation is int or axis == "cp":
             parser.add_argument(

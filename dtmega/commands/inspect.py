@@ -10,9 +10,11 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run directory (its newest)")
-    parser.add_argument("other", nargs="?", help="another one: print the differences; exit code 1 if there are any")
-    parser.add_argument("--quick", action="store_true", help="do not read the tensors to verify their digests")
+    parser.add_argument("checkpoint", help="folder or URL of a checkpoint, or a run directory (its newest checkpoint)")
+    parser.add_argument(
+        "other", nargs="?", help="a second checkpoint: print the differences, with exit code 1 if there are any"
+    )
+    parser.add_argument("--quick", action="store_true", help="skip reading the tensors, so do not verify their digests")
 
 
 def command(args: argparse.Namespace) -> int:

@@ -14,14 +14,16 @@ from dtmega.data import merge
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX", help="the parts in their order; globs, by name"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="the corpora to join, in this order; a glob stands for its matches, sorted by name",
     )
     parser.add_argument(
-        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--output", required=True, type=prefix, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the files that PREFIX names, if there are any"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx if they exist")
 
 
 def command(args: argparse.Namespace) -> int:

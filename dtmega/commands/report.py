@@ -14,11 +14,11 @@ from dtmega import job
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directories, such as runs/bloom; several are compared"
+        "runs", nargs="+", metavar="RUN", help="run directory, such as runs/bloom; several are compared"
     )
-    default = "report.html in the run's directory; of several runs report-with-OTHERS.html in the first one's"
-    parser.add_argument("--output", metavar="FILE", help=f"the page to write (default: {default})")
-    parser.add_argument("--png", action="store_true", help="write the curves as a picture, too, beside the page")
+    default = "report.html in the run directory; for several runs, report-with-OTHERS.html in the first one"
+    parser.add_argument("--output", metavar="FILE", help=f"page to write (default: {default})")
+    parser.add_argument("--png", action="store_true", help="also write the curves as a PNG file next to the page")
 
 
 def command(args: argparse.Namespace) -> int:

@@ -23,47 +23,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help=f"files, globs, folders (every {', '.join(KINDS)} below, by name; text also .gz, .zst), or - for stdin",
+        help=f"files, globs, folders (their {', '.join(KINDS)} files, by path; text also .gz, .zst), or - for stdin",
     )
     parser.add_argument(
-        "--tokenizer", required=True, metavar="SPEC", help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, gpt2, a file"
+        "--tokenizer",
+        required=True,
+        metavar="SPEC",
+        help="stdlib-8k, stdlib-wordpiece, bert:VOCAB, a name of tiktoken (gpt2), or a file",
     )
     parser.add_argument(
-        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--output", required=True, type=prefix, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx if they exist")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace the files that PREFIX names, if there are any"
+        "--json-key", default="text", metavar="KEY", help="JSON key or parquet column of the text (default %(default)s)"
     )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="JSON key or parquet column (%(default)s)")
-    parser.add_argument("--append-eod", action="store_true", help="close each document with the end-of-document id")
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
         "--split-documents",
         type=places_to_cut,
         metavar="WHERE",
-        help="cut each .txt, else one document, at its blank lines (blank-lines) or every N tokens (a number)",
+        help="cut .txt files, one document each, at blank lines (blank-lines) or every N tokens (a number)",
     )
     parser.add_argument(
         "--split-sentences",
         nargs="?",
         const=PROSE,
         choices=(PROSE, BLOCKS),
-        help="for BERT: a sequence is a sentence of prose (the default), or a block of code between blank lines",
+        help="for BERT: one sequence per sentence (prose, the default), or per block between blank lines (blocks)",
     )
     parser.add_argument(
-        "--kind", choices=("txt", "jsonl"), help="read all files as this, whatever their suffix (by suffix; - as txt)"
+        "--kind",
+        choices=("txt", "jsonl"),
+        help="format of all files, whatever their suffix (default: by suffix; stdin is txt)",
     )
     parser.add_argument(
         "--encoding",
         type=encoding,
         default="utf-8",
         metavar="NAME",
-        help="the encoding of the text: latin-1, cp1252, utf-16, gb18030, ... (%(default)s)",
+        help="encoding of the text: latin-1, cp1252, utf-16, gb18030, ... (default %(default)s)",
     )
     parser.add_argument(
-        "--workers", type=integer(1), default=_n_cpus(), metavar="N", help="processes (%(default)s, all there are)"
+        "--workers",
+        type=integer(1),
+        default=_n_cpus(),
+        metavar="N",
+        help="processes (default: one per CPU, here %(default)s)",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="stop at the first malformed record instead of skipping it"
+        "--strict", action="store_true", help="stop at the first malformed record instead of skipping it with a warning"
     )
 
 

@@ -18,7 +18,9 @@ AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.ann
 
 def add_where(parser: argparse.ArgumentParser) -> None:
     """The options for a checkpoint of a run, and for the mesh of several processes."""
-    parser.add_argument("--step", type=integer(0), metavar="N", help="the run's checkpoint of this step")
+    parser.add_argument(
+        "--step", type=integer(0), metavar="N", help="use the checkpoint of step N (default: the newest)"
+    )
     for axis in AXES:
         info = config.Mesh.model_fields[axis]
         parser.add_argument(

@@ -12,10 +12,17 @@ from dtmega.commands.arguments import integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", help="a model directory with config.json; weights are not needed")
-    parser.add_argument("--tp", type=integer(1), default=2, help="ranks; started here unless torchrun did (default 2)")
-    parser.add_argument("--no-sequence-parallel", action="store_true", help="plain tensor parallelism")
-    parser.add_argument("--generic", action="store_true", help="a model without a plan computes on DTensors")
+    parser.add_argument("directory", help="model directory with a config.json; weights are not needed")
+    parser.add_argument(
+        "--tp",
+        type=integer(1),
+        default=2,
+        help="tensor-parallel ranks; started by this command unless torchrun has started them (default 2)",
+    )
+    parser.add_argument(
+        "--no-sequence-parallel", action="store_true", help="tensor parallelism without sequence parallelism"
+    )
+    parser.add_argument("--generic", action="store_true", help="for a model without a plan: compute it on DTensors")
 
 
 def command(args: argparse.Namespace) -> int:
