@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from dtmega.formats.sources import Source
 from dtmega.hf.files import config_json
-from dtmega.hf.files.write import MAX_FILE_BYTES, outs, to_json, widest, write
+from dtmega.hf.files.write import MAX_FILE_BYTES, tensor_specs, to_json, widest, write
 from dtmega.strangers import parse_object
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
@@ -73,7 +73,7 @@ def export(
             cannot be read, a dtype that such a folder cannot have, no token with such an id.
         OSError: as `write`.
     """
-    tensors = outs(source)
+    tensors = tensor_specs(source)
     files = dict(beside)
     if original is None:
         plain = {**described, **token_ids, "torch_dtype": widest(out.dtype for out in tensors)}
