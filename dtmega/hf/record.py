@@ -128,10 +128,10 @@ class Transformers:
         with torch.device("meta"):
             built = HF(model)
         tensors = {built.full_name(name): tensor.detach() for name, tensor in built.stored_tensors()}
-        saved = theirs.saved(source, built.hf, tensors)
+        saved = theirs.as_saved(source, built.hf, tensors)
         dtype = widest(source.tensors[built.full_name(name)][0] for name, _ in built.named_parameters())
-        described = {"architectures": [type(built.hf).__name__], "dtype": dtype}
-        export.export(saved, folder, described, Path(model.directory), tokenizer, **options)
+        config_values = {"architectures": [type(built.hf).__name__], "dtype": dtype}
+        export.export(saved, folder, config_values, Path(model.directory), tokenizer, **options)
 
 
 def _always_fp32(hf: Any, name: str) -> bool:

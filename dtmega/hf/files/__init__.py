@@ -1,12 +1,12 @@
-"""A directory of `transformers`, as someone else may have made it, and as we make it.
+"""Reads and writes directories of `transformers`: config.json, safetensors, tokenizer.
 
-    tensors.py       the tensors of its safetensors: the one reader of the project
-    write.py         files of safetensors, and their index: the one writer
-    config_json.py   its config.json, and the configuration of transformers that it makes: the one opener
-    folder.py        its weights by the names of a model
-    ours.py          those of a model that is written here: by the rules of its format, in both directions
-    theirs.py        those of a model of transformers: by its own conversions, in both directions
-    export.py        a directory as `from_pretrained` loads it: the one exporter
+    tensors.py       reads safetensors; the project has no other reader of them
+    write.py         writes safetensors and their index; the project has no other writer
+    config_json.py   reads config.json, and makes a configuration of transformers of it
+    folder.py        the weights of a directory by the names of a model
+    ours.py          weights for a model that is written here, by the rules of its format
+    theirs.py        weights for or from a model of transformers, by its own conversions
+    export.py        writes a directory that `from_pretrained` loads
 
-Nothing in it is run, nothing outside of it is opened, and what cannot be read is one message.
+No code in a directory is run, no file outside of it is opened, and whatever cannot be read is refused with one message.
 """

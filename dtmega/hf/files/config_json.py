@@ -1,4 +1,4 @@
-"""The config.json of a directory of `transformers`: what of it is believed, and the configuration that it makes."""
+"""Reads the config.json of a directory of `transformers`, which may be crafted, and makes a configuration of it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from dtmega.hf.files.tensors import TensorFiles, has_weights, other_weights
 from dtmega.strangers import dangling, download, read_object
 
 NAME = "config.json"
-# Keys that say how to compute. Some name code that transformers downloads ("attn_implementation": "owner/repository").
-# Without them it is transformers' own choice.
+# Keys that choose an implementation. Some name code that transformers would download ("attn_implementation":
+# "owner/repository"). Without them transformers chooses one of its own.
 IMPLEMENTATION = re.compile(
     r".*_implementation(_internal|_autoset)?|use_kernels|kernel_config|fusion_config|base_model_.*_plan"
 )
-# Keys that count what a model has a list of. Each of these has at least one tensor.
+# Keys that count modules of one kind, of which each has at least one tensor.
 COUNT = re.compile(r"(.*_)?(layers?|blocks?|experts?|depths?)")
-# Keys, and attributes of modules, that say how much is dropped or disturbed at random in training.
+# Keys, and attributes of modules, that are rates of dropout or of other random noise in training.
 NOISE = re.compile("drop|jitter")
-PLAUSIBLE = 1000  # is not held against the files; the deepest models that are published have a tenth of it
+PLAUSIBLE = 1000  # counts up to here are not compared with the files; the deepest published models have a tenth of it
 
 
 def read_plain(directory: str | Path) -> dict[str, Any]:
-    """The content of the file as it stands.
+    """The content of the file, unchanged, after the checks that make it safe to build a model of it.
 
     Raises:
-        ValueError: no such file, no JSON object, no model_type, code or weights elsewhere, or more layers (experts,
-            blocks) than there are tensors: transformers would build them one by one, until memory ends.
+        ValueError: the file is missing, not a JSON object, or without a model_type; it refers to code or to weights
+            elsewhere; or it counts more layers (experts, blocks) than there are tensors, which transformers would
+            build one by one until memory runs out.
     """
     file = Path(directory, NAME)
     if not file.exists():
@@ -42,7 +43,7 @@ def read_plain(directory: str | Path) -> dict[str, Any]:
     kind = plain.get("model_type")
     if not isinstance(kind, str):
         raise ValueError(f"{file} has model_type={kind!r:.80}; expected the name of a family, such as 'llama'")
-    stored: int | None = None
+    n_tensors: int | None = None
     for key, value in _walk(plain):
         if key == "auto_map":
             raise ValueError(f"{file} has auto_map: code of its own, custom (remote) code is not run")
@@ -50,9 +51,9 @@ def read_plain(directory: str | Path) -> dict[str, Any]:
             raise ValueError(f"{file} has {key}={value!r:.80}: expected a directory whose files have the usual names")
         largest = max((n for n in (value if isinstance(value, list) else [value]) if type(n) is int), default=0)
         if largest > PLAUSIBLE and COUNT.fullmatch(key):
-            stored = _stored(directory) if stored is None else stored
-            if largest > stored:
-                raise ValueError(f"{file} has {key}={largest}, but {stored} tensors are stored beside it")
+            n_tensors = _count_tensors(directory) if n_tensors is None else n_tensors
+            if largest > n_tensors:
+                raise ValueError(f"{file} has {key}={largest}, but {n_tensors} tensors are stored beside it")
     return plain
 
 
@@ -60,38 +61,42 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     """The configuration that transformers makes of the file, without keys that choose an implementation.
 
     Args:
-        plain: what `read_plain` gave.
+        directory: the directory, which the configuration remembers.
+        plain: content of its config.json, from `read_plain`.
 
     Raises:
-        ValueError: transformers cannot make one of it.
+        ValueError: transformers refuses the file.
     """
     import transformers
 
-    # AutoConfig reads a directory only, and it has rules of its own for what is in it.
+    # AutoConfig applies rules of its own to the content, and reads it only from a directory.
     with tempfile.TemporaryDirectory() as cleaned:
         Path(cleaned, NAME).write_text(json.dumps(_without_implementations(plain)), encoding="utf-8")
         try:
-            made: Any = transformers.AutoConfig.from_pretrained(cleaned)
+            config: Any = transformers.AutoConfig.from_pretrained(cleaned)
         except Exception as error:  # each family checks its keys in its own way
             raise ValueError(f"{Path(directory, NAME)}: {error}") from None
-    made.name_or_path = str(directory)
-    return made
+    config.name_or_path = str(directory)
+    return config
 
 
-def _stored(directory: str | Path) -> int:
+def _count_tensors(directory: str | Path) -> int:
     return len(TensorFiles(directory).tensors) if has_weights(directory) else 0
 
 
 def _walk(value: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values of all objects in a JSON value."""
-    for key, inside in value.items() if isinstance(value, dict) else ():
-        yield key, inside
-        yield from _walk(inside)
-    for inside in value if isinstance(value, list) else ():
-        yield from _walk(inside)
+    """Keys and values of all objects in a JSON value, at every depth."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            yield key, inside
+            yield from _walk(inside)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _walk(inside)
 
 
 def _without_implementations(value: Any) -> Any:
+    """A copy of a JSON value, without the keys of IMPLEMENTATION at any depth."""
     if isinstance(value, dict):
         return {k: _without_implementations(v) for k, v in value.items() if not IMPLEMENTATION.fullmatch(k)}
     return [_without_implementations(v) for v in value] if isinstance(value, list) else value

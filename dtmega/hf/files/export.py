@@ -1,11 +1,11 @@
-"""A directory that `from_pretrained` and `AutoTokenizer` of transformers load: the one exporter of the project.
+"""Exports a model as a directory that `from_pretrained` and `AutoTokenizer` of transformers load.
 
-OUT/config.json               of the model; or the original's, but for the class and the dtype of what is written
-OUT/generation_config.json    and what is the tokenizer's
+OUT/config.json               the model's; or the original's, with another class and dtype
+OUT/generation_config.json    and the tokenizer's files
 OUT/model.safetensors         or several files, as write.py writes them
 
-A model may have come from a directory, its original. Then what is the tokenizer's (BESIDE) is taken from there, byte by
-byte: never code, never other weights.
+If the model came from a directory, its original, the tokenizer's files (BESIDE) are copied from there byte by byte.
+Code and other weights are never copied.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dtmega.hf.files.write import MAX_FILE_BYTES, tensor_specs, to_json, widest,
 from dtmega.strangers import parse_object
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-BEGINS = "decoder_start_token_id"  # of a model, and of no tokenizer
+BEGINS = "decoder_start_token_id"  # a key of models only; tokenizers have no such token
 NO_ENDS: Mapping[str, int | None] = MappingProxyType({"bos_token_id": None, "eos_token_id": None})
-# What transformers' tokenizers call their files.
+# File names that transformers' tokenizers use.
 BESIDE = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
-# Names of special tokens by which transformers' BertTokenizer finds them, where a vocabulary has them.
+# Role of a special token -> the token that has it in vocabularies like BERT's, where transformers looks for it.
 ROLES = {
     "cls_token": "[CLS]",
     "sep_token": "[SEP]",
@@ -44,7 +44,7 @@ ROLES = {
 def export(
     source: Source,
     folder: Path,
-    described: Mapping[str, Any],
+    config_values: Mapping[str, Any],
     original: Path | None,
     tokenizer_json: str | None,
     *,
@@ -58,58 +58,62 @@ def export(
     """Write `folder` as `write.write` does; all ranks call it.
 
     Args:
-        source: the tensors by the names they shall have, in the order to write.
-        described: config.json; with an original, what is to be otherwise in it.
-        original: directory with the config.json that the weights were trained under; None: of a model of the house.
-        tokenizer_json: the text of tokenizer.json, which takes the place of all the original's files; None: those, or
-            none.
-        token_ids: of that tokenizer, by the names that configurations have for them: eos_token_id and others.
-        beside: file -> content of other files to write; rank 0's count. Of a model of the house `tokenizer.json` and
-            `generation_config.json` of the directory that it began with may be among them: the second stays as it is
-            where the tokenizer is the first, and else has the ids of the tokenizer.
+        source: the tensors, by the names that they shall have in the files, in the order in which to write them.
+        folder: where to write; new or empty.
+        config_values: content of config.json; with an original, the entries that differ from its config.json.
+        original: directory with the config.json that the weights were trained under; None for a model that is written
+            here.
+        tokenizer_json: text of a tokenizer.json, which replaces all of the original's tokenizer files; None: those of
+            the original, if there is one.
+        rank, size, barrier, max_file_bytes: see `write.write`.
+        token_ids: special tokens of that tokenizer, by the keys that configurations have for them: eos_token_id, ...
+        beside: file -> content, of other files to write; only rank 0's are written. For a model that is written here
+            they may include `tokenizer.json` and `generation_config.json` of the directory that the training began
+            with. The latter is kept if the tokenizer is still that one, and otherwise gets the new tokenizer's ids.
 
     Raises:
-        ValueError: on every rank, before anything is written: the folder is there and not empty, a file of the original
-            cannot be read, a dtype that such a folder cannot have, no token with such an id.
+        ValueError: on every rank, before anything is written: the folder exists and is not empty, a file of the
+            original cannot be read, a tensor has a dtype that such a folder cannot have, or an id has no token.
         OSError: as `write`.
     """
     tensors = tensor_specs(source)
     files = dict(beside)
     if original is None:
-        plain = {**described, **token_ids, "torch_dtype": widest(out.dtype for out in tensors)}
+        config = {**config_values, **token_ids, "torch_dtype": widest(tensor.dtype for tensor in tensors)}
     else:
-        plain = config_json.read_plain(original)
-        plain.pop("torch_dtype", None)  # what transformers 4 called it
-        plain |= {"dtype": widest(out.dtype for out in tensors), **described}
+        config = config_json.read_plain(original)
+        config.pop("torch_dtype", None)  # transformers 4 called the key so
+        config |= {"dtype": widest(tensor.dtype for tensor in tensors), **config_values}
         files |= {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
-    its_own = tokenizer_json is None or tokenizer_json.encode() == files.get(TOKENIZER)
-    if original is None or not its_own:
-        plain |= token_ids
-        if not its_own or GENERATION not in files:
+    keeps_tokenizer = tokenizer_json is None or tokenizer_json.encode() == files.get(TOKENIZER)
+    if original is None or not keeps_tokenizer:
+        config |= token_ids
+        if not keeps_tokenizer or GENERATION not in files:
             generation = parse_object(files.get(GENERATION, b"{}"), f"{GENERATION} of the source")
-            begins = {BEGINS: plain[BEGINS]} if BEGINS in plain else {}
+            begins = {BEGINS: config[BEGINS]} if BEGINS in config else {}
             files[GENERATION] = to_json({**generation, **token_ids, **begins})
         files = {name: content for name, content in files.items() if name not in BESIDE}
         if tokenizer_json is not None:
             tokenizer = Tokenizer.from_str(tokenizer_json)
-            files |= _tokenizer_files(tokenizer, tokenizer_json, token_ids, reads_types="type_vocab_size" in plain)
+            files |= _tokenizer_files(tokenizer, tokenizer_json, token_ids, reads_types="type_vocab_size" in config)
             pad_id = tokenizer.token_to_id(ROLES["pad_token"])
-            plain |= {} if pad_id is None else {"pad_token_id": pad_id}
-    files[config_json.NAME] = to_json(plain)
+            if pad_id is not None:
+                config["pad_token_id"] = pad_id
+    files[config_json.NAME] = to_json(config)
     write(source, folder, tensors, files, rank=rank, size=size, barrier=barrier, max_file_bytes=max_file_bytes)
 
 
 def _tokenizer_files(
     tokenizer: Tokenizer, text: str, token_ids: Mapping[str, int | None], *, reads_types: bool
 ) -> dict[str, bytes]:
-    """File -> content, for AutoTokenizer.
+    """The files that AutoTokenizer reads, by name.
 
     Args:
-        text: that `tokenizer` was made of.
-        reads_types: the model tells the first of two texts from the second by `token_type_ids`.
+        text: the tokenizer.json from which `tokenizer` was made.
+        reads_types: True if the model has `token_type_ids` as an input, which tell a pair's second text from its first.
 
     Raises:
-        ValueError: the tokenizer has no token with such an id.
+        ValueError: the tokenizer has no token with one of the ids.
     """
     special: dict[str, Any] = {}
     for key, i in token_ids.items():
@@ -123,7 +127,7 @@ def _tokenizer_files(
     special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
     if reads_types:
         special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    # Not the class that transformers 4 has for BLOOM, which would add BLOOM's own special tokens.
+    # The class that transformers 4 has for BLOOM would add BLOOM's own special tokens, so the general one is named.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return {TOKENIZER: text.encode(), "tokenizer_config.json": to_json(loading | special)}
 

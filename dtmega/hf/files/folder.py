@@ -1,4 +1,4 @@
-"""The weights of a directory by the names of a model, whoever wrote the model: files, names, ties."""
+"""The weights of a directory under the names of the model that is to hold them, ours or one of transformers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dtmega.hf.files.tensors import TensorFiles
 
 
 class Folder(Deduplicated):
-    """The weights of a directory as a `Source`, by our names.
+    """The weights of a directory as a `Source`, each parameter under one name of the model's.
 
     Attributes:
-        bytes_read: of tensors, by this object.
+        bytes_read: number of bytes of tensors that have been read from the files.
     """
 
     def __init__(
         self, files: TensorFiles, weights: Source, copies: Mapping[str, Sequence[str]], otherwise: str
     ) -> None:
-        """Take the weights as `Deduplicated` does.
+        """Read the weights as `Deduplicated` does.
 
         Args:
+            files: the directory's files, from which `weights` reads.
             weights, copies, otherwise: see `Deduplicated`.
         """
         super().__init__(weights, copies, str(files.path), otherwise)
@@ -33,29 +34,30 @@ class Folder(Deduplicated):
 
 
 def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str) -> dict[str, str]:
-    """Name -> key in the files, of every tensor there.
+    """Name in the model -> key in the files, for every tensor of the files.
 
     Args:
-        name_of: of a key; "" if it is to be left out, None if it has no place.
-        model: for messages.
+        files: the directory's files.
+        name_of: function from a key to its name in the model; "" for a key to leave out, None for an unknown one.
+        model: name of the model, for messages.
 
     Raises:
-        ValueError: keys that have no place, or two that have the same.
+        ValueError: a key that the model has no place for, or two keys with the same name.
     """
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     unknown: list[str] = []
     for key in files.tensors:
         name = name_of(key)
         if name is None:
             unknown.append(key)
-        elif name in found:
-            raise ValueError(f"{files.path}: '{found[name]}' and '{key}' are there; expected one tensor for {name}")
+        elif name in keys:
+            raise ValueError(f"{files.path}: '{keys[name]}' and '{key}' are there; expected one tensor for {name}")
         elif name:
-            found[name] = key
+            keys[name] = key
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
             f"{files.path} is of another model than its config.json says: {model} has no place for "
             f"{', '.join(unknown[:3])}{more}"
         )
-    return found
+    return keys

@@ -1,8 +1,8 @@
-"""The safetensors of a directory: which files count, and their tensors in parts. The one reader of the project.
+"""Reads the safetensors of a directory, whole tensors or parts of them. The project has no other reader.
 
-The files are those that `from_pretrained` of transformers takes: model.safetensors if it is there, else the files that
-model.safetensors.index.json names; no other is opened. Every tensor in them counts, whatever the index says of it, and
-whoever asks for the tensors answers for each: none is ignored in silence.
+The files are those that `from_pretrained` of transformers takes: model.safetensors if it exists, else the files that
+model.safetensors.index.json names; no other file is opened. Every tensor in them counts, even one that the index does
+not list, and callers must find a use for each or refuse it, so that no tensor is silently ignored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 from dtmega.strangers import check_not_a_pointer, dangling, download, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What transformers' own distributed saving writes, and reads before anything else.
+# Files of transformers' own distributed saving, which it reads before any others.
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 GGUF = "*.gguf"
 WEIGHTS = ("*.safetensors", *PICKLES, GGUF, "*.h5", "*.msgpack", "*.onnx")
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of weights
+# Dtypes that weights may have, and the others of safetensors.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OTHERS = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
@@ -30,20 +31,24 @@ OTHERS = {
 
 
 class TensorFiles:
-    """The tensors of a directory, by the names they have there. Headers are read at once, tensors when asked for.
+    """The tensors of a directory, by the names that they have in its files.
+
+    Headers are read at once, tensors only when `read` asks for them.
 
     Attributes:
+        path: the directory.
         tensors: name -> dtype and shape.
-        file_of: name -> name of the file that has it.
-        bytes_read: of tensors, by this object.
+        file_of: name -> name of the file that holds the tensor.
+        bytes_read: number of bytes of tensors that this object has read.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Find the files that count and read their headers.
+        """Choose the directory's files and read their headers.
 
         Raises:
-            ValueError: no directory, no such files, one that is no safetensors file; an index that is none, that names
-                files which are not beside it, or tensors that they do not have; a tensor twice, or of an unknown dtype.
+            ValueError: the directory or its weights are missing; a file is not safetensors; the index is malformed,
+                names files that do not exist, or tensors that are not in them; a tensor occurs twice or has an unknown
+                dtype.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -56,11 +61,11 @@ class TensorFiles:
             try:
                 with open(self.path / file, "rb") as raw:
                     check_not_a_pointer(raw.read(64), self.path / file)
-                opened = safe_open(self.path / file, "pt")
+                safetensors_file = safe_open(self.path / file, "pt")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path / file} is no safetensors file: {error}") from None
-            for name in sorted(opened.keys()):
-                self._add(name, opened.get_slice(name), file)
+            for name in sorted(safetensors_file.keys()):
+                self._add(name, safetensors_file.get_slice(name), file)
         if lost := sorted(name for name, file in weight_map.items() if self.file_of.get(name) != file):
             raise ValueError(f"{self.path / weight_map[lost[0]]} has no '{lost[0]}', which {INDEX} says it has")
 
@@ -77,11 +82,10 @@ class TensorFiles:
         self.tensors[name] = dtype, tuple(part.get_shape())
 
     def check_weight(self, name: str, expected: tuple[int, ...]) -> None:
-        """Refuse a tensor that is not the weight of that shape.
+        """Refuse a tensor that cannot be a weight of this shape.
 
         Raises:
-            ValueError: the tensor is of another shape, or of a dtype that weights do not have, unless they are
-                quantised.
+            ValueError: the tensor has another shape, or a dtype that weights only have when they are quantised.
         """
         dtype, _ = self.tensors[name]
         self.check_shape(name, expected)
@@ -92,10 +96,10 @@ class TensorFiles:
             )
 
     def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        """Refuse a tensor of another shape.
+        """Refuse a tensor whose shape is not the expected one.
 
         Raises:
-            ValueError: the tensor is of another shape.
+            ValueError: the shapes differ.
         """
         _, shape = self.tensors[name]
         if shape != expected:
@@ -103,14 +107,17 @@ class TensorFiles:
             raise ValueError(f"'{name}' of {file} is {list(shape)}, but by config.json {list(expected)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor, in the file's dtype."""
+        """Read a part of a tensor (None: all of it), in the file's dtype."""
         part: Tensor = self._slices[name][... if index is None else index]
         self.bytes_read += part.nbytes
         return part
 
 
 def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """The files that hold the weights, and which tensor the index says is where (no index: empty).
+    """Choose the files that hold the weights.
+
+    Returns:
+        Names of the files, and the index's map of tensors to files, empty if there is no index.
 
     Raises:
         ValueError: as `TensorFiles`.
@@ -136,7 +143,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     for file in weight_map.values():
         if not isinstance(file, str):
             raise ValueError(f"{directory / INDEX}: expected a 'weight_map' of tensors to files")
-        # The file itself may be a link out of the folder: hub caches are made of those, and there is no code in it.
+        # The file may be a link out of the folder: the hub's cache consists of links, and safetensors hold no code.
         if not file.isprintable() or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} names {file!r}; expected names of files beside it")
         if not (directory / file).is_file():
@@ -145,24 +152,29 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def other_weights(directory: Path) -> str:
-    """The end of a message about a folder without weights that are read: the files that are there, and what to do."""
-    if found := sorted(path.name for path in directory.glob("*.safetensors")):
-        return f", the names that transformers looks for; {found[0]} is not read"
-    if found := sorted(path.name for pattern in PICKLES for path in directory.glob(pattern)):
+    """End of a message about a folder without readable weights: which file it has instead, and what to do about it."""
+
+    def first(*patterns: str) -> str | None:
+        names = [path.name for pattern in patterns for path in directory.glob(pattern)]
+        return min(names, default=None)
+
+    if file := first("*.safetensors"):
+        return f", the names that transformers looks for; {file} is not read"
+    if file := first(*PICKLES):
         return (
-            f", but {found[0]}: a pickle, which can run code; re-save it as safetensors, with "
+            f", but {file}: a pickle, which can run code; re-save it as safetensors, with "
             f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('{directory}')"
         )
-    if found := sorted(path.name for path in directory.glob(GGUF)):
+    if file := first(GGUF):
         return (
-            f", but {found[0]}, which is for inference; download the model as safetensors, or make it of this with "
-            f"AutoModelForCausalLM.from_pretrained('{directory}', gguf_file='{found[0]}').save_pretrained(...)"
+            f", but {file}, which is for inference; download the model as safetensors, or make it of this with "
+            f"AutoModelForCausalLM.from_pretrained('{directory}', gguf_file='{file}').save_pretrained(...)"
         )
-    if found := sorted(path.name for pattern in WEIGHTS for path in directory.glob(pattern)):
-        return f", but {found[0]}, which is not read; re-save it as safetensors"
+    if file := first(*WEIGHTS):
+        return f", but {file}, which is not read; re-save it as safetensors"
     return ""
 
 
 def has_weights(directory: str | Path) -> bool:
-    """Tell whether a directory has weights; pickles and strange names count, so that they are refused later."""
-    return any(True for pattern in WEIGHTS for _ in Path(directory).glob(pattern))
+    """True if a directory has weights of any kind: pickles and unusual names count, so that they are refused later."""
+    return any(any(Path(directory).glob(pattern)) for pattern in WEIGHTS)
