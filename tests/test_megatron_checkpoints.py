@@ -349,7 +349,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "dicts without end": (
         "mp_rank_00_000",
         lambda content: content["model"].update(language_model=nested(12)),
-        "expected dicts of tensors by their names",
+        "expected tensors by name in dicts that are nested at most 8 deep",
     ),
     "an older name beside today's": (
         "mp_rank_00_000",
@@ -415,9 +415,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tracker, and several checkpoints": (
         lambda folder: [(folder / "latest_checkpointed_iteration.txt").unlink(), (folder / "release").mkdir()],
-        "several: iter_0000007, release; name one",
+        "several checkpoints: iter_0000007, release; name one",
     ),
-    "nothing": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "iter_0001000 none"),
+    "nothing": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "no folder such as iter_0001000"),
 }
 
 
@@ -457,7 +457,7 @@ def test_copies_that_drifted_a_little_are_reported_and_rank_0s_are_taken(tmp_pat
     written(tmp_path / "in")
     changed(file_of(tmp_path / "in", "mp_rank_01_001"), lambda content: drift(content, 5e-4))
     assert convert(tmp_path / "in", tmp_path / "out") == job.DONE
-    line = r"copies of 1 tensors .* 'encoder.layers.2.self_attention.dense.bias' by most: [45]\.\de-04 of its largest"
+    line = r"copies of 1 tensor .* 'encoder.layers.2.self_attention.dense.bias': by [45]\.\de-04 of its largest"
     assert re.search(f"{line} value; those of rank 0 are taken", capsys.readouterr().out)
     assert torch.equal(
         read(tmp_path / "out")[1]["layers.2.attn.out.bias"], drawn("gpt")["encoder.layers.2.self_attention.dense.bias"]
@@ -467,7 +467,7 @@ def test_copies_that_drifted_a_little_are_reported_and_rank_0s_are_taken(tmp_pat
 def test_copies_that_drifted_far_are_refused_unless_their_mean_is_asked_for(tmp_path: Path, capsys):
     written(tmp_path / "in")
     changed(file_of(tmp_path / "in", "mp_rank_01_001"), lambda content: drift(content, 0.5))
-    refused(tmp_path / "in", "by most: .* expected at most 1e-03; --average-copies takes their mean", capsys)
+    refused(tmp_path / "in", "most of all .* expected at most 1e-03; --average-copies takes their mean", capsys)
     assert convert(tmp_path / "in", tmp_path / "out", "--average-copies") == job.DONE
     assert "their mean is taken" in capsys.readouterr().out
     there = drawn("gpt")["encoder.layers.2.self_attention.dense.bias"]
@@ -479,7 +479,7 @@ def test_copies_that_drifted_far_are_refused_unless_their_mean_is_asked_for(tmp_
 def test_a_copy_that_is_not_a_number_is_too_far(tmp_path: Path, capsys):
     written(tmp_path / "in")
     changed(file_of(tmp_path / "in", "mp_rank_01_001"), lambda content: drift(content, float("nan")))
-    refused(tmp_path / "in", "by most: nan of its largest value", capsys)
+    refused(tmp_path / "in", "by nan of its largest value", capsys)
 
 
 def test_a_master_that_does_not_round_to_its_weight_is_refused(tmp_path: Path, capsys):
@@ -671,7 +671,7 @@ def test_damage_and_attacks_run_nothing_and_are_refused(tmp_path: Path, capsys):
 
 def opened(path: Path) -> int:
     try:
-        folder.opened(path)
+        folder.open_folder(path)
     except ValueError:
         return job.REFUSED
     return job.DONE

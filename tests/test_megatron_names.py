@@ -145,7 +145,7 @@ def test_a_model_computes_of_megatrons_weights_what_megatron_computes(kind: str)
 
 
 def test_the_names_whose_rows_older_versions_have_in_another_order():
-    every = {name: names.fused(name) for tensors in TENSORS.values() for name in tensors}
+    every = {name: names.qkv_parts(name) for tensors in TENSORS.values() for name in tensors}
     three = {name for name in every if ".query_key_value." in name}
     two = {name for name in every if ".key_value." in name}
     assert every == {name: 3 if name in three else 2 if name in two else 1 for name in every}

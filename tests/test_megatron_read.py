@@ -75,7 +75,7 @@ def test_a_scheduler_is_known_by_its_name_of_either_year(tmp_path: Path, schedul
         content[scheduler] = {"num_steps": 56}
 
     changed(file_of(tmp_path, "mp_rank_00"), skipped)
-    found = folder.opened(tmp_path)
+    found = folder.open_folder(tmp_path)
     assert (found.progress, found.updates) == (Progress(9, 72, 2, 2, 16), 7)
     assert found.loss_scale == ScaleState(scale=65536.0, growth=3, hysteresis=2)
     assert found.order == "megatron-lm"
@@ -94,7 +94,7 @@ def test_the_optimizer_of_2019_has_other_names_for_the_same(tmp_path: Path):
         written(path, layout=ONE, adam=moments("gpt"), args={"fp16": True}, masters=True, dtype=torch.float16)
         if year == "2019":
             changed(file_of(path, "mp_rank_00"), rename)
-        read = adam.read_adam(ranks.opened(path / "iter_0000007")[0, 0])
+        read = adam.read_adam(ranks.open_grid(path / "iter_0000007")[0, 0])
         found.append({"masters": read.masters, **read.moments})
     then, today = found
     n = len(moments("gpt"))
@@ -123,16 +123,16 @@ def set_step(content: Any, number: int, step: float) -> None:
 def test_a_step_that_is_another_of_one_parameter_or_of_one_group_is_not_known(tmp_path: Path):
     written(tmp_path / "a", layout=ONE, adam=moments("gpt"))
     changed(file_of(tmp_path / "a", "mp_rank_00"), lambda content: set_step(content, 3, 6.0))
-    assert folder.opened(tmp_path / "a").notes == (
-        "weights alone: the optimizer says 2 numbers of updates, expected one",
+    assert folder.open_folder(tmp_path / "a").notes == (
+        "weights alone: the optimizer has 2 different numbers of updates, expected one",
     )
     written(tmp_path / "b", layout=ONE, adam=moments("gpt"), fused_adam=True)
     changed(file_of(tmp_path / "b", "mp_rank_00"), lambda c: c["optimizer"]["param_groups"][1].update(step=6))
-    assert "2 numbers of updates" in folder.opened(tmp_path / "b").notes[0]
+    assert "2 different numbers of updates" in folder.open_folder(tmp_path / "b").notes[0]
     written(tmp_path / "c", layout=ONE, adam=moments("gpt"))
     changed(file_of(tmp_path / "c", "mp_rank_00"), lambda content: set_step(content, 3, 6.5))
     with pytest.raises(ValueError, match="expected a number of updates"):
-        folder.opened(tmp_path / "c")
+        folder.open_folder(tmp_path / "c")
 
 
 def in_zero(path: Path, change: Callable[[Any], object]) -> None:
@@ -154,18 +154,18 @@ def test_deepspeeds_partitions_agree_in_their_step_and_are_as_long_as_they_say(t
     for name, change in (("step", other_step), ("long", longer)):
         written_bloom(tmp_path / name, adam=moments("bloom"), dtype=torch.bfloat16)
         in_zero(tmp_path / name, change)
-    assert "2 numbers of updates" in folder.opened(tmp_path / "step").notes[0]
+    assert "2 different numbers of updates" in folder.open_folder(tmp_path / "step").notes[0]
     with pytest.raises(ValueError, match="is not in its vector"):
-        folder.opened(tmp_path / "long")
+        folder.open_folder(tmp_path / "long")
 
 
 def test_a_checkpoint_of_deepspeeds_has_its_order_of_samples_and_a_version_of_2_at_least(tmp_path: Path):
     written_bloom(tmp_path, adam=moments("bloom"), dtype=torch.bfloat16)
-    assert folder.opened(tmp_path).order == "megatron-deepspeed"
+    assert folder.open_folder(tmp_path).order == "megatron-deepspeed"
     for path in (tmp_path / "global_step7").glob("mp_rank_*"):
         changed(path, lambda content: content.update(checkpoint_version=1.0))
     with pytest.raises(ValueError, match=r"checkpoint_version=1\.0, expected 2 or 3"):
-        folder.opened(tmp_path)
+        folder.open_folder(tmp_path)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def test_copies_are_as_far_apart_as_the_two_that_are_furthest_and_their_mean_is_
     copies = [torch.tensor(values) for values in ([1.0, 2.0], [1.0, 2.5], [0.25, 4.0])]
     whole = parts.WholeTensors({NORM: [*map(Held, copies)]}, average=True)
     # From the first, by the largest value of any.
-    assert parts.copies(whole) == [parts.Drift(NORM, (4.0 - 2.0) / 4.0)]
+    assert parts.drifted_copies(whole) == [parts.Drift(NORM, (4.0 - 2.0) / 4.0)]
     assert torch.equal(whole.read(NORM), torch.stack(copies).mean(0))
 
 
@@ -207,10 +207,10 @@ def test_of_copies_that_are_apart_one_that_is_not_a_number_is_the_worst():
         name: [Held(torch.ones(2).double()), Held(torch.tensor([1.0, 1.0 - by]).double())]
         for name, by in zip(names, apart, strict=True)
     }
-    drifts = parts.copies(parts.WholeTensors(held))
+    drifts = parts.drifted_copies(parts.WholeTensors(held))
     assert [drift.name for drift in drifts] == [names[1], names[2], names[0]]
     with pytest.raises(ValueError, match="expected at most"):
-        parts.said_of(drifts, average=False)
+        parts.drift_note(drifts, average=False)
 
 
 def test_a_slice_of_what_is_cut_over_ranks_is_that_of_the_whole():
@@ -248,22 +248,22 @@ def contents(vocab_size: int = 0, **args: Any) -> Contents:
 def test_rows_of_padding_are_of_the_multiple_that_the_run_had(
     size: int, rows: int, args: dict[str, Any], multiple: int
 ):
-    model, _ = vocabulary.unpadded(config.GPT(vocab_size=rows), contents(**args), size)
+    model, _ = vocabulary.without_padding(config.GPT(vocab_size=rows), contents(**args), size)
     assert (model.vocab_size, model.pad_vocab_to_multiple) == (size, multiple)
     assert model.padded_vocab_size == rows
 
 
 def test_the_ids_of_a_t5_are_those_of_its_tokenizer_and_the_marks_behind_them():
     tokenizer = load_tokenizer("stdlib-wordpiece")
-    assert vocabulary.ids(contents(), tokenizer) == tokenizer.vocab_size
+    assert vocabulary.count_ids(contents(), tokenizer) == tokenizer.vocab_size
     # Megatron's `_BertWordPieceTokenizer` adds [BOS], [EOS] and the sentinels.
-    assert vocabulary.ids(contents(vocab_extra_ids=10), tokenizer) == tokenizer.vocab_size + 2 + 10
+    assert vocabulary.count_ids(contents(vocab_extra_ids=10), tokenizer) == tokenizer.vocab_size + 2 + 10
 
 
 def test_an_embedding_with_a_row_too_few_is_refused():
     with pytest.raises(ValueError, match="has an embedding of 99 rows, too few for 100 ids"):
-        vocabulary.unpadded(config.GPT(vocab_size=99), contents(), 100)
-    assert vocabulary.unpadded(config.GPT(vocab_size=100), contents(), 100)[0].vocab_size == 100
+        vocabulary.without_padding(config.GPT(vocab_size=99), contents(), 100)
+    assert vocabulary.without_padding(config.GPT(vocab_size=100), contents(), 100)[0].vocab_size == 100
 
 
 def virtual(content: Any) -> None:
@@ -278,11 +278,11 @@ def test_files_of_other_stages_than_the_arguments_say_and_a_tensor_of_two_stages
     written(tmp_path / "a", layout=ONE)
     changed(file_of(tmp_path / "a", "mp_rank_00"), virtual)
     with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size=2 by its arguments, but there are 1"):
-        folder.opened(tmp_path / "a")
+        folder.open_folder(tmp_path / "a")
     written(tmp_path / "b", layout=Layout(1, 2))
     changed(file_of(tmp_path / "b"), once_more)
     with pytest.raises(ValueError, match=r"'encoder\.final_layernorm\.bias' is in .*000/.* and in .*001/"):
-        folder.opened(tmp_path / "b")
+        folder.open_folder(tmp_path / "b")
 
 
 def test_heads_that_the_ranks_of_an_older_file_cannot_share_are_refused(tmp_path: Path):
@@ -290,7 +290,7 @@ def test_heads_that_the_ranks_of_an_older_file_cannot_share_are_refused(tmp_path
     for rank in ("mp_rank_00", "mp_rank_01"):
         changed(file_of(tmp_path, rank), lambda content: setattr(content["args"], "num_attention_heads", 3))
     with pytest.raises(ValueError, match="expected a number that 2 ranks share, got 3"):
-        folder.opened(tmp_path)
+        folder.open_folder(tmp_path)
 
 
 def test_a_run_counted_in_samples_goes_on_by_them_and_not_by_the_steps_that_were_worked_out():

@@ -87,17 +87,17 @@ def _from_dcp(name: str, args: argparse.Namespace) -> Opened:
 
 def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
     asked = _model(args.config) if args.config else None
-    contents = folder.opened(Path(name), asked, average=args.average_copies)
+    contents = folder.open_folder(Path(name), asked, average=args.average_copies)
     where = str(contents.path)
-    padded = vocabulary.padded(contents, asked)
-    theirs = {**contents.args, "padded_vocab_size": contents.rows}
+    padded = vocabulary.with_padded_vocabulary(contents, asked)
+    theirs = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:
         padded = families.section_of("megatron", contents.weights.tensors, theirs, where, padded)
     check_stored(padded, contents.weights, where)
     n_ids = asked.vocab_size if asked else args.vocab_size
     if args.tokenizer and not n_ids:
-        n_ids = vocabulary.ids(contents, load_tokenizer(args.tokenizer))
-    model, notes = vocabulary.unpadded(padded, contents, n_ids)
+        n_ids = vocabulary.count_ids(contents, load_tokenizer(args.tokenizer))
+    model, notes = vocabulary.without_padding(padded, contents, n_ids)
 
     def ours(source: Source) -> Source:
         return families.of(padded).read("megatron", source, padded, where)

@@ -1,9 +1,11 @@
-"""The way from Megatron: its flags, the launch scripts that hold them, and its checkpoints.
+"""Coming from Megatron: its command-line flags, the launch scripts that hold them, and its checkpoints.
 
-Read `flags.py` first, the table of flags with the keys that they became; then `shell.py`, which finds the flags in a
-script without running it, and `translate.py`, which makes a configuration of them. Of checkpoints `names.py` is the
-first: tables of names, of which `forms.py` makes our families, and by which `write.py` cuts a model for their ranks.
-To read one, `folder.py` finds it: its files are `saved.py`'s, `ranks.py`, `deepspeed.py` and `core.py` know the three
-kinds of folders, `adam.py` and `zero.py` their optimizers, `parts.py` joins what the ranks hold, and
-`vocabulary.py` and `recipe.py` say what model and run it is of.
+Flags: `flags.py` is the table of flags and the keys they became. `shell.py` finds the flags in a launch script without
+running it, and `translate.py` turns them into a configuration.
+
+Checkpoints: `names.py` is the table of tensor names, from which `forms.py` makes a `Format` for each family. To read a
+checkpoint, `folder.py` finds its folder; `ranks.py` (Megatron-LM), `deepspeed.py` (Megatron-DeepSpeed) and `core.py`
+(megatron-core) open the three kinds of folders, whose files `saved.py` decodes. `adam.py` and `zero.py` read the
+optimizers, and `parts.py` joins the shards of the ranks. `vocabulary.py` and `recipe.py` work out the size of the
+vocabulary and the configuration of the run. `write.py` cuts a model of ours for Megatron's ranks.
 """

@@ -1,12 +1,13 @@
-"""A distributed checkpoint of megatron-core's GPT: whole tensors by the names of names.py, read as data like any other.
+"""A distributed checkpoint of megatron-core's GPT: whole tensors, given the names of names.py.
 
-    iter_0001000/metadata.json      which program wrote the tensors; torch_dist is torch.distributed.checkpoint
-    iter_0001000/common.pt          arguments, and what all ranks have alike: a pickle
+    iter_0001000/metadata.json      the program that wrote the tensors; torch_dist is torch.distributed.checkpoint
+    iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
     iter_0001000/.metadata, __*.distcp
 
-Tensors of all layers are stacked under one name, [L, ...], or stand one by one. A LayerNorm has the name of the linear
-that it is fused with, whether it is or not. `*_extra_state*` are byte entries, which are not opened. Adam's moments and
-the fp32 masters have the names of the weights behind `optimizer.state.exp_avg.` and so on; the step is in common.pt.
+The tensors of all layers are stacked under one name, [L, ...], or stored one by one. A LayerNorm has the name of the
+linear layer that follows it, whether the two are fused or not. `*_extra_state*` are byte entries, which are not opened.
+Adam's moments and the fp32 masters have the names of the weights behind `optimizer.state.exp_avg.` and so on; the step
+is in common.pt.
 
 Source: `dist_checkpointing/optimizer.py` and `optimizer/optimizer.py` of megatron-core 0.16.1.
 """
@@ -23,7 +24,7 @@ from dtmega.foreign.inert import of_type
 from dtmega.formats.rules import Assembly, RowRun
 from dtmega.formats.sources import Source, Translated
 from dtmega.loss_scale import ScaleState
-from dtmega.megatron.adam import MOMENTS, NotWhole, scale_of, step_of
+from dtmega.megatron.adam import MOMENTS, IncompleteMoments, scale_of, step_of
 from dtmega.megatron.ranks import arguments, iteration_of
 from dtmega.megatron.saved import SavedFile, entries
 from dtmega.strangers import read_object
@@ -31,12 +32,12 @@ from dtmega.strangers import read_object
 METADATA = "metadata.json"
 COMMON = "common.pt"
 BACKEND = "torch_dist"
-# In arguments and in what they stand beside.
+# Classes that common.pt asks for besides those of every Megatron checkpoint: in the arguments, and next to them.
 NAMES = {
     "signal Signals",
     *(f"megatron.core.rerun_state_machine {name}" for name in ("RerunMode", "RerunState", "RerunDiagnostic")),
 }
-# Modules of a layer -> those of Megatron-LM.
+# Modules of a layer -> the names that Megatron-LM has for them.
 LINEARS = {
     "self_attention.linear_qkv": "self_attention.query_key_value",
     "self_attention.linear_proj": "self_attention.dense",
@@ -47,26 +48,28 @@ FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1":
 LAYER = re.compile(
     r"decoder\.layers\.((?P<layer>\d{1,6})\.)?(?P<module>[a-z_]+\.[a-z0-9_]+)\.(?P<norm>layer_norm_)?(?P<end>weight|bias)"
 )
-MOST_LAYERS = 100_000
-STATE = "optimizer.state."  # before the key of a state and the name of a model's tensor
+MAX_LAYERS = 100_000
+STATE = "optimizer.state."  # followed by the kind of state and the name of a tensor of the model
 MASTER = f"{STATE}fp32_param."
-# What stands beside a model's tensors: the optimizer, the generators, the state of a rerun.
-BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
+# Entries that are no tensors of the model: the optimizer, the random generators, the state of a rerun.
+NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
 
 
-def holds(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
+    """True if megatron-core wrote the folder."""
     return (folder / METADATA).is_file() or (folder / COMMON).is_file()
 
 
 class RunState(NamedTuple):
-    """The run as the files tell of it, beside its weights.
+    """The state of the run that wrote a checkpoint, apart from its weights.
 
     Attributes:
-        moments: exp_avg and exp_avg_sq by the names of the weights; empty where they are not whole.
-        steps: the numbers of updates that the optimizer says.
-        scheduler: of the learning rate, as the file has it; None: there is none.
-        scale: float16's; None where there is none.
-        why: the reason why moments are not whole.
+        moments: exp_avg and exp_avg_sq by the names of the weights; empty if they are incomplete.
+        iteration: number of iterations done.
+        steps: the numbers of updates in the optimizer; more than one if its groups disagree.
+        scheduler: state of the learning rate's scheduler as the file has it; None if there is none.
+        scale: state of float16's loss scale; None if there is none.
+        why: reason why the moments are incomplete; '' if they are complete.
     """
 
     moments: dict[str, Source]
@@ -77,108 +80,122 @@ class RunState(NamedTuple):
     why: str
 
 
-def opened(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
-    """The arguments of a run, its weights (fp32 masters where they are there under the names of the weights), and more.
+def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
+    """Open a checkpoint of megatron-core.
+
+    Returns:
+        The run's arguments, its weights, and its further state. A weight is read from its fp32 master where there is
+        one under the weight's name and with its shape.
 
     Raises:
-        ValueError: another backend than torch_dist; a damaged or a crafted file; layers that are there twice.
+        ValueError: the backend is not torch_dist; a file is damaged or crafted; a layer is there twice.
     """
     backend = read_object(folder / METADATA).get("sharded_backend")
     if backend != BACKEND:
         raise ValueError(
-            f"{folder / METADATA} has sharded_backend={backend!a:.80}, expected '{BACKEND}': megatron-core can load it "
-            f"and save it again so"
+            f"{folder / METADATA} has sharded_backend={backend!a:.80}, expected '{BACKEND}': megatron-core can load "
+            f"the checkpoint and save it with that backend"
         )
     common = SavedFile(folder / COMMON, NAMES)
     content = entries(common.value, "what was saved")
     stored = DCPFolder(folder)
-    shapes = {name: shape for name, (_, shape) in stored.tensors.items() if not BESIDE.match(name)}
+    shapes = {name: shape for name, (_, shape) in stored.tensors.items() if not NOT_WEIGHTS.match(name)}
     for name, shape in shapes.items():
         if not shape or 0 in shape:
             raise ValueError(f"{folder}: '{name}' is {list(shape)}, expected a tensor with elements and dims")
-    values = {}
+    keys = {}
     for name, shape in shapes.items():
         master = MASTER + name
         has_master = master in stored.tensors and stored.tensors[master][1] == shape
-        values[name] = master if has_master else name
-    weights = _translated(stored, shapes, values)
-    return arguments(content), weights, _training(common, content, stored, shapes)
+        keys[name] = master if has_master else name
+    weights = _translated(stored, shapes, keys)
+    return arguments(content), weights, _run_state(common, content, stored, shapes)
 
 
-def _training(
+def _run_state(
     common: SavedFile, content: Mapping[Any, Any], stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> RunState:
+    """The run's state apart from its weights.
+
+    Args:
+        content: what common.pt holds.
+        shapes: name in the checkpoint -> shape of every weight.
+    """
     moments: dict[str, Source] = {}
     steps: frozenset[int] = frozenset()
     scale = None
     why = ""
     try:
         if content.get("optimizer") is None:
-            raise NotWhole("the files have no optimizer's state")
+            raise IncompleteMoments("the files have no optimizer's state")
         optimizer = entries(content["optimizer"], "the optimizer")
         inner = entries(optimizer.get("optimizer", optimizer), "the optimizer")
         steps = _steps(common, inner)
         scale = scale_of(common, optimizer.get("grad_scaler"))
         for kind in MOMENTS:
-            values = {name: f"{STATE}{kind}.{name}" for name in shapes}
-            for name, value in values.items():
-                if value not in stored.tensors or stored.tensors[value][1] != shapes[name]:
-                    raise NotWhole(f"there is no {kind} of '{name}', or one of another shape")
-            moments[kind] = _translated(stored, shapes, values)
-    except NotWhole as reason:
+            keys = {name: f"{STATE}{kind}.{name}" for name in shapes}
+            for name, key in keys.items():
+                if key not in stored.tensors or stored.tensors[key][1] != shapes[name]:
+                    raise IncompleteMoments(f"there is no {kind} of '{name}', or one of another shape")
+            moments[kind] = _translated(stored, shapes, keys)
+    except IncompleteMoments as reason:
         moments = {}
         why = str(reason)
     return RunState(moments, iteration_of(content), steps, content.get("opt_param_scheduler"), scale, why)
 
 
 def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
-    """The numbers of updates: one that all parameters share, or those of the groups of parameters."""
+    """The numbers of updates: one that all parameters share, or one for each group of parameters."""
     state = entries(optimizer.get("state", {}), "the state of the optimizer")
-    found = [state["common_step"]] if "common_step" in state else []
-    for group in of_type(optimizer.get("param_groups", []), list, "groups"):
-        its = entries(group, "a group of parameters")
-        if its.get("step") is not None:
-            found.append(its["step"])
-    if not found:
-        raise NotWhole("the files do not say how many updates Adam has made")
-    return frozenset(step_of(common, said) for said in found)
+    steps = [state["common_step"]] if "common_step" in state else []
+    for pickled in of_type(optimizer.get("param_groups", []), list, "groups"):
+        group = entries(pickled, "a group of parameters")
+        if group.get("step") is not None:
+            steps.append(group["step"])
+    if not steps:
+        raise IncompleteMoments("the files do not say how many updates Adam has made")
+    return frozenset(step_of(common, step) for step in steps)
 
 
-def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, str]) -> Source:
-    """Tensors by whole names.
+def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]) -> Source:
+    """Tensors of the checkpoint by Megatron-LM's names, with stacked layers taken apart.
 
     Args:
-        values: name of a model's tensor -> that under which its values are.
+        shapes: name in the checkpoint -> shape of every weight.
+        keys: name of a weight -> name of the tensor that has its values.
     """
-    made: dict[str, Assembly] = {}
+    assemblies: dict[str, Assembly] = {}
     for name, shape in shapes.items():
-        for whole, its in _made(name, values[name], shape).items():
-            if whole in made:
-                raise ValueError(f"{stored.path}: '{whole}' is there twice, once as '{name}'")
-            made[whole] = its
-    return Translated(stored, made)
+        for whole_name, assembly in _assemblies(name, keys[name], shape).items():
+            if whole_name in assemblies:
+                raise ValueError(f"{stored.path}: '{whole_name}' is there twice, once as '{name}'")
+            assemblies[whole_name] = assembly
+    return Translated(stored, assemblies)
 
 
-def _made(name: str, stored: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Whole names of what a tensor has, and how they are made of it.
+def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
+    """Megatron-LM's name -> assembly of each tensor that a tensor of the checkpoint holds.
 
     Args:
-        stored: the name under which its values are.
+        key: name of the tensor that has the values.
     """
     match = LAYER.fullmatch(name)
-    modules = {} if match is None else FUSED_NORMS if match["norm"] else LINEARS
+    modules = {}
+    if match is not None:
+        modules = FUSED_NORMS if match["norm"] else LINEARS
     if match is None or match["module"] not in modules:
-        # Another one keeps its name, for which no model of Megatron's has a place.
+        # An unknown name is passed on: no model of Megatron has a place for it, so it is refused later.
         today = re.sub(r"^decoder\.final_layernorm\.", "encoder.final_layernorm.", name)
-        return {today: Assembly(shape, (RowRun(0, stored, 0, shape[0]),))}
+        return {today: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
     inner = f"{modules[match['module']]}.{match['end']}"
     if match["layer"]:
-        return {f"encoder.layers.{match['layer']}.{inner}": Assembly(shape, (RowRun(0, stored, 0, shape[0]),))}
-    n_layers, *each = shape
-    if n_layers > MOST_LAYERS or not each:
-        raise ValueError(f"'{name}' is {list(shape)}, expected [layers, ...] of at most {MOST_LAYERS} layers")
-    rows = each[0]
-    return {
-        f"encoder.layers.{i}.{inner}": Assembly(tuple(each), (RowRun(0, stored, i * rows, rows),), source_view="stack")
-        for i in range(n_layers)
-    }
+        return {f"encoder.layers.{match['layer']}.{inner}": Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
+    n_layers, *layer_shape = shape
+    if n_layers > MAX_LAYERS or not layer_shape:
+        raise ValueError(f"'{name}' is {list(shape)}, expected [layers, ...] of at most {MAX_LAYERS} layers")
+    rows = layer_shape[0]
+    assemblies = {}
+    for i in range(n_layers):
+        run = RowRun(0, key, i * rows, rows)
+        assemblies[f"encoder.layers.{i}.{inner}"] = Assembly(tuple(layer_shape), (run,), source_view="stack")
+    return assemblies

@@ -1,12 +1,12 @@
-"""Megatron-LM's names of a model's tensors, a table for each family.
+"""Megatron-LM's names of a model's tensors, one table per family, with how tensor parallelism cuts each tensor.
 
-The names are those of a *whole* model: shards of tensor parallelism joined, layers numbered over all stages, heads of
-a fused QKV outermost ([H, (q, k, v), K], as in checkpoint version 3), padding rows of the vocabulary included. Beside
-each name stands how tensor parallelism cuts it. Both directions go by these tables, and so do shards: code that joins
-or cuts them asks `cut_dim` and `fused` and knows no family.
+The names are those of a *whole* model: shards of tensor parallelism are joined, layers are numbered over all stages,
+the heads of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and padding rows of the
+vocabulary are included. Reading and writing both use these tables. Code that joins or cuts shards asks `cut_dim` and
+`qkv_parts` and knows no family.
 
-A file nests the same names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers layers by stage;
-`flat_name` brings a path in it, older ones included, to the name here. Source: Megatron-LM of 2022-02.
+A file nests the same names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers the layers of
+its stage. `flat_name` turns a path in such a file, of any version, into the name here. Source: Megatron-LM of 2022-02.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from typing import Literal, NamedTuple
 
 from dtmega.formats.rules import Rule
 
-# How tensor parallelism cuts a module: its outputs, weight and bias; its inputs, with whole copies of the bias; rows of
-# the vocabulary; or nothing, and each rank has a copy.
+# How tensor parallelism cuts a module. "column" cuts the outputs, so weight and bias; "row" cuts the inputs, so the
+# weight alone, and each rank has the whole bias; "vocabulary" cuts the rows of the vocabulary; with "copies" each rank
+# has the whole tensor.
 Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One name of a table, a rule and what there is to know of shards.
+    """One row of a table: a rule, and how their tensor is cut into shards.
 
     Attributes:
-        ours, theirs, form: as of a `Rule`.
-        parts: how many tensors stand side by side in each head of theirs.
+        ours, theirs, form: see `Rule`.
+        cut: how tensor parallelism cuts their module.
+        parts: number of tensors fused in each head of theirs: 3 for QKV, 2 for keys and values, else 1.
     """
 
     ours: str | tuple[str, ...]
@@ -42,7 +44,7 @@ class TableRow(NamedTuple):
 
 
 def _block(ours: str, theirs: str) -> tuple[TableRow, ...]:
-    """Rows of a layer of a family whose own QKV is by head, too."""
+    """The rows of a layer, for families whose own QKV is fused and sorted by head as Megatron's is."""
     return (
         TableRow(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
         TableRow(f"{ours}.attn.qkv.", f"{theirs}.self_attention.query_key_value.", "column", parts=3),
@@ -60,24 +62,25 @@ def _feed_forward(ours: str, theirs: str) -> tuple[TableRow, ...]:
 
 
 def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
-    """Rows of a layer of one of T5's stacks, whose queries, keys and values are apart here."""
+    """The rows of a layer in one of T5's stacks, whose q, k and v are separate modules here."""
     ours = f"{stack}.{{}}"
     theirs = f"{stack}.layers.{{}}"
-    apart = tuple(f"{ours}.attn.{name}." for name in "qkv")
-    across = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # The norm after attention stands before what comes next: in a decoder attention to the encoder's output.
+    qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
+    cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
+    # Megatron names a norm after the block before it, dtmega after the block behind it. Behind self-attention comes the
+    # feed-forward, but in a decoder cross-attention comes first.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (
             TableRow(f"{ours}.cross_norm.", f"{theirs}.post_attention_layernorm."),
             TableRow(f"{ours}.cross.q.", f"{theirs}.inter_attention.query.", "column"),
-            TableRow(across, f"{theirs}.inter_attention.key_value.", "column", "heads", parts=2),
+            TableRow(cross_kv, f"{theirs}.inter_attention.key_value.", "column", "heads", parts=2),
             TableRow(f"{ours}.cross.out.", f"{theirs}.inter_attention.dense.", "row"),
             TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_inter_attention_layernorm."),
         )
     return (
         TableRow(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
-        TableRow(apart, f"{theirs}.self_attention.query_key_value.", "column", "heads", parts=3),
+        TableRow(qkv, f"{theirs}.self_attention.query_key_value.", "column", "heads", parts=3),
         TableRow(f"{ours}.attn.out.", f"{theirs}.self_attention.dense.", "row"),
         *between,
         *_feed_forward(ours, theirs),
@@ -88,7 +91,7 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
 WORDS = TableRow("embed.", "embedding.word_embeddings.", "vocabulary")
 POSITIONS = TableRow("positions.", "embedding.position_embeddings.")
 FINAL_NORM = TableRow("norm.", "encoder.final_layernorm.")
-# The embedding once more, which the last of several stages has for its logits.
+# The copy of the embedding that the last of several stages has for its logits.
 COPY_FOR_HEAD = "word_embeddings_for_head."
 TIED_HEAD = TableRow("head.", COPY_FOR_HEAD, "vocabulary")
 OWN_HEAD = TableRow("head.", "output_layer.", "vocabulary")
@@ -105,8 +108,8 @@ BERT_ROWS = (
     TableRow("order.pooler.", "pooler.dense."),
     TableRow("order.classifier.", "binary_head."),
 )
-# The stage where the decoder begins has copies of both embeddings. In its file they stand under `embedding`, as on the
-# first stage; here they have a name of their own.
+# The stage where the decoder begins has copies of both embeddings. Its file calls them `embedding`, just as the first
+# stage's does; here they have names of their own.
 T5_ROWS = (
     *(WORDS, POSITIONS, *_block_of_t5("encoder")),
     TableRow("decoder_embed.", "decoder_embedding.word_embeddings.", "vocabulary"),
@@ -127,7 +130,7 @@ _ALL_ROWS = (*GPT_ROWS, OWN_HEAD, *BERT_ROWS, *T5_ROWS, *BLOOM_ROWS)
 
 
 def cut_dim(name: str) -> int | None:
-    """The dim of a tensor that tensor parallelism cuts; None: each rank has all of it.
+    """The dim along which tensor parallelism cuts a tensor; None if each rank has the whole tensor.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -138,10 +141,10 @@ def cut_dim(name: str) -> int | None:
     return None if row.cut == "copies" else 0
 
 
-def fused(name: str) -> int:
-    """The number of q, k and v that stand side by side in each head of a tensor; 1: it is not of that kind.
+def qkv_parts(name: str) -> int:
+    """The number of projections (q, k, v) fused in each head of a tensor; 1 if it is not a fused projection.
 
-    Of these the files of versions below 2 have rows in another order, in each shard.
+    Files below version 2 have the rows of fused projections in another order, within each shard.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -150,7 +153,7 @@ def fused(name: str) -> int:
 
 
 def by_token(name: str) -> bool:
-    """Tell whether there is a row of the tensor for each token of the vocabulary, and rows of padding behind them.
+    """True if a tensor has one row for each token of the vocabulary, and rows of padding behind them.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -166,17 +169,18 @@ def _row(name: str) -> TableRow:
 
 
 def pattern_of(name: str) -> str:
-    """The name with `{}` for the number of its layer."""
+    """The name with `{}` in place of the layer's number."""
     return re.sub(r"\.layers\.\d+\.", ".layers.{}.", name)
 
 
 def _tensors(rows: Iterable[TableRow]) -> dict[str, TableRow]:
-    """Name of each tensor with `{}` for the number of a layer -> its row."""
-    found = {}
+    """Name of each tensor, with `{}` in place of the layer's number -> its row."""
+    tensors = {}
     for row in rows:
-        for end in ("weight", "bias") if row.theirs.endswith(".") else ("",):
-            found[row.theirs + end] = row
-    return found
+        ends = ("weight", "bias") if row.theirs.endswith(".") else ("",)
+        for end in ends:
+            tensors[row.theirs + end] = row
+    return tensors
 
 
 _ROWS = _tensors(_ALL_ROWS)
@@ -185,7 +189,7 @@ _ROWS = _tensors(_ALL_ROWS)
 # -------------------------------------------------------------------------------------------------- names in a file
 
 
-_OLDER = (
+_OLDER_NAMES = (
     (re.compile(r"^language_model\."), ""),
     # Up to tag v2.0, of January 2021.
     (re.compile(r"^transformer\."), "encoder."),
@@ -196,20 +200,23 @@ _OLDER = (
 
 
 def flat_name(path: str) -> str:
-    """The name here of a tensor in a file, given by its keys there joined with dots; its layer's number stays.
+    """Today's name of a tensor in a file of any version. The layer keeps its number within the stage.
+
+    Args:
+        path: the keys of the nested dicts, joined with dots.
 
     language_model.transformer.layers.0.attention.dense.weight -> encoder.layers.0.self_attention.dense.weight
     """
-    for pattern, today in _OLDER:
+    for pattern, today in _OLDER_NAMES:
         path = pattern.sub(today, path)
     return path
 
 
 def layer_file_prefix(number: int, n_layers: int) -> str | None:
-    """The prefix of the names in `layer_NUMBER-model_*` of Megatron-DeepSpeed; None: there is no such file.
+    """The prefix of the names in Megatron-DeepSpeed's `layer_NUMBER-model_*`; None if there is no such file.
 
-    The embedding is 1, layers are from 3 on, the last LayerNorm is 4 behind them; between them stand functions, and
-    after it the tied head, which has no file.
+    The embedding is number 1, the layers are 3 to L + 2, and the last LayerNorm is L + 4. The numbers between them are
+    functions without parameters. Behind the LayerNorm comes the tied head, which has no file.
     """
     if number == 1:
         return "embedding."

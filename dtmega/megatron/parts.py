@@ -1,7 +1,7 @@
-"""Whole tensors, of the parts that the ranks of tensor parallelism hold: joined, put in order, compared.
+"""Whole tensors, joined from the parts that the tensor-parallel ranks hold, and a comparison of the ranks' copies.
 
-WholeTensors(parts) a `Source` by the names of names.py; parts are read when a tensor is, one after the other
-copies(whole)       how far apart the copies are that each rank has of a tensor
+WholeTensors(parts)         a `Source` with the names of names.py; the parts of a tensor are read one after the other
+drifted_copies(tensors)     the tensors of which every rank has a copy, where these copies are no longer equal
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch import Tensor
 from dtmega.formats.sources import Slices
 from dtmega.megatron.names import cut_dim
 from dtmega.megatron.saved import SavedFile, Stored
+from dtmega.output import counted
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MOST = 1e-3  # of a tensor's largest absolute value: how far apart copies may be
+MAX_DRIFT = 1e-3  # how far apart copies may be, as a fraction of the tensor's largest absolute value
 
 
 class Part(Protocol):
-    """A tensor as one rank holds it.
+    """One rank's part of a tensor.
 
     Attributes:
-        where: the file, for messages.
+        where: path of the file, for messages.
     """
 
     @property
@@ -38,13 +39,13 @@ class Part(Protocol):
     def where(self) -> str: ...
 
     def read(self) -> Tensor:
-        """Read all of it, in host memory."""
+        """Read the whole part into host memory."""
         ...
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor in a file."""
+    """A part that is stored as one tensor in a file."""
 
     file: SavedFile
     stored: Stored
@@ -66,8 +67,8 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class _Around:
-    """A tensor that is made of `part` when it is read, with its dtype and shape."""
+class _Derived:
+    """A part with the dtype and shape of another part, computed from that one when it is read."""
 
     part: Part
 
@@ -85,16 +86,17 @@ class _Around:
 
 
 @dataclass(frozen=True)
-class InOrder(_Around):
-    """A fused QKV of a version before 2.0 with its rows as later ones have them, [H, (q, k, v), K].
+class ReorderedQKV(_Derived):
+    """A fused QKV from before version 2.0, with its rows brought into today's order, [H, (q, k, v), K].
 
     Attributes:
-        outermost: the rows are [(q, k, v), H, K], as in files without a version; else [H, K, (q, k, v)], as in 1.0.
-        n_parts: 3, or 2 where keys and values only are together.
-        n_heads: of this rank.
+        qkv_outermost: the stored rows are [(q, k, v), H, K], as in files without a version; otherwise they are
+            [H, K, (q, k, v)], as in version 1.0.
+        n_parts: 3 for q, k and v; 2 where only k and v are fused.
+        n_heads: heads of this rank.
     """
 
-    outermost: bool
+    qkv_outermost: bool
     n_parts: int
     n_heads: int
 
@@ -103,7 +105,7 @@ class InOrder(_Around):
         if rows % (self.n_parts * self.n_heads):
             raise ValueError(f"{self.where}: {rows} rows cannot be {self.n_parts} x {self.n_heads} heads")
         tensor = self.part.read()
-        if self.outermost:
+        if self.qkv_outermost:
             by_head = tensor.reshape(self.n_parts, self.n_heads, -1, *columns).transpose(0, 1)
         else:
             by_head = tensor.reshape(self.n_heads, -1, self.n_parts, *columns).transpose(1, 2)
@@ -111,11 +113,14 @@ class InOrder(_Around):
 
 
 @dataclass(frozen=True)
-class Master(_Around):
-    """The fp32 master of a weight of 16 bits, to which it has to round: that its number is the right one.
+class Master(_Derived):
+    """The fp32 master of a 16-bit weight. Reading it checks that it rounds to the weight.
+
+    Masters have no names in a file, only positions, so rounding to the weight shows that this master belongs to it.
 
     Attributes:
-        name: of the weight, for messages.
+        weight: the 16-bit weight.
+        name: name of the weight, for messages.
     """
 
     weight: Part
@@ -131,24 +136,24 @@ class Master(_Around):
 
 
 class WholeTensors:
-    """Whole tensors as a `Source`: parts one after the other along the dim that is cut, or one of equal copies.
+    """Whole tensors as a `Source`: the ranks' parts concatenated along the dim that is cut, or one of their copies.
 
     Attributes:
         tensors: name -> dtype and whole shape.
-        parts: name -> part of each rank.
+        parts: name -> part of each rank, in order.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Part]], average: bool = False) -> None:
         """Check that the parts of each tensor fit together.
 
         Args:
-            average: of copies that have drifted apart take the mean, else the first.
+            average: read copies as their mean, which matters if they have drifted apart; otherwise as rank 0's.
 
         Raises:
-            ValueError: parts of one tensor that do not fit together, or are of no dtype of weights.
+            ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.
         """
         self.parts = parts
-        self.tensors = {name: _joined(name, those) for name, those in parts.items()}
+        self.tensors = {name: _joined_shape(name, parts_of_name) for name, parts_of_name in parts.items()}
         self._average = average
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
@@ -157,13 +162,16 @@ class WholeTensors:
         parts = self.parts[name]
         index = index or (slice(None),) * len(shape)
         dim = cut_dim(name)
-        if dim is None or len(parts) == 1:
-            mean = self._average and dim is None and len(parts) > 1
-            return (_mean(parts) if mean else parts[0].read())[index]
+        if len(parts) == 1:
+            return parts[0].read()[index]
+        if dim is None:
+            tensor = _mean(parts) if self._average else parts[0].read()
+            return tensor[index]
         start, stop, _ = index[dim].indices(shape[dim])
         share = shape[dim] // len(parts)
         pieces = []
         for number, part in enumerate(parts):
+            # The index within this part. A part that it does not touch is not read.
             low = max(start - number * share, 0)
             high = min(stop - number * share, share)
             if low < high:
@@ -171,8 +179,12 @@ class WholeTensors:
         return torch.cat(pieces, dim) if pieces else torch.empty(0, dtype=dtype)
 
 
-def _joined(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and the shape of the whole tensor."""
+def _joined_shape(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and the whole shape of a tensor with these parts.
+
+    Raises:
+        ValueError: the parts differ in dtype or shape, or have a dtype that no weight has.
+    """
     first, *others = parts
     if first.dtype not in FLOATS:
         raise ValueError(f"{first.where}: '{name}' is of {first.dtype}, expected one of {', '.join(map(str, FLOATS))}")
@@ -193,6 +205,7 @@ def _joined(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, .
 
 
 def _mean(parts: Sequence[Part]) -> Tensor:
+    """The mean of copies, computed in float64 and rounded to their dtype."""
     first, *others = parts
     total = first.read().double()
     for other in others:
@@ -201,16 +214,23 @@ def _mean(parts: Sequence[Part]) -> Tensor:
 
 
 class Drift(NamedTuple):
-    """The distance of a tensor's copies, as a fraction of its largest absolute value."""
+    """The distance between the copies of one tensor.
+
+    Attributes:
+        size: largest difference from rank 0's copy, as a fraction of the largest absolute value of any copy.
+    """
 
     name: str
     size: float
 
 
-def copies(whole: WholeTensors) -> list[Drift]:
-    """The tensors whose copies are not equal, the worst first. These are vectors, and the embedding of positions."""
-    found = []
-    for name, (first, *others) in whole.parts.items():
+def drifted_copies(tensors: WholeTensors) -> list[Drift]:
+    """The tensors whose copies are not equal, the worst first.
+
+    Only vectors and the embedding of positions have copies; all other tensors are cut over the ranks.
+    """
+    drifts = []
+    for name, (first, *others) in tensors.parts.items():
         if cut_dim(name) is not None or not others:
             continue
         values = first.read().double()
@@ -221,22 +241,27 @@ def copies(whole: WholeTensors) -> list[Drift]:
             apart = torch.maximum(apart, (theirs - values).abs().max())
             largest = torch.maximum(largest, theirs.abs().max())
         if apart.item() != 0:
-            found.append(Drift(name, (apart / largest).item()))
-    return sorted(found, key=lambda drift: (drift.size <= MOST, -drift.size))
+            drifts.append(Drift(name, (apart / largest).item()))
+    # A NaN is neither below nor above the limit. The first key puts it in front of small drifts.
+    return sorted(drifts, key=lambda drift: (drift.size <= MAX_DRIFT, -drift.size))
 
 
-def said_of(drifts: Sequence[Drift], average: bool) -> str:
-    """The line that reports copies that have drifted apart.
+def drift_note(drifts: Sequence[Drift], average: bool) -> str:
+    """The line for the user about copies that have drifted apart.
+
+    Args:
+        drifts: at least one, the worst first.
+        average: the copies are read as their mean, which any distance allows.
 
     Raises:
-        ValueError: too far.
+        ValueError: the copies are further apart than MAX_DRIFT, and not averaged.
     """
     worst = drifts[0]
     line = (
-        f"copies of {len(drifts)} tensors that each tensor-parallel rank has are not equal, '{worst.name}' by most: "
-        f"{worst.size:.1e} of its largest value"
+        f"copies of {counted(len(drifts), 'tensor')} differ between tensor-parallel ranks, most of all '{worst.name}': "
+        f"by {worst.size:.1e} of its largest value"
     )
-    # A NaN compares false, so it is too far as well.
-    if not worst.size <= MOST and not average:
-        raise ValueError(f"{line}, expected at most {MOST:.0e}; --average-copies takes their mean")
+    # A NaN compares false, so it counts as too far as well.
+    if not worst.size <= MAX_DRIFT and not average:
+        raise ValueError(f"{line}, expected at most {MAX_DRIFT:.0e}; --average-copies takes their mean")
     return f"{line}; {'their mean is' if average else 'those of rank 0 are'} taken"

@@ -1,4 +1,4 @@
-"""The number of ids that the tokenizer of a checkpoint has; its embedding has rows of padding behind them."""
+"""The size of a checkpoint's vocabulary: the number of the tokenizer's ids, without the embedding's rows of padding."""
 
 from __future__ import annotations
 
@@ -10,59 +10,63 @@ from dtmega.data.tokenizer import Tokenizer
 from dtmega.megatron.folder import Contents
 
 
-def padded(contents: Contents, asked: config.Model | None) -> config.Model | None:
-    """The model that the user names, with as many ids as the embedding has rows.
+def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> config.Model | None:
+    """The user's model with the padded vocabulary: as many ids as the embedding has rows.
+
+    Args:
+        model: the [model] section that the user gives; None if the user gives none.
 
     Raises:
-        ValueError: the arguments say another number of rows.
+        ValueError: the arguments in the files say another number of rows.
     """
-    said = contents.args.get("padded_vocab_size")
-    if said not in (None, contents.rows):
-        raise ValueError(
-            f"{contents.path} has padded_vocab_size={said!r:.80}, but an embedding of {contents.rows} rows"
-        )
-    if asked is None:
+    rows = contents.embedding_rows
+    rows_of_args = contents.args.get("padded_vocab_size")
+    if rows_of_args not in (None, rows):
+        raise ValueError(f"{contents.path} has padded_vocab_size={rows_of_args!r:.80}, but an embedding of {rows} rows")
+    if model is None:
         return None
-    return asked.model_copy(update={"vocab_size": contents.rows, "pad_vocab_to_multiple": 1})
+    return model.model_copy(update={"vocab_size": rows, "pad_vocab_to_multiple": 1})
 
 
-def ids(contents: Contents, tokenizer: Tokenizer) -> int:
-    """The ids that a tokenizer gives this model, with those that a T5 has behind its own."""
+def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
+    """The number of ids of a model with this tokenizer, with the marks and sentinels that a T5 adds behind them."""
     n_sentinels = contents.args.get("vocab_extra_ids")
     if type(n_sentinels) is not int or n_sentinels < 1:
         return tokenizer.vocab_size
     return tokenizer.vocab_size + marks(tokenizer, n_sentinels).n_added
 
 
-def unpadded(model: config.Model, contents: Contents, n_ids: int) -> tuple[config.Model, tuple[str, ...]]:
-    """The model with its vocabulary and as many rows of padding as there are, and what to say of it.
+def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tuple[config.Model, tuple[str, ...]]:
+    """The model with its real vocabulary, padded to the same number of rows; and notes for the user.
 
     Args:
-        model: with as many ids as its embedding has rows.
-        n_ids: of the tokenizer, by the user; 0: not said.
+        model: a model with the padded vocabulary, as many ids as its embedding has rows.
+        n_ids: number of the tokenizer's ids according to the user; 0 if the user does not say.
 
     Raises:
-        ValueError: more ids than rows, or other ids than the files say.
+        ValueError: there are more ids than rows, or the files say another number of ids.
     """
     rows = model.vocab_size
-    said = contents.vocab_size
-    if said and n_ids and said != n_ids:
-        raise ValueError(f"{contents.path} is of a tokenizer with {said} ids, got {n_ids} (--vocab-size, --tokenizer)")
-    size = said or n_ids
+    n_ids_of_files = contents.vocab_size
+    if n_ids_of_files and n_ids and n_ids_of_files != n_ids:
+        raise ValueError(
+            f"{contents.path} is of a tokenizer with {n_ids_of_files} ids, got {n_ids} (--vocab-size, --tokenizer)"
+        )
+    size = n_ids_of_files or n_ids
     if size > rows:
         raise ValueError(
             f"{contents.path} has an embedding of {rows} rows, too few for {size} ids (--vocab-size, --tokenizer, "
             f"--config)"
         )
     if not size:
-        kept = f"vocabulary: the padded size {rows} is kept, as nothing says how many ids there are (--vocab-size)"
-        return model, (kept,)
+        note = f"vocabulary: the padded size {rows} is kept, as nothing says how many ids there are (--vocab-size)"
+        return model, (note,)
     sizes = {"vocab_size": size, "pad_vocab_to_multiple": _multiple(contents.args, size, rows)}
     return model.model_copy(update=sizes), ()
 
 
 def _multiple(args: dict[str, Any], size: int, rows: int) -> int:
-    """The number of which the rows are the least multiple that holds `size`; that of the run, where it fits."""
+    """The value of `pad_vocab_to_multiple` that pads `size` ids to `rows` rows: the run's own, if it does so."""
     divisor = args.get("make_vocab_size_divisible_by")
     ranks = args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
     if type(divisor) is int and type(ranks) is int and divisor > 0 and ranks > 0:
