@@ -48,7 +48,7 @@ def boxes(tensor: Tensor) -> list[Box]:
     return found
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank; all ranks of its mesh call it.
 
     `full_tensor()` of one that is cut in parts is an error in torch 2.11.

@@ -165,7 +165,7 @@ def truths(cases: Sequence[Case]) -> tuple[dict[Case, str], str]:
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put together from all ranks that hold a part; all of a mesh call it."""
-    return {n: shards.whole(t) if isinstance(t, DTensor) else t.detach().clone() for n, t in tensors.items()}
+    return {n: shards.full_tensor(t) if isinstance(t, DTensor) else t.detach().clone() for n, t in tensors.items()}
 
 
 def errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from dtmega.hf.tp.vocab import LogitsHead
 from dtmega.plans.apply import apply_plan
 from dtmega.plans.styles import Column, Enter, KVColumn, Norm, Row
 from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding
-from dtmega.shards import whole
+from dtmega.shards import full_tensor
 from tests import ranks
 
 TP, B, S, D, F, V = 4, 2, 8, 8, 24, 11
@@ -177,7 +177,7 @@ def deviations(use: Use, mesh: DeviceMesh) -> dict[str, float]:
         found["gradient of the input"] = error(given.grad, use.given(leaf.grad, rank))
     for (name, p), q in zip(module.named_parameters(), alone.parameters(), strict=True):
         assert isinstance(p, DTensor), name
-        found[f"gradient of {name}"] = error(whole(p.grad), q.grad)
+        found[f"gradient of {name}"] = error(full_tensor(p.grad), q.grad)
         # Gradients of a parameter that is whole on every rank are, on every rank, those of one process.
         if p.to_local().shape == p.shape:
             found[f"gradient of {name} here"] = error(p.grad.to_local(), q.grad)
@@ -201,7 +201,7 @@ def losses(mesh: DeviceMesh) -> dict[str, float]:
                     word.labelled = True
                 loss = nn.functional.cross_entropy(head(x).view(-1, V), labels, **options)
                 loss.backward()
-                grads = [whole(p.grad) if cut else p.grad for p in head.parameters()]
+                grads = [full_tensor(p.grad) if cut else p.grad for p in head.parameters()]
                 results.append([loss.detach(), x.grad, *grads])
             found[f"{bias} {options}"] = max(error(ours, truth) for truth, ours in zip(*results, strict=True))
     return found

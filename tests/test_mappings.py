@@ -54,16 +54,16 @@ class Move(NamedTuple):
 
 
 # Along the last dim there are 5, of which the ranks have 2, 2 and 1.
-part_of_last, whole_of_last = partial(mappings.part, dim=2), partial(mappings.whole, dim=2, size=D)
+split_last_dim, join_last_dim = partial(mappings.split, dim=2), partial(mappings.join, dim=2, size=D)
 MOVES = {
     "copy": Move(mappings.copy, same, total, same_before=True),
     "add_up": Move(mappings.add_up, total, same, same_after=True),
     "gather": Move(mappings.gather, joined, lambda gradients: parts(total(gradients)), cut=1),
     "scatter": Move(mappings.scatter, lambda x: parts(total(x)), joined),
-    "part": Move(mappings.part, parts, joined, same_before=True),
-    "part of the last": Move(part_of_last, partial(parts, dim=2), partial(joined, dim=2), same_before=True),
-    "whole": Move(partial(mappings.whole, dim=1, size=S), joined, parts, cut=1, same_after=True),
-    "whole of the last": Move(whole_of_last, partial(joined, dim=2), partial(parts, dim=2), cut=2, same_after=True),
+    "split": Move(mappings.split, parts, joined, same_before=True),
+    "split the last dim": Move(split_last_dim, partial(parts, dim=2), partial(joined, dim=2), same_before=True),
+    "join": Move(partial(mappings.join, dim=1, size=S), joined, parts, cut=1, same_after=True),
+    "join the last dim": Move(join_last_dim, partial(joined, dim=2), partial(parts, dim=2), cut=2, same_after=True),
 }
 
 
@@ -118,6 +118,6 @@ def test_a_move_and_its_gradient_are_those_of_the_closed_form(name: str, compile
             assert found["inputs are as they were"]
 
 
-@pytest.mark.parametrize("name", ["whole", "whole of the last"])
-def test_what_is_made_whole_is_no_view_which_fsdp2_would_warn_of_at_the_end_of_a_block(name: str):
+@pytest.mark.parametrize("name", ["join", "join the last dim"])
+def test_a_joined_tensor_is_no_view_which_fsdp2_would_warn_of_at_the_end_of_a_block(name: str):
     assert not any(on_three(False)[rank][name, batch]["is a view"] for rank in range(TP) for batch in (1, 2))

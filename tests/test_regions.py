@@ -372,5 +372,5 @@ def test_gradients_of_copied_heads_are_partial_with_and_without_sequence_paralle
 
 def test_an_input_that_is_taken_in_twice_or_not_at_all_is_refused():
     for found in on_four():
-        assert "the input of 0.mlp.gate is taken in by nothing of the plan, expected one: an Enter" in found["never"]
-        assert "the input of 0.mlp.up is taken in by ['0.mlp', '0.mlp.up'] of the plan, expected one" in found["twice"]
+        assert "the input of 0.mlp.gate passes 0 Enters of the plan [], expected one: an Enter" in found["never"]
+        assert "the input of 0.mlp.up passes 2 Enters of the plan ['0.mlp', '0.mlp.up'], expected one" in found["twice"]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dtmega.shards import boxes, dim_to_cut, in_parts, local, whole
+from dtmega.shards import boxes, dim_to_cut, full_tensor, in_parts, local
 from tests import ranks
 
 RANKS = 4
@@ -48,7 +48,7 @@ def held(tensor: DTensor) -> dict[str, Any]:
         where[box.where] += 1
     return {
         "right": all(torch.equal(box.part, numbers[box.where]) for box in parts),
-        "put together": not in_parts(tensor) or torch.equal(whole(tensor), numbers),
+        "put together": not in_parts(tensor) or torch.equal(full_tensor(tensor), numbers),
         "views": all(box.part.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() for box in parts),
         "all": sorted(x for box in parts for x in box.part.flatten().tolist()) == sorted(mine.flatten().tolist()),
         "empty": any(box.part.numel() == 0 for box in parts),

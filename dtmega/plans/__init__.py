@@ -1,4 +1,4 @@
-"""Tensor parallelism as a table: pattern of names -> how that module is cut over the tp axis. Read apply.py first."""
+"""Tensor parallelism as a table: pattern of module names -> how tp cuts these modules. Read apply.py first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the wing for models of transformers, whose plans are made of ours: users find it here too."""
+    """Import a name of `dtmega.hf` only when it is asked for.
+
+    Plans for transformers' models are built from the ones here, so `hf` imports this package and not the other way
+    round; users find the names of both here.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dtmega import hf

@@ -1,6 +1,6 @@
-"""Tensor parallelism as a table: pattern of names -> how that module is cut over the tp axis.
+"""Tensor parallelism as a table: pattern of module names -> how tp cuts these modules.
 
-table = plans.bloom.plan(cfg.model)              # styles.py has the words
+table = plans.bloom.plan(cfg.model)            # styles.py lists the styles that may stand in it
 partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
 shard_buffers(model, mesh, table)              # once the buffers have values
 sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
@@ -25,81 +25,112 @@ from dtmega.plans.base import Style, distribute
 from dtmega.plans.styles import Enter, Plan, ShardBuffer
 from dtmega.shards import local
 
+# Parameter of a model before it is cut -> the modules that hold it, and its name in each; several for a tied one.
+Owners = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+
 
 def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
     """Cut the model over `mesh`: every parameter becomes a DTensor on it, and tied ones stay one parameter.
 
-    Nothing is communicated: each rank takes its part of what it holds whole, or of meta tensors.
+    Nothing is communicated: each rank takes its part of the parameters that it holds whole, or of meta tensors.
 
     Args:
-        model: a whole model, or a pipeline stage, where modules of other stages are None or not in their ModuleDict.
+        model: a whole model, or a pipeline stage, where modules of other stages are None or missing from their
+            ModuleDict.
         mesh: the 1-D tp mesh.
-        plan: names, with `*` for one component and "" for the model itself, to styles.
+        plan: patterns of names to styles; `*` stands for one component of a name, "" for the model itself.
 
     Returns:
         Names of the parameters whose gradients `sum_partial_gradients` must sum.
 
     Raises:
-        ValueError: a pattern that matches nothing, a matrix in no pattern, a size that the axis does not divide, an
-            input that is taken in twice or not at all.
+        ValueError: a pattern that matches nothing, a matrix that no pattern names, a size that tp does not divide, a
+            cut module whose input comes through no Enter or through several.
     """
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(parameter, []).append((module, name))
+    # Styles replace parameters one by one, which unties them. So who shares what is noted first and restored last.
+    owners = _owners(model)
     partial: set[tuple[nn.Module, str]] = set()
     entered: list[str] = []
     inside: list[str] = []
     for pattern, style in plan.items():
-        for name, found in _matches(model, pattern):
+        for name, match in _matches(model, pattern):
             if isinstance(style, ShardBuffer):
-                _check_buffer(name, found, style, mesh.size())
-            elif found is not None:
-                parallelize_module(found, mesh, style, src_data_rank=None)
-                if isinstance(style, Style):
-                    partial |= {(found, p) for p in style.partial_gradients(found, mesh.size())}
-                if isinstance(style, Style | Enter):
-                    entered += [name] * style.enters
-                    inside += [name] * style.inside
+                _check_buffer(name, match, style, mesh.size())
+                continue
+            if match is None:  # another pipeline stage has it
+                continue
+            parallelize_module(match, mesh, style, src_data_rank=None)
+            if isinstance(style, Style):
+                partial |= {(match, p) for p in style.partial_gradients(match, mesh.size())}
+            if isinstance(style, Style | Enter):
+                entered += [name] * style.enters
+                inside += [name] * style.inside
+    # The product of a region that has only one can overlap its communication in a compiled block too (products.py).
     n_products = Counter(_check_regions(entered, inside))
     for name in entered:
-        model.get_submodule(name).alone = n_products[name] == 1  # pyright: ignore[reportArgumentType]
+        model.get_submodule(name).has_one_product = n_products[name] == 1  # pyright: ignore[reportArgumentType]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim >= 2 and not isinstance(parameter, DTensor):
             raise ValueError(f"no row of the plan cuts {name} {list(parameter.shape)}: a matrix needs a style")
+    _distribute_rest(owners, mesh)
+    return _full_names(model, partial)
+
+
+def _owners(model: nn.Module) -> Owners:
+    owners: Owners = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
+def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
+    """Tie again what was tied, and replicate the vectors that no style has touched.
+
+    A parameter is tied to the cut copy where one of its owners has cut it.
+    """
     for parameter, places in owners.items():
-        cut = [p for p in (module.get_parameter(name) for module, name in places) if isinstance(p, DTensor)]
+        now = [module.get_parameter(name) for module, name in places]
+        cut = [p for p in now if isinstance(p, DTensor)]
         if len({p.placements for p in cut}) > 1:
             raise ValueError(
                 f"a tied parameter {list(parameter.shape)} is cut in two ways: {[p.placements for p in cut]}"
             )
-        one = cut[0] if cut else distribute(parameter, mesh, Replicate())
+        shared = cut[0] if cut else distribute(parameter, mesh, Replicate())
         for module, name in places:
-            module.register_parameter(name, one)
+            module.register_parameter(name, shared)
+
+
+def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> list[str]:
+    """The names in the whole model of parameters that are given by their module and their name in it.
+
+    In the order of the model, so that all ranks sum them in the same order; a tied one comes once.
+    """
     prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-    summed = {prefixes[module] + name for module, name in partial}
-    return [name for name, _ in model.named_parameters() if name in summed]
+    full_names = {prefixes[module] + name for module, name in parameters}
+    return [name for name, _ in model.named_parameters() if name in full_names]
 
 
 def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Refuse what a plan cannot share among tp ranks; before there is a mesh, and a whole model on meta is enough.
+    """Refuse a plan that cannot share the model among tp ranks. Needs no mesh; a whole model on meta is enough.
 
     Raises:
-        ValueError: as `apply_plan`, of a size that tp does not divide, or a style on what it is not for.
+        ValueError: a pattern that matches nothing, a size that tp does not divide, a style on a module that it is not
+            for.
     """
     for pattern, style in plan.items():
-        for name, found in _matches(model, pattern):
+        for name, match in _matches(model, pattern):
             if isinstance(style, ShardBuffer):
-                _check_buffer(name, found, style, tp)
-            elif isinstance(style, Style) and found is not None:
-                style.check(found, tp)
+                _check_buffer(name, match, style, tp)
+            elif isinstance(style, Style) and match is not None:
+                style.check(match, tp)
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Let regions keep their gathered input for backward, where gathering it again would cost more than it saves.
+    """Let regions keep their gathered input for backward, where gathering it once more costs more than it saves.
 
-    That is in blocks that are computed again, where backward has gathered it just now; and where backward runs in two
-    parts, of which only torch's own product can run one without the other.
+    Two cases: blocks that are recomputed, since the recomputed forward has gathered the input a moment before backward
+    needs it; and a backward in two parts (zero-bubble schedules), which only torch's own product can run separately.
     """
     for module in model.modules():
         if hasattr(module, "gathers_again"):
@@ -107,10 +138,10 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Keep this rank's part of each buffer the plan cuts; once, after the buffers have their values.
+    """Keep this rank's part of each buffer that the plan cuts. Call it once, after the buffers have their values.
 
     Raises:
-        ValueError: a buffer that is not whole (any more).
+        ValueError: a buffer that is not whole, for instance because it was cut before.
     """
     for pattern, style in plan.items():
         if isinstance(style, ShardBuffer):
@@ -126,7 +157,8 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
     """Sum the gradients of these parameters over tp, all in one all-reduce (Megatron's `allreduce_layernorm_grads`).
 
     Args:
-        model: cut by `apply_plan`, also if FSDP2 cut it again: a rank's tp peers hold the same part over dp.
+        model: cut by `apply_plan`, and perhaps once more by FSDP2: a rank's tp peers then hold the same part over dp,
+            so that the local parts can be summed as they are.
         names: what `apply_plan` returned; parameters without a gradient are left out.
         mesh: the 1-D tp mesh.
     """
@@ -141,41 +173,55 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """(name, module or buffer) of all that a pattern names; (name, None) where another pipeline stage has it."""
-    found: list[tuple[str, Any]] = [("", model)]
-    for part in pattern.split(".") if pattern else []:
-        step: list[tuple[str, Any]] = []
-        for prefix, owner in found:
-            if owner is None or (part == "*" and isinstance(owner, nn.ModuleDict) and not owner):
-                step.append((prefix, None))
+    """The modules or buffers that a pattern names, as (name, match); (name, None) where another stage has them.
+
+    The pattern is followed component by component, from the model down; `*` branches to all children.
+    """
+    matches: list[tuple[str, Any]] = [("", model)]
+    for component in pattern.split(".") if pattern else []:
+        children: list[tuple[str, Any]] = []
+        for prefix, owner in matches:
+            # On a pipeline stage without layers `*` finds an empty ModuleDict: all of them are on other stages.
+            if owner is None or (component == "*" and isinstance(owner, nn.ModuleDict) and not owner):
+                children.append((prefix, None))
                 continue
-            names = [name for name, _ in owner.named_children()] if part == "*" else [part]
-            step += [(f"{prefix}.{n}".lstrip("."), getattr(owner, n)) for n in names if hasattr(owner, n)]
-        found = step
-    if not found:
-        have = {re.sub(r"\b\d+\b", "*", name) for name, _ in [*model.named_modules(), *model.named_buffers()]}
-        near = difflib.get_close_matches(pattern, have, n=1)
+            names = [name for name, _ in owner.named_children()] if component == "*" else [component]
+            for name in names:
+                if hasattr(owner, name):
+                    children.append((f"{prefix}.{name}".lstrip("."), getattr(owner, name)))
+        matches = children
+    if not matches:
+        names_in_model = [name for name, _ in [*model.named_modules(), *model.named_buffers()]]
+        possible = {re.sub(r"\b\d+\b", "*", name) for name in names_in_model}
+        near = difflib.get_close_matches(pattern, possible, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ValueError(f"'{pattern}' of the plan matches nothing in {type(model).__name__}{hint}")
-    return found
+    return matches
 
 
 def _check_regions(entered: list[str], inside: list[str]) -> list[str]:
-    """Check that a rank's features come from an input that was taken in once: any other gives wrong gradients.
+    """Check that the input of each cut product passes exactly one Enter.
+
+    The gradient of the input is summed over tp once for each Enter: without one it would be a part, with two it would
+    count tp times.
+
+    Args:
+        entered: names of the modules whose input enters a region.
+        inside: names of the modules that compute on such an input.
 
     Returns:
-        Of each name in `inside` where that was.
+        The name in `entered` for each name in `inside`.
     """
-    found = []
+    regions = []
     for name in inside:
         around = [e for e in entered if e in ("", name) or name.startswith(f"{e}.")]
         if len(around) != 1:
             raise ValueError(
-                f"the input of {name} is taken in by {around or 'nothing'} of the plan, expected one: an Enter on a "
+                f"the input of {name} passes {len(around)} Enters of the plan {around}, expected one: an Enter on a "
                 f"module around it, or Column(...).entering()"
             )
-        found += around
-    return found
+        regions += around
+    return regions
 
 
 def _check_buffer(name: str, buffer: Any, style: ShardBuffer, tp: int) -> None:

@@ -1,13 +1,14 @@
-"""The form of all words of a plan: parameters become DTensors, and the module's forward computes on the local parts.
+"""The base of all styles of a plan: parameters become DTensors, and the module's forward computes on their local parts.
 
 Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), else
-[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, which is what FSDP2, gradient clipping
-and checkpoints read. The module's forward takes the local part of it (FSDP2 hands it the same kind of DTensor, gathered
-over FSDP2's own axes), so that DTensor dispatches no operation of the hot path.
+[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, which is the form that FSDP2, gradient
+clipping and checkpoints read. The module's forward takes the local part of it. (From FSDP2 it gets the same kind of
+DTensor, gathered over FSDP2's own axes.) So DTensor dispatches no operation of the hot path.
 
-The gradient of a replicated parameter that sees S/tp of the tokens, or this rank's heads, is this rank's part {U_tp}.
-It stays so through backward; a style names such parameters in `partial_gradients`, to be summed once a step
-(`plans.sum_partial_gradients`; Megatron's `allreduce_layernorm_grads`).
+A replicated parameter that meets only S/tp of the tokens, or only this rank's heads, has a gradient that is this rank's
+part of a sum over tp, written {U_tp}. It stays a part through backward. A style lists such parameters in
+`partial_gradients`, and they are summed once a step (`plans.sum_partial_gradients`; Megatron's
+`allreduce_layernorm_grads`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from dtmega.plans import mappings, products
 
 
 class Stack:
-    """A run of blocks: how its hidden state lies between modules, enters a region of local features and leaves it.
+    """A stack of blocks: the layout of its hidden state between modules, and how that enters and leaves a region.
+
+    In a region each rank computes its own features (heads, channels) from the same input [B, S, D].
 
     Args:
-        sequence_parallel: it is cut along S.
+        sequence_parallel: the hidden state is cut along S between modules.
 
     Attributes:
-        cut: it is, in the forward under way.
-        sums_in_backward: gradients of replicated parameters are summed there, not once a step.
+        cut: the same for the forward that is running, which may differ (stacks of transformers' models).
+        sums_in_backward: gradients of replicated parameters are summed over tp in backward, not once a step.
     """
 
     sums_in_backward: ClassVar[bool] = False
@@ -45,56 +48,61 @@ class Stack:
         self.cut = sequence_parallel
 
     def enter(self, x: Tensor, group: ProcessGroup) -> Tensor:
-        """The input of a region, [B, S, D]."""
+        """Turn the hidden state into the input of a region, [B, S, D]."""
         return mappings.gather(x, group) if self.cut else mappings.copy(x, group)
 
     def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
-        """The input of a region, [B, S, D], for its products; `products.again` must follow.
+        """Turn the hidden state into the input of a region, [B, S, D], that its products gather once more in backward.
 
-        What is gathered no product keeps, unless the module is asked to (`keep_gathered`).
+        `products.again` must follow where the region ends. After `keep_gathered` the products keep their input instead.
         """
         if not module.gathers_again:
             return self.enter(x, group)
-        return products.enter(x, group, self.cut, module.alone)
+        return products.enter(x, group, self.cut, module.has_one_product)
 
     def leave(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        """Sum the ranks' outputs [B, S, D] of a region into the hidden state between modules."""
         return mappings.scatter(x, group) if self.cut else mappings.add_up(x, group)
 
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
-        """A replicated parameter, to meet this rank's tokens if the sequence is cut, and if `of_heads` in any case."""
+        """The local part of a replicated parameter.
+
+        Its gradient is a part {U_tp} if the sequence is cut, since it meets this rank's tokens only, and with
+        `of_heads` in any case. A stack that sums in backward does so here.
+        """
         return local_part(parameter)
 
 
 class Style(ParallelStyle):
-    """Parameters as DTensors, and `forward` in place of the module's own.
+    """A way to cut one kind of module: its parameters become DTensors, and `forward` replaces the module's own.
 
     Args:
-        stack: where the module stands, or whether sequence parallelism is wanted there.
-        sizes: what tp must divide, by its key in [model].
+        stack: the stack of blocks that the module belongs to, or True for one with sequence parallelism.
+        sizes: numbers that tp must divide, by their keys in [model].
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
-    cost: tuple[str, str] = ("", "")  # collectives: plain, and where the sequence is cut
+    cost: tuple[str, str] = ("", "")  # its collectives without, and with sequence parallelism
     of_heads = False  # replicated parameters meet only this rank's heads
-    enters = False  # takes its own input in
-    inside = False  # computes on an input that was taken in, by itself or by an Enter around it
+    enters = False  # is an Enter for its own input
+    inside = False  # computes on the input of a region: its own, or that of an Enter around it
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)
         self.sizes = sizes
-        # One function for all modules of a style: with one for each, torch.compile would compile each block anew.
+        # One function for all modules of a style: with a function for each, torch.compile would compile every block.
         self._function = as_function(self.forward)
 
     def known(self) -> tuple[type[nn.Module], ...]:
-        """The classes whose forward is what the style's own computes."""
+        """The classes whose forward computes the same as the style's own."""
         return (nn.Linear,)
 
     def placement(self, name: str, tp: int) -> Placement | None:
-        """The placement of a parameter over tp ranks; None: the style is not for modules that have it."""
+        """The placement of a parameter over tp ranks; None if the style is not for modules with such a parameter."""
         return self.placements.get(name)
 
     def partial_gradients(self, module: nn.Module, tp: int) -> set[str]:
-        """Parameters whose gradient on each rank is that of its own tokens or heads."""
+        """The names of the parameters whose gradient on each rank comes from its own tokens or heads only."""
         if self.stack.sums_in_backward or not (self.stack.cut or self.of_heads):
             return set()
         return {n for n, _ in module.named_parameters(recurse=False) if self.placement(n, tp) == Replicate()}
@@ -107,7 +115,11 @@ class Style(ParallelStyle):
         return local_part(module.weight)
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Refuse, by a ValueError, a module that tp ranks cannot share or that the style is not for."""
+        """Check that tp ranks can share the module.
+
+        Raises:
+            ValueError: a size that tp does not divide, or a module that the style is not for.
+        """
         kind, owner = type(self).__name__, type(module).__name__
         for key, size in self.sizes.items():
             if size % tp:
@@ -123,7 +135,7 @@ class Style(ParallelStyle):
                 self.check_size(f"dim {placement.dim} of '{name}' {shape} of {owner}", shape[placement.dim], tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """A style may replace a forward that it knows: a class that computes something else would come out wrong."""
+        """Refuse a class with an unknown forward: the style would replace it, and compute something else."""
         if all(type(module).forward is not known.forward for known in self.known()):
             names = ", ".join(known.__name__ for known in self.known())
             raise ValueError(
@@ -146,21 +158,21 @@ class Style(ParallelStyle):
         module.forward = types.MethodType(self._function, module)
         if self.enters:
             module.gathers_again = True  # pyright: ignore[reportArgumentType]
-            module.alone = False  # pyright: ignore[reportArgumentType]
+            module.has_one_product = False  # pyright: ignore[reportArgumentType]
         return module
 
 
 def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """The DTensor of a parameter that every rank holds whole, or of one on meta; nothing is communicated."""
+    """Make a DTensor of a parameter that every rank holds whole, or that is on meta. Nothing is communicated."""
     cut = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
     return nn.Parameter(cut, requires_grad=parameter.requires_grad)
 
 
 def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function that calls a method of a style, to be bound to a module.
+    """Wrap a method of a style in a plain function, which can be bound to a module.
 
-    The method itself is bound already, to the style. Bound once more to a module it is a call that Dynamo of torch 2.11
-    does not follow: a graph break in every block.
+    The method is bound to the style already. A call of a method that is bound twice is one that Dynamo of torch 2.11
+    does not follow: there would be a graph break in every block.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -170,19 +182,19 @@ def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def computing_on(module: nn.Module, here: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Put what `here` makes of the module's parameters in their place, for a forward that knows no DTensors."""
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    module._parameters.update({name: here(p) for name, p in own.items()})  # pyright: ignore[reportArgumentType, reportCallIssue]
+def computing_on(module: nn.Module, local: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Replace the module's parameters by `local` of each, for a forward that cannot compute on DTensors."""
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    module._parameters.update({name: local(p) for name, p in parameters.items()})  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
         yield
     finally:
-        module._parameters.update(own)
+        module._parameters.update(parameters)
 
 
 def local_part(parameter: Any) -> Any:
     """The part of a parameter on this rank.
 
-    The gradient comes back with the parameter's placement, and for a replicated one unsummed.
+    Its gradient comes back with the parameter's placement. That of a replicated parameter is not summed over the ranks.
     """
     return None if parameter is None else parameter.to_local()

@@ -1,4 +1,4 @@
-"""BERT over the tp axis: what `models/bert.py` names, and how each is cut."""
+"""BERT over the tp axis: how each module of `models/bert.py` is cut."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dtmega.plans.vocabulary import Rejoin, VocabEmbedding, VocabHead, WholeEmbe
 
 
 def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
-    """The table of a model: blocks as BLOOM's, and of the heads nothing is cut but the vocabulary.
+    """The plan of a model: blocks are cut as BLOOM's, and of the two heads only the vocabulary is cut.
 
-    With sequence parallelism each head has its input whole, [B, S, D], since which tokens have a label is known of
-    whole rows; the order head of the first place only. All ranks then do the same work on the labelled tokens [N, D],
-    up to the vocabulary, behind which the gradient [N, D] is summed over tp: 15 % of what a reduce-scatter for every
-    token would be. So gradients are whole in all of `head` and `order`, and none of their parameters is a partial sum.
+    With sequence parallelism each head gathers its whole input [B, S, D], because labelled tokens are selected from
+    whole rows; the sentence-order head gathers only the first place of each rank. All ranks then do the same work on
+    the labelled tokens [N, D], up to the product with the vocabulary. Its gradient [N, D] is summed over tp, 15 % of
+    the bytes that a reduce-scatter for every token would send. So gradients are whole everywhere in `head` and `order`,
+    and none of their parameters has a partial one.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
@@ -37,7 +38,7 @@ def plan(model: config.Bert, sequence_parallel: bool = True) -> Plan:
         "order": Rejoin(sp, first_only=True),
         "order.pooler": Whole(False),
         "order.classifier": Whole(False),
-        # Attention drops by global head; all other sites see a part of the sequence.
+        # Dropout in attention is keyed by global head. The other dropout sites see a part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -1,4 +1,4 @@
-"""BLOOM over the tp axis: what `models/bloom.py` names, and how each is cut."""
+"""BLOOM over the tp axis: how each module of `models/bloom.py` is cut."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
-    """The table of a model. Heads and the feed-forward are cut evenly, the vocabulary as it comes.
+    """The plan of a model. Heads and the feed-forward are cut evenly; of the vocabulary the last rank may have less.
 
-    Four collectives a layer and direction of the pass: with sequence parallelism two all-gathers and two
-    reduce-scatters, without two all-reduces; and in backward the two all-gathers again.
+    Collectives of a layer: with sequence parallelism two all-gathers and two reduce-scatters in forward and as many in
+    backward, which also repeats the two all-gathers of forward; without it two all-reduces each way.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
@@ -28,7 +28,7 @@ def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
         "norm": Norm(sp),
         "head": VocabHead(sp),
         "slopes": ShardBuffer(model.n_heads),
-        # Attention drops by global head; all other sites see a part of the sequence.
+        # Dropout in attention is keyed by global head. The other dropout sites see a part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

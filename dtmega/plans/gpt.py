@@ -1,4 +1,4 @@
-"""GPT over the tp axis: what `models/gpt.py` names, and how each is cut."""
+"""GPT over the tp axis: how each module of `models/gpt.py` is cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead, WholeEmbedding
 
 
 def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
-    """The table of a model, as BLOOM's; positions are whole on every rank."""
+    """The plan of a model: BLOOM's, with the position embedding whole on every rank."""
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {
         "embed": VocabEmbedding(sp),
@@ -23,7 +23,7 @@ def plan(model: config.GPT, sequence_parallel: bool = True) -> Plan:
         "layers.*.mlp.down": Row(sp, **ffn),
         "norm": Norm(sp),
         "head": VocabHead(sp),
-        # Attention drops by global head; all other sites see a part of the sequence.
+        # Dropout in attention is keyed by global head. The other dropout sites see a part of the sequence.
         "head_ids": ShardBuffer(model.n_heads),
         "embed_dropout": SequenceShard(sp),
         "layers.*.attn_dropout": SequenceShard(sp),

@@ -1,4 +1,4 @@
-"""Llama over the tp axis: what `models/llama.py` names, and how each is cut."""
+"""Llama over the tp axis: how each module of `models/llama.py` is cut."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
-    """The table of a model. Heads and the feed-forward are cut evenly, the vocabulary as it comes.
+    """The plan of a model. Heads and the feed-forward are cut evenly; of the vocabulary the last rank may have less.
 
-    Heads of keys that are fewer than ranks are copied. Collectives are those of `plans/bloom.py`.
+    If there are fewer key heads than ranks, several ranks have a copy of the same one. Collectives are those of
+    `plans/bloom.py`.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     return {

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are cut over the vocabulary, for models whose head is not `dtmega.loss`'s fused one."""
+"""Cross-entropy of logits that are cut over the vocabulary, for models that compute their logits themselves."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """cross_entropy(logits, target) + z_loss log(Z)^2 where each rank holds some columns of the logits.
 
-    fp32 math, one all-gather of 3 numbers a token (4 with smoothing); logits and target stay as they are.
+    Computed in fp32, with one all-gather of 3 numbers a token (4 with smoothing). Logits and target are not changed.
 
     Args:
         logits_shard: [..., V_local], any floating dtype and strides.
-        target: [...] int64, global numbers; -100 gives 0, any other outside [0, n_valid) is an index error.
-        group: the ranks that hold the vocabulary; None: all of it is here.
+        target: [...] int64, global numbers. A loss for -100 is 0; any other number outside [0, n_valid) is an index
+            error.
+        group: the ranks that share the vocabulary; None: this rank has all of it.
         label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
+        z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
         n_valid: V without the padding columns at its end. None: there are none.
-        vocab_start: global number of the first column here. None (as for n_valid): one more all-gather, of the sizes.
-        reduction: "none" gives [...], "sum" a scalar.
+        vocab_start: global number of this rank's first column. None, here or for n_valid, costs one more all-gather, in
+            which the ranks tell each other their sizes.
+        reduction: "none" for the losses [...], "sum" for their sum.
 
     Returns:
-        fp32, the same on all ranks. The gradient of logits_shard is this rank's and final. Backward works once.
+        fp32, the same on all ranks. The gradient of logits_shard is final. Backward works once.
 
     Raises:
-        ValueError: shapes that do not belong together, or another reduction.
+        ValueError: shapes that do not fit together, or an unknown reduction.
     """
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(
@@ -47,11 +50,12 @@ def vocab_parallel_cross_entropy(
         )
     if reduction not in ("none", "sum"):
         raise ValueError(f"reduction is 'none' or 'sum', got '{reduction}'")
-    n_columns, grad = logits_shard.shape[-1], torch.is_grad_enabled() and logits_shard.requires_grad
+    n_columns = logits_shard.shape[-1]
+    needs_gradient = torch.is_grad_enabled() and logits_shard.requires_grad
     columns = locate(n_columns, vocab_start, n_valid, group, logits_shard.device)
     with torch.no_grad():
         logits = logits_shard.reshape(target.numel(), n_columns)
-        gradient = logits.new_empty(logits.shape) if grad else None
+        gradient = logits.new_empty(logits.shape) if needs_gradient else None
         losses = token_losses(logits, target.reshape(-1), columns, label_smoothing, z_loss, gradient)
         losses = losses.sum() if reduction == "sum" else losses.view(target.shape)
     return losses if gradient is None else with_gradient(losses, logits_shard, gradient.view(logits_shard.shape))

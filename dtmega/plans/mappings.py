@@ -1,17 +1,23 @@
-"""The moves of tensor parallelism, each with its gradient (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
+"""The communication of tensor parallelism, with its gradients (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
+
+{U_tp} marks a tensor that is a rank's part of a sum over tp.
 
     forward                                          backward
     copy     [B, S, D] -> [B, S, D]                  all-reduce
-    add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing: each rank has the whole gradient
+    add_up   [B, S, D] {U_tp} -> [B, S, D]           nothing, since each rank has the whole gradient
     gather   [B, S/tp, D] -> [B, S, D]               reduce-scatter
     scatter  [B, S, D] {U_tp} -> [B, S/tp, D]        all-gather
-    part     [B, S, D] -> [B, S/tp, D]               all-gather
-    whole    [B, S/tp, D] -> [B, S, D]               nothing: this rank's part of the whole gradient
+    split    [B, S, D] -> [B, S/tp, D]               all-gather
+    join     [B, S/tp, D] -> [B, S, D]               nothing sent: this rank's part of the whole gradient
 
-`copy` and `add_up` open and close a region where each rank computes its part from the same input; with sequence
-parallelism `gather` and `scatter` do, and between regions each rank keeps its part of the sequence. `part` and `whole`
-go between what every rank has and what each has a part of, where both sides compute the same as one process. Rows
-[N/tp, D] are gathered and scattered along N: any order of tokens is good that comes back the same.
+`copy` and `add_up` open and close a region, in which each rank computes its own features from the same input. With
+sequence parallelism `gather` and `scatter` do that, and between regions each rank keeps its part of the sequence.
+
+`split` and `join` change between a tensor that every rank has and one that is cut, where all ranks compute the same
+thing as one process would. Their gradients are equal on all ranks, so nothing is summed.
+
+A tensor [N/tp, D] of rows is gathered and scattered along N. The order of tokens in between does not matter, as long as
+it is undone.
 """
 
 from __future__ import annotations
@@ -29,33 +35,37 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Enter a region with an input that every rank has whole."""
     return cast(Tensor, _Copy.apply(x, group))
 
 
 def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Leave a region with the sum of the ranks' outputs, whole on every rank."""
     return cast(Tensor, _AddUp.apply(x, group))
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Enter a region with an input that is cut along the sequence."""
     return cast(Tensor, _Gather.apply(x, group))
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Leave a region with this rank's part, along the sequence, of the sum of the ranks' outputs."""
     return cast(Tensor, _Scatter.apply(x, group))
 
 
-def part(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """This rank's chunk of x, as `x.chunk` cuts it; x may have any size along `dim` that leaves no rank without."""
-    return cast(Tensor, _Part.apply(x, group, dim))
+def split(x: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """This rank's chunk of x, as `x.chunk` cuts it. The size along `dim` must leave a part for every rank."""
+    return cast(Tensor, _Split.apply(x, group, dim))
 
 
-def whole(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
-    """The inverse of `part`: x has `size` along `dim` once it is whole."""
-    return cast(Tensor, _Whole.apply(x, group, dim, size))
+def join(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
+    """The inverse of `split`, where the whole tensor has `size` along `dim`."""
+    return cast(Tensor, _Join.apply(x, group, dim, size))
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The result of `gather`, without a gradient."""
+    """The same tensor as from `gather`, without a gradient."""
     return by_row(_all_gather(x, group), group)
 
 
@@ -64,7 +74,10 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, S, D] -> [tp B, S/tp, D], what is one rank's together; rows are so already. No copy if B = 1."""
+    """Bring together what belongs to one rank: [B, S, D] -> [tp B, S/tp, D]. Rows [N, D] are in that order already.
+
+    The collectives cut and join along dim 0 only. With B = 1 nothing is copied.
+    """
     if x.ndim == 2:
         return x
     return x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)
@@ -83,15 +96,16 @@ def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     rows = x.movedim(dim, 0)
-    most = -(-size // group.size())  # all but the last rank have so many
+    # All ranks must gather parts of one size, so the last rank's smaller part is padded, and the padding cut off.
+    most = -(-size // group.size())
     padded = rows if len(rows) == most else torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     parts = _all_gather(padded, group)
-    # Never a view, which FSDP2 warns of at the end of a block.
+    # A copy, for FSDP2 warns of a view at the end of a block.
     return parts[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-# The collectives, each with its result in memory of its own. In a compiled block they are the functional ones: torch
-# 2.11 compiles those that write to a given tensor too, but then loses the gradient of what they wrote.
+# The collectives, each with its result in new memory. In a compiled block they are the functional ones: torch 2.11 also
+# compiles those that write to a given tensor, but then loses the gradient of what they wrote.
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -103,7 +117,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...] of each rank -> [tp n, ...]"""
+    """Join the ranks' tensors [n, ...] along dim 0: [tp n, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return functional.all_gather_tensor(x, 0, group)
@@ -113,7 +127,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[tp n, ...] -> [n, ...]"""
+    """Sum the ranks' tensors [tp n, ...] and return this rank's part, [n, ...]."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         return functional.reduce_scatter_tensor(x, "sum", 0, group)
@@ -123,7 +137,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Started:
-    """A collective that is under way: its result is there once `wait` was called."""
+    """A collective that is running. Its result may be read after `wait`, which returns it."""
 
     def __init__(self, result: Tensor, work: dist.Work | None) -> None:
         self._result, self._work = result, work
@@ -137,7 +151,7 @@ class Started:
 
 
 def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
-    """Begin what `gather` (`cut`) or `copy` does in backward with the gradient x, whose memory is used up by it."""
+    """Start the backward of `gather` (`cut`) or of `copy` for the gradient x, which may be overwritten."""
     if cut:
         parts = _by_rank(x, group).contiguous()
         if torch.compiler.is_compiling():
@@ -151,7 +165,7 @@ def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
 
 
 def start_gathered(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Begin `gathered`; of the result `wait` gives what `_by_row` must put in order. Not in a compiled block."""
+    """Start `gathered`. The result of `wait` still has to go through `by_row`. Not for a compiled block."""
     x = x.contiguous()
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     return Started(parts, _all_gather_into(parts, x, group=group, async_op=True))
@@ -200,7 +214,7 @@ class _Scatter(torch.autograd.Function):
         return gathered(grad_outputs[0], ctx.group), None
 
 
-class _Part(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, x.shape[dim]
@@ -211,7 +225,7 @@ class _Part(torch.autograd.Function):
         return _joined(grad_outputs[0], ctx.group, ctx.dim, ctx.size), None, None
 
 
-class _Whole(torch.autograd.Function):
+class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
         ctx.group, ctx.dim = group, dim

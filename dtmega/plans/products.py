@@ -1,16 +1,21 @@
-"""The matrix product of every style, and what a region of them does while its gradients travel.
+"""The matrix product of every style: keeps no gathered input, and computes while gradients are communicated.
 
-A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read it. If they kept it
-for backward, these inputs were a quarter of what a layer keeps at tp 4 (docs/decisions.md). So a product keeps nothing
-of it: it hands out a ticket. Where the region ends, `again` takes the tickets back. Backward comes by there first: it
-gathers the input once more, from this rank's part, for the products. In a compiled block they get it as the gradients
-of their tickets; else the gather is only begun there, and the products wait for it when they need it.
+Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read it. Kept for
+backward, it would be a quarter of all that a layer keeps at tp 4 (docs/decisions.md). So no product keeps it, and
+backward gathers it once more from this rank's part:
 
-The gradient of the input is summed over the ranks, and while it travels the gradient of a weight is computed: the
-products of a region stand in a chain, in which each adds its own part, and the first one, which is the last in
-backward, begins the sum, computes its weight's gradient, and waits. Inductor cannot follow the chain, so in a compiled
-block this holds for regions of one product. Megatron's `LinearWithGradAccumulationAndAsyncCommunication` does both
-(core/tensor_parallel/layers.py).
+1. In forward each product returns a *ticket* beside its output, a tensor of zeros that takes no memory.
+2. `again`, called where the region ends, consumes the tickets. Autograd therefore runs the backward of `again` before
+   that of any product, and it starts the gather.
+3. Each product waits for the gathered input when its backward needs it. In a compiled block, where no Python object can
+   carry the input from `again` to the products, they get it as the gradient of their tickets.
+
+Time. The gradient of the input must be summed over the ranks. While this sum is communicated, the gradient of a weight
+is computed. For that the products of a region form a chain, along which each adds its part of the input's gradient. The
+first product of the region comes last in backward: it starts the sum, computes its weight's gradient, and then waits.
+Inductor cannot follow the chain, so in a compiled block only regions of one product overlap the two.
+
+Megatron's `LinearWithGradAccumulationAndAsyncCommunication` does both (core/tensor_parallel/layers.py).
 """
 
 from __future__ import annotations
@@ -27,18 +32,18 @@ from dtmega.plans.mappings import Started
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, [..., in] -> [..., out]: the one place where the styles multiply matrices.
+    """x W^T + b, [..., in] -> [..., out]. All styles multiply matrices here.
 
     Args:
-        x: an activation of this rank; what `enter` has gathered is not kept for backward.
+        x: an activation of this rank. One that `enter` has gathered is not kept for backward.
         weight: [out, in], this rank's part.
         bias: [out].
     """
     region = getattr(x, "region", None)
-    # Autocast makes other tensors of both factors, and backward would have to know which.
+    # Autocast casts both factors, and the backward below does not know the results.
     if region is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling() and not region.alone and not region.cut:
+    if torch.compiler.is_compiling() and not region.has_one_product and not region.cut:
         return F.linear(x, weight, bias)
     return region.product(x, weight, bias)
 
@@ -47,75 +52,87 @@ class Region:
     """The state that the products of one region share.
 
     Attributes:
-        part: the input as this rank has it, [B, S/tp, D] if it is `cut`, else [B, S, D].
-        alone: there is one product in it.
-        tickets: one of each product, if it is cut.
+        part: the input as this rank has it between regions, [B, S/tp, D] if it is `cut`, else [B, S, D].
+        has_one_product: only one product reads the input.
+        tickets: one from each product so far, if the input is cut.
     """
 
-    def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, alone: bool) -> None:
+    def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> None:
         self.part = part.detach()
-        self.group, self.cut, self.alone = group, cut, alone
+        self.group, self.cut, self.has_one_product = group, cut, has_one_product
         self.tickets: list[Tensor] = []
-        # What the next product of the chain takes, so that its part of the gradient comes back to this one.
+        # The input of the next product as autograd sees it: through it the gradient goes back to the product before.
         self._link: Tensor | None = part
-        self._first = True
-        self._started: Started | None = None
-        self._whole: Tensor | None = None
-        self._n_tickets = self._n_left = 0
+        self._is_first = True  # the next product is the first one of the chain
+        self._gather: Started | None = None
+        self._gathered: Tensor | None = None
+        self._n_tickets = 0
+        self._n_waiting = 0  # products that still need the gathered input in this backward
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`product` of x, the region's input."""
+        """Do `product` for the region's input x, as the next one of the chain."""
         compiled = torch.compiler.is_compiling()
-        if compiled and not self.alone:
-            link, sums = x, False  # autograd adds up, and `mappings.gather` sums over the ranks
+        if compiled and not self.has_one_product:
+            # No chain: autograd adds up the gradients of x, and `mappings.gather` sums them over the ranks.
+            link, sums = x, False
         else:
-            link, sums = self._link, self._first
+            link, sums = self._link, self._is_first
         state = None if compiled else self
-        out, ticket, following = _Product.apply(link, x.detach(), weight, bias, self.group, self.cut, sums, state)
+        out, ticket, next_link = _Product.apply(link, x.detach(), weight, bias, self.group, self.cut, sums, state)
         if ticket is not None:
             self.tickets.append(ticket)
-        if following is not None:
-            self._link = following
-        self._first = False
+        if next_link is not None:
+            self._link = next_link
+        self._is_first = False
         return out
 
     def close(self) -> list[Tensor]:
-        """The tickets; there are no more products. Their nodes know the region, which must not know them."""
-        tickets, self.tickets, self._link = self.tickets, [], None
+        """Return the tickets at the end of the region, after which it takes no more products.
+
+        The region lets go of all tensors of the graph. The graph's nodes refer to the region, so a reference back to
+        them would be a cycle that keeps the activations alive.
+        """
+        tickets = self.tickets
+        self.tickets = []
+        self._link = None
         self._n_tickets = len(tickets)
         return tickets
 
     def start(self) -> None:
-        """Begin to gather the input once more, in backward."""
-        self._started, self._n_left = mappings.start_gathered(self.part, self.group), self._n_tickets
+        """Start to gather the input once more, in backward."""
+        self._gather = mappings.start_gathered(self.part, self.group)
+        self._n_waiting = self._n_tickets
 
     def fetch(self) -> Tensor:
-        """Wait for what `start` has begun, for one of the products; after the last one nothing of it is kept."""
-        assert self._started is not None
-        if self._whole is None:
-            self._whole = mappings.by_row(self._started.wait(), self.group)
-        whole = self._whole
-        self._n_left -= 1
-        if self._n_left == 0:
-            self._started = self._whole = None
-        return whole
+        """Wait for the gathered input. Each product calls this once in backward; the last call frees the input."""
+        assert self._gather is not None
+        if self._gathered is None:
+            self._gathered = mappings.by_row(self._gather.wait(), self.group)
+        gathered = self._gathered
+        self._n_waiting -= 1
+        if self._n_waiting == 0:
+            self._gather = self._gathered = None
+        return gathered
 
 
-def enter(x: Tensor, group: dist.ProcessGroup, cut: bool, alone: bool) -> Tensor:
-    """`mappings.gather` (`cut`) or `copy` of a region's input for its products; `again` must follow where it ends."""
-    whole = mappings.gather(x, group) if cut else mappings.copy(x, group)
-    whole.region = Region(x, group, cut, alone)  # pyright: ignore[reportAttributeAccessIssue]
-    return whole
+def enter(x: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> Tensor:
+    """Begin a region: the input that its products read, by `mappings.gather` (`cut`) or `copy`.
+
+    `again` must follow where the region ends.
+    """
+    entered = mappings.gather(x, group) if cut else mappings.copy(x, group)
+    entered.region = Region(x, group, cut, has_one_product)  # pyright: ignore[reportAttributeAccessIssue]
+    return entered
 
 
-def again(out: Any, whole: Tensor) -> Any:
-    """The end of a region: what comes out of it, and with its gradient the input for the products.
+def again(out: Any, entered: Tensor) -> Any:
+    """End a region: return its output unchanged; in backward the region's input is gathered again from here on.
 
     Args:
-        out: a tensor, or a tuple whose first one is what the region computes.
-        whole: the region's input; if `enter` did not gather it, nothing is done.
+        out: output of the region: a tensor, or a tuple that begins with it.
+        entered: input of the region. If it is not from `enter`, nothing is done.
     """
-    region = getattr(whole, "region", None)
+    region = getattr(entered, "region", None)
     if region is None:
         return out
     tickets = region.close()
@@ -128,10 +145,18 @@ def again(out: Any, whole: Tensor) -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b; a ticket, zeros in the shape of x that take no memory; and the same for the next one of the chain.
+    """The product x W^T + b as a node of the chain. It returns three tensors:
 
-    Backward gets x as the ticket's gradient or from the region, and what later products add to the gradient of x as
-    that of the third. Where it `sums`, its own gradient of x is the ranks' sum, or this rank's part of that.
+    - x W^T + b;
+    - a ticket: zeros in the shape of x, without memory of their own. In a compiled block its gradient is x;
+    - the link for the next product: zeros likewise. Its gradient is the later products' part of the gradient of x.
+
+    Args:
+        link: the region's input, or the link from the product before; gets the gradient of x.
+        x: the region's input, detached.
+        cut: x was gathered, and is not kept.
+        sums: this is the first product of the chain, which sums the gradient of x over the ranks.
+        region: None in a compiled block.
     """
 
     @staticmethod
@@ -152,34 +177,35 @@ class _Product(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         ticket = x.new_zeros(()).expand(x.shape) if cut else None
         chained = region is not None and ctx.needs_input_grad[0]
-        following = x.new_zeros(()).expand(x.shape) if chained else None
-        return F.linear(x, weight, bias), ticket, following
+        next_link = x.new_zeros(()).expand(x.shape) if chained else None
+        return F.linear(x, weight, bias), ticket, next_link
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.saved_tensors[0]
         needs_x, _, _, needs_bias, *_ = ctx.needs_input_grad
-        grad, ticket, of_later_ones = grad_outputs
-        rows = grad.flatten(0, -2)
-        of_x = None
+        dout, ticket_gradient, dx_of_later_products = grad_outputs
+        rows = dout.flatten(0, -2)
+        dx = None
         started = None
+        # The gradient of x comes first, so that its sum over the ranks runs while the weight's gradient is computed.
         if needs_x:
-            of_x = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
-            if of_later_ones is not None:
-                of_x += of_later_ones
+            dx = (rows @ weight).view(*dout.shape[:-1], weight.shape[1])
+            if dx_of_later_products is not None:
+                dx += dx_of_later_products
             if ctx.sums:
-                started = mappings.start_gradient(of_x, ctx.group, ctx.cut)
+                started = mappings.start_gradient(dx, ctx.group, ctx.cut)
         if not ctx.cut:
             x = ctx.saved_tensors[1]
         elif ctx.region is None:
-            x = ticket
+            x = ticket_gradient
         else:
             x = ctx.region.fetch()
-        of_weight = rows.t() @ x.flatten(0, -2)
-        of_bias = rows.sum(0) if needs_bias else None
+        dweight = rows.t() @ x.flatten(0, -2)
+        dbias = rows.sum(0) if needs_bias else None
         if started is not None:
-            of_x = started.wait()
-        return of_x, None, of_weight, of_bias, None, None, None, None
+            dx = started.wait()
+        return dx, None, dweight, dbias, None, None, None, None
 
 
 class _Again(torch.autograd.Function):
@@ -198,8 +224,8 @@ class _Again(torch.autograd.Function):
         if ctx.region is not None:
             ctx.region.start()
             return grad, None, None, None, *[None] * ctx.n_tickets
-        # The compiler sees that forward gathered the same, and would keep that result. Chosen by a number of the
-        # gradient, which of two equal tensors is gathered can be known in backward only.
+        # The compiler would see that forward has gathered the same tensor, and keep that result for here. A choice that
+        # depends on the gradient, if only between two equal tensors, can be made in backward only.
         part = torch.where(grad[(0,) * grad.ndim] > 0, part, part)
-        whole = mappings.gathered(part, ctx.group)
-        return grad, None, None, None, *[whole] * ctx.n_tickets
+        gathered = mappings.gathered(part, ctx.group)
+        return grad, None, None, None, *[gathered] * ctx.n_tickets

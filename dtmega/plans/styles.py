@@ -1,22 +1,22 @@
-"""The words of a plan: how one module is cut over the tp axis, in models of the house and in those of transformers.
+"""The styles of a plan: how one module is cut over the tp axis, in dtmega's models and in those of transformers.
 
-    word               on                         what it does
-    Enter              attention, feed-forward    its input is taken in once for all Columns inside of it
-    EnterOnce          nn.Identity                the same for what several modules' Columns read: an encoder's output
+    style              for                        what it does
+    Enter              attention, feed-forward    gathers the input once for all Columns inside the module
+    EnterOnce          nn.Identity                the same for an input that several modules read: an encoder's output
     Column             nn.Linear                  cut by output features; its input is whole
-    KVColumn           nn.Linear                  a Column for keys or values whose heads may be fewer than ranks
-    Row                nn.Linear                  cut by input features; the ranks' products are summed, which leaves
+    KVColumn           nn.Linear                  a Column for keys or values, which may have fewer heads than ranks
+    Row                nn.Linear                  cut by input features; the ranks' products are summed
     Norm               LayerNorm, RMSNorm         whole on every rank, on the tokens (or heads) of this rank
-    Whole              anything                   the same for a module of which nothing is known
+    Whole              any module                 the same with the module's own forward, whatever that computes
     VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
-    WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, which looks up its places
+    WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, for this rank's places
     HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one for each head
     VocabHead          a head that owns the loss  (vocabulary.py) cut by rows
-    Rejoin             a head that is not cut     (vocabulary.py) its input is made whole, each rank does all of it
-    SequenceShard      a dropout site             takes the places of its part of the sequence
-    ShardBuffer        a buffer                   cut like the heads that it is of
+    Rejoin             a head that is not cut     (vocabulary.py) gathers the input; every rank computes all of it
+    SequenceShard      a dropout site             selects the places of this rank's part of the sequence
+    ShardBuffer        a buffer                   cut along one dim, for instance by heads
 
-base.py says what they have in common, products.py how matrices are multiplied.
+base.py has what they share, products.py how matrices are multiplied.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from dtmega.plans.products import product
 
 
 class Enter(ParallelStyle):
-    """A module whose linears share its input, which is taken in once, [B, S/tp, D] -> [B, S, D].
+    """A module whose linears share its input, which is gathered once for all of them, [B, S/tp, D] -> [B, S, D].
 
-    What is gathered is not kept but gathered again for backward; without sequence parallelism the input is whole
-    already, and its gradient is summed. The input is the first positional argument, or `hidden_states`; the module's
-    own forward stays.
+    The gathered input is not kept, but gathered once more in backward (products.py). Without sequence parallelism the
+    input is whole already, and only its gradient is summed. The input is the first positional argument, or
+    `hidden_states`. The module keeps its own forward.
 
     Args:
         stack: as for a Style.
@@ -60,14 +60,14 @@ class Enter(ParallelStyle):
         self._function = as_function(self.forward)
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Anything goes."""
+        """Accept any module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh.size())
         self.group = device_mesh.get_group()
         module.forward = types.MethodType(self._function, module)
         module.gathers_again = True  # pyright: ignore[reportArgumentType]
-        module.alone = False  # pyright: ignore[reportArgumentType]
+        module.has_one_product = False  # pyright: ignore[reportArgumentType]
         return module
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,14 +83,14 @@ class Enter(ParallelStyle):
         return products.again(type(module).forward(module, *args, **kwargs), entered)
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Change what else the module is given."""
+        """Change other keyword arguments of the module, in place; for subclasses."""
 
 
 class EnterOnce(ParallelStyle):
-    """An nn.Identity through which hidden states go to Columns elsewhere, as an encoder's output does to each layer.
+    """An nn.Identity through which hidden states reach Columns of several modules: an encoder's output, say.
 
-    Taken in once for all of them, [B, S/tp, D] -> [B, S, D], and kept for backward, where the gradients that come from
-    all of them are summed over tp at once. Without sequence parallelism it is whole already.
+    They are gathered once for all of these, [B, S/tp, D] -> [B, S, D], and kept for backward, where the gradients from
+    all of these are added up and then summed over tp once. Without sequence parallelism they are whole already.
     """
 
     cost = Enter.cost
@@ -113,14 +113,14 @@ class EnterOnce(ParallelStyle):
 class Column(Style):
     """nn.Linear cut by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
 
-    Fused projections stay one product: rows ordered [head, (q, k, v), K] are cut between heads.
+    A fused projection stays one product: its rows are ordered [head, (q, k, v), K], so the cut falls between heads.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
     inside = True
 
     def entering(self) -> Column:
-        """Compute as a region of its own, which takes in [B, S/tp, D] where the sequence is cut."""
+        """Make the module a region of its own, whose input is [B, S/tp, D] where the sequence is cut."""
         self.enters, self.cost = True, Enter.cost
         return self
 
@@ -135,10 +135,10 @@ class Column(Style):
 
 
 class KVColumn(Column):
-    """nn.Linear to keys or values of `kv_heads` heads: a Column, or where tp is a multiple of kv_heads, copied.
+    """nn.Linear to keys or values of `kv_heads` heads: a Column, or if there are fewer heads than ranks, copied.
 
-    Each of tp / kv_heads ranks then has the whole weight and computes the one head that its heads of queries need; the
-    weight's gradient is the sum of the ranks' parts.
+    Copied, each rank has the whole weight and computes the one head that its query heads need; tp / kv_heads ranks
+    compute the same one. The weight's gradient is the sum of all ranks' parts.
     """
 
     of_heads = True
@@ -160,16 +160,16 @@ class KVColumn(Column):
             return super().multiply(module, x)
         head = group.rank() * self.kv_heads // group.size()
 
-        def mine(parameter: Any) -> Any:
+        def rows_of_head(parameter: Any) -> Any:
             if parameter is None:
                 return None
             return self.stack.shared(parameter, group, of_heads=True).unflatten(0, (self.kv_heads, -1))[head]
 
-        return product(x, mine(module.weight), mine(module.bias))
+        return product(x, rows_of_head(module.weight), rows_of_head(module.bias))
 
 
 def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") -> None:
-    """Refuse heads of keys that can neither be cut evenly nor copied evenly, by a ValueError."""
+    """Refuse a number of key heads that can neither be cut evenly nor copied evenly, by a ValueError."""
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(
             f"tp={tp} and {key}={kv_heads}: neither divides the other, so heads of keys can neither be cut nor copied "
@@ -180,7 +180,7 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
 class Row(Style):
     """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D]; without sequence parallelism to [B, S, D].
 
-    The ranks' products are summed, and the bias is added once, to the sum.
+    The ranks' products are summed. The bias is added once, to the sum.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
@@ -192,24 +192,26 @@ class Row(Style):
 
 
 class Whole(Style):
-    """A module that computes on every rank with all of its parameters, by its own forward, whatever it is.
+    """Any module that computes with its own forward and all of its parameters on every rank.
 
     Args:
-        of_heads: it sees only this rank's heads.
+        stack: as for a Style.
+        of_heads: the module sees only this rank's heads.
     """
 
     def __init__(self, stack: Stack | bool = True, of_heads: bool = False) -> None:
         super().__init__(stack)
         self.of_heads = of_heads
         if self.stack.sums_in_backward:
-            each = "backward all-reduce of the weight"
-            self.cost = (each if of_heads else "", each if of_heads or self.stack.sequence_parallel else "")
+            all_reduce = "backward all-reduce of the weight"
+            is_partial_when_cut = of_heads or self.stack.sequence_parallel
+            self.cost = (all_reduce if of_heads else "", all_reduce if is_partial_when_cut else "")
 
     def placement(self, name: str, tp: int) -> Placement | None:
         return Replicate()
 
     def check_class(self, module: nn.Module) -> None:
-        """Anything goes."""
+        """Accept any class: its own forward stays."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return super()._apply(module, device_mesh) if any(True for _ in module.parameters(recurse=False)) else module
@@ -221,21 +223,22 @@ class Whole(Style):
 
 
 class Norm(Whole):
-    """A LayerNorm or RMSNorm of the last dim, [B, S/tp, D] or [B, S, D], or `of_heads` [B, S, H/tp, K].
+    """A LayerNorm or RMSNorm of the last dim, [B, S/tp, D] or [B, S, D], or with `of_heads` [B, S, H/tp, K].
 
-    For nn.LayerNorm and nn.RMSNorm, and by its structure a class of transformers: named so, with a weight and perhaps a
-    bias of one dim and nothing else; it computes by its own forward, since they differ in precision and in offsets.
+    For nn.LayerNorm and nn.RMSNorm, and for classes of transformers that look like them: such a name, a weight and
+    perhaps a bias of one dim, and nothing else. Those keep their own forward, since they differ in precision and in
+    offsets.
     """
 
     def known(self) -> tuple[type[nn.Module], ...]:
         return nn.LayerNorm, nn.RMSNorm
 
     def check_class(self, module: nn.Module) -> None:
-        own = dict(module.named_parameters())
-        alike = type(module).__name__.endswith(tuple(known.__name__ for known in self.known()))
-        plain = own.keys() <= {"weight", "bias"} and not list(module.buffers())
-        if not alike or not plain or any(p.ndim != 1 for p in own.values()):
-            shapes = {name: list(p.shape) for name, p in own.items()}
+        parameters = dict(module.named_parameters())
+        has_name = type(module).__name__.endswith(tuple(known.__name__ for known in self.known()))
+        has_only_these = parameters.keys() <= {"weight", "bias"} and not list(module.buffers())
+        if not has_name or not has_only_these or any(p.ndim != 1 for p in parameters.values()):
+            shapes = {name: list(p.shape) for name, p in parameters.items()}
             raise ValueError(
                 f"Norm is for LayerNorm, RMSNorm and their like, with vectors as weights: it does not know "
                 f"{type(module).__name__} with {shapes}"
@@ -252,12 +255,13 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site that sees this rank's part of the sequence: of the places, which are whole, it takes that part.
+    """A dropout site whose input is this rank's part of the sequence: it gets the places of that part.
 
-    For modules called as (x [B, S/tp, D], sample_ids, places [B, S]).
+    Dropout masks are keyed by place, so each rank draws its part of the mask that one device would draw. For modules
+    called as (x [B, S/tp, D], sample_ids, places [B, S]).
 
     Args:
-        cut: there is sequence parallelism. Without it a site sees all places, and nothing is done.
+        cut: the sequence is cut. If it is not, the site sees all places, and nothing is done.
     """
 
     def __init__(self, cut: bool = True) -> None:
@@ -281,7 +285,7 @@ class SequenceShard(ParallelStyle):
 
 @dataclass(frozen=True)
 class ShardBuffer:
-    """A buffer with `size` entries along `dim`, cut there; its pattern names the buffer. Applied by `shard_buffers`."""
+    """A buffer with `size` entries along `dim`, which is cut there by `shard_buffers`. Its pattern names the buffer."""
 
     size: int
     dim: int = 0

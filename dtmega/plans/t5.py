@@ -1,4 +1,4 @@
-"""T5 over the tp axis: what `models/t5.py` names, and how each is cut."""
+"""T5 over the tp axis: how each module of `models/t5.py` is cut."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, Whol
 
 
 def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
-    """The table of a model: two stacks of Megatron's layers, with attention across them.
+    """The plan of a model: two stacks of Megatron's layers, with attention across them.
 
-    The encoder's output is taken in once for all layers of the decoder that a stage has: a gather and a reduce-scatter
-    of [B, S, D] for each microbatch, where Megatron, whose every layer takes it in, has one of each a layer. Numbers of
-    relative positions are cut by heads.
+    The encoder's output is gathered once for all decoder layers of a stage: one all-gather and one reduce-scatter of
+    [B, S, D] for each microbatch, where Megatron makes both in every layer. The embeddings of relative positions are
+    cut by heads.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     attention = {
@@ -32,7 +32,8 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
         "mlp.down": Row(sp, **ffn),
     }
     across: Plan = {"cross_norm": Norm(sp), **{f"cross{name}": style for name, style in attention.items()}}
-    # Attention drops by global head, the feed-forward by global channel; other sites see a part of the sequence.
+    # Dropout in attention is keyed by global head, in the feed-forward by global channel. The other dropout sites see a
+    # part of the sequence.
     sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout", "decoder.*.cross_dropout"]
     sites += [f"{stack}.*.{name}_dropout" for stack in ("encoder", "decoder") for name in ("attn", "mlp")]
     return {

@@ -1,6 +1,6 @@
 """Both ends of a model over the tp axis: embeddings, a head cut over the vocabulary, and heads that are not cut.
 
-Any number of rows V is shared as DTensor shares it, ceil(V / tp) a rank and fewer on the last one.
+Any number of rows V is cut as DTensor cuts it: ceil(V / tp) rows a rank, and fewer on the last one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtmega.plans.products import product
 
 
 class VocabStyle(Style):
-    """A weight [V, D] cut by rows, and a bias [V] with it."""
+    """A weight [V, D] that is cut by rows, and a bias [V] likewise."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
 
@@ -36,14 +36,16 @@ class VocabStyle(Style):
             )
 
     def first_row(self, weight: DTensor) -> int:
+        """The number in the whole weight of this rank's first row."""
         return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
 
 
 class VocabEmbedding(VocabStyle):
-    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D]; its gradient is of the rank's rows only.
+    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D]. Each rank has the gradient of its rows.
 
-    A subclass that does something to each row (scales it) does so to the rank's rows, by its own forward. A token
-    outside [0, V) fails as on one device: an IndexError on CPU, a device assert on CUDA.
+    Each rank looks up the tokens whose rows it has, and contributes zeros for the others to the sum over the ranks. A
+    subclass of nn.Embedding that changes each row (scales it) does so with its own forward, to the rank's rows. A token
+    outside [0, V) fails as on one device: with an IndexError on a CPU, a device assert on CUDA.
 
     Raises:
         ValueError: in forward, S that tp does not divide.
@@ -71,10 +73,10 @@ class VocabEmbedding(VocabStyle):
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """The output of the module for numbers of rows of this rank."""
+        """The module's output for row numbers x of this rank, which has `n_rows` rows from `start` on."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
-            # The row of padding has no gradient, on the rank that has it.
+            # `padding_idx` is the row that gets no gradient. Only the rank that has this row may skip it.
             if padding is not None:
                 module.padding_idx = padding - start if start <= padding < start + n_rows else None
             try:
@@ -84,9 +86,9 @@ class VocabEmbedding(VocabStyle):
 
 
 class WholeEmbedding(Style):
-    """nn.Embedding of few rows (positions, token types), whole on every rank: [B, S] -> [B, S/tp, D] of its part.
+    """nn.Embedding with few rows (positions, token types), whole on every rank.
 
-    Without sequence parallelism [B, S, D].
+    [B, S] -> [B, S/tp, D], the rank's part of the sequence; without sequence parallelism [B, S, D].
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Replicate()}
@@ -101,7 +103,7 @@ class WholeEmbedding(Style):
 
 
 class HeadColumns(Style):
-    """nn.Embedding [buckets, H] of T5's relative positions, cut by heads: numbers of buckets [N] -> [N, H/tp]."""
+    """nn.Embedding [buckets, H] of T5's relative positions, cut by heads: bucket numbers [N] -> [N, H/tp]."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
 
@@ -113,15 +115,15 @@ class HeadColumns(Style):
 
 
 class Rejoin(ParallelStyle):
-    """A module that is not cut at all, and does the same work on every rank: its input is made whole.
+    """A module that is not cut: every rank gathers its whole input, [B, S/tp, D] -> [B, S, D], and does the same work.
 
-    [B, S/tp, D] -> [B, S, D]. The gradient of that is whole on every rank too, so each takes its part, and nothing is
-    summed. Without sequence parallelism there is nothing to do. Inside of it parameters are whole (`Whole(False)`), and
-    what is cut takes its input in by itself, without a sequence that is cut (`VocabHead(False)`).
+    The gradient of that input is then whole on every rank too, so in backward each rank takes its part, and nothing is
+    summed. Without sequence parallelism there is nothing to do. Modules inside see a sequence that is not cut: their
+    parameters are whole (`Whole(False)`), and a cut one among them is its own region (`VocabHead(False)`).
 
     Args:
         stack: as for a Style.
-        first_only: the module reads x[:, 0] alone: only the first of each rank's places travel, [B, tp, D].
+        first_only: the module reads x[:, 0] alone. Then only the first place of each rank is gathered, [B, tp, D].
     """
 
     def __init__(self, stack: Stack | bool = True, first_only: bool = False) -> None:
@@ -137,16 +139,16 @@ class Rejoin(ParallelStyle):
     def forward(self, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.stack.cut:
             mine = x[:, :1] if self.first_only else x
-            x = mappings.whole(mine, self.group, 1, mine.shape[1] * self.group.size())
+            x = mappings.join(mine, self.group, 1, mine.shape[1] * self.group.size())
         return type(module).forward(module, x, *args, **kwargs)
 
 
 class VocabHead(VocabStyle):
-    """A head like `models.layers.LMHead` cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
+    """A head like `models.layers.LMHead`, cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
 
-    The module has `vocab_size` (V without padding rows), `loss_terms()` (keywords of `linear_cross_entropy`), and may
-    have a bias. Each rank computes the same loss, from its own columns and one exchange of a few numbers a token.
-    Where it is given some tokens only, [N, D], each rank has all of them, and the sequence is not cut there.
+    The module has `vocab_size` (V without padding rows) and `loss_terms()` (keywords of `linear_cross_entropy`), and
+    may have a bias. Each rank computes the same loss from its own columns and one exchange of a few numbers a token.
+    Its input may also be a selection of tokens, [N, D], if the sequence is not cut there and every rank has all of it.
     """
 
     def check_class(self, module: nn.Module) -> None:
@@ -172,7 +174,10 @@ class VocabHead(VocabStyle):
         )
 
     def _whole_logits(self, module: Any, mine: Tensor) -> Tensor:
-        """[B, S, V] without padding rows, from this rank's columns [B, S, V_local], which may be fewer on the last."""
+        """The logits [B, S, V] of all ranks, without padding rows, from this rank's columns [B, S, V_local].
+
+        The shape and stride of the whole are given, because the last rank may have fewer columns than the others.
+        """
         n_columns = module.weight.shape[0]
         shape = torch.Size((*mine.shape[:2], n_columns))
         stride = (shape[1] * n_columns, n_columns, 1)

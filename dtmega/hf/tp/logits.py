@@ -100,7 +100,7 @@ class VocabLogits(torch.Tensor):
             return self._changed
         p = self._checked()
         logits = p.columns()
-        return (logits if p.group is None else mappings.whole(logits, p.group, -1, p.size)).to(self.dtype)
+        return (logits if p.group is None else mappings.join(logits, p.group, -1, p.size)).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
         """The cross-entropy of logits [N, V] and target [N]; -100 takes no part."""

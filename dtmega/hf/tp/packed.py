@@ -1,7 +1,7 @@
 """Fused projections: several matrices side by side in one, of which each is cut; and Conv1D, GPT-2's transposed linear.
 
 What stands side by side is cut as `_StridedShard`, DTensor's own word for it: `full_tensor()` has the columns in the
-order of transformers, on any layout (in torch 2.11 that is an error; `shards.whole` has them there too). A checkpoint
+order of transformers, on any layout (in torch 2.11 that is an error, and `shards.full_tensor` works). A checkpoint
 must not take such a shard for one piece; see `docs/decisions.md`.
 """
 

@@ -108,14 +108,14 @@ class StackBoundary(ParallelStyle):
                 return None
             if module.training:
                 stack.random.enter(x.device, group.rank())
-            return _changed(args, kwargs, lambda x: mappings.part(x, group))
+            return _changed(args, kwargs, lambda x: mappings.split(x, group))
 
         def end(module: nn.Module, args: Any, out: Any) -> Any:
             if not stack.cut:
                 return None
             stack.random.leave()
             x = out[0] if isinstance(out, tuple) else out
-            x = mappings.whole(x, group, 1, x.shape[1] * group.size())
+            x = mappings.join(x, group, 1, x.shape[1] * group.size())
             return (x, *out[1:]) if isinstance(out, tuple) else x
 
         if self.first:

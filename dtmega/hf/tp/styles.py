@@ -54,7 +54,7 @@ class GatheredColumn(Column):
             raise ValueError(f"tp={tp} leaves a rank without any of {size}: {what} ([mesh] tp)")
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        return mappings.whole(super().forward(module, x), self.group, -1, module.weight.shape[0])
+        return mappings.join(super().forward(module, x), self.group, -1, module.weight.shape[0])
 
 
 class SplitRow(Row):
@@ -66,7 +66,7 @@ class SplitRow(Row):
         super().__init__(Stack())
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
-        return super().forward(module, mappings.part(x, self.group, -1))
+        return super().forward(module, mappings.split(x, self.group, -1))
 
 
 class NormOfEachHead(base.Style):

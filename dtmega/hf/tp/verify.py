@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtmega.hf.tp import tiny
-from dtmega.shards import whole
+from dtmega.shards import full_tensor
 
 TOLERANCE = 2e-5  # fp32 gives 1e-6 to 1e-8, the wrong plans we know 1e-2 and more
 
@@ -115,7 +115,7 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
     """
     if ours is None or truth is None:
         return 0.0 if ours is truth else float("inf")
-    found = whole(ours)
+    found = full_tensor(ours)
     if found.shape != truth.shape:
         return float("inf")
     size = truth.norm().item()
