@@ -1,7 +1,15 @@
-"""THE order: build on meta -> split -> plan -> recompute -> compile -> fsdp -> memory. Then values are loaded or drawn.
+"""THE order in which a model becomes what one rank holds: `parallelize` and `_shard` apply it.
 
-It knows no family: what a model is, and how it is cut, its record in families.py answers. `check` refuses, before
-anything starts, what cannot be combined.
+    build      the whole model on the meta device, which costs no memory
+    split      keep only this rank's pipeline stages (pp)
+    plan       cut matrices over tp, and put tp's collectives into the modules
+    recompute  wrap blocks so that backward computes them again, tp's collectives included
+    compile    compile each block, recomputing included
+    fsdp       cut what tp left over the data ranks; FSDP's hooks stay outside the compiled blocks
+    memory     allocate only what this rank holds; values are then loaded or drawn
+
+This file knows no family: families.py says how each model is built and cut. `check` refuses combinations that cannot
+work before anything starts.
 """
 
 from __future__ import annotations
@@ -31,17 +39,20 @@ from dtmega.plans import keep_gathered, sum_partial_gradients
 from dtmega.recompute import recompute
 from dtmega.shards import boxes, local
 
-LARGEST_FITTED = 4  # sequences; larger microbatches are for those who have measured them
+LARGEST_FITTED = 4  # sequences; larger microbatches are left to those who have measured them
 
 
 class ShardedModel:
-    """A model as this rank holds it: the pipeline stages that are its own, cut by tp and fsdp, and a step on them.
+    """The part of a model that this rank holds: its pipeline stages, cut by tp and fsdp, and a training step on them.
 
     Attributes:
-        stages: by number; {0: the whole model} without a pipeline.
-        partial: by stage, names of the parameters whose gradients are sums over tp.
-        reshard: blocks are freed after forward and after each backward.
-        objective: what it is trained for.
+        stages: stage number -> model; {0: the whole model} without a pipeline.
+        partial: stage number -> names of the parameters whose gradients must be summed over tp.
+        reshard: True if FSDP frees the gathered weights of a block after its forward and after each backward.
+        objective: the objective that the model is trained for.
+        pipeline: the schedule over all stages; None without a pipeline.
+        tied: parameters of this rank of which other stages hold copies.
+        replicas: gradient sums over dp_replicate, one per stage, where FSDP does not make them.
     """
 
     def __init__(
@@ -59,21 +70,25 @@ class ShardedModel:
         self.replicas: list[Replicas] = []
 
     def draw(self, seed: int) -> None:
-        """Give every parameter its initial values, a function of seed, name and place in the whole tensor."""
+        """Draw the initial values of all parameters, as a function of seed, name and place in the whole tensor."""
         for stage in self.stages.values():
             init_weights(stage, seed)
 
     def forward_backward(
         self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
     ) -> Tensor:
-        """The gradients of one step: of the weighted sum of all sums over the global batch, each divided by its count.
+        """Compute the gradients of one step. The loss is the weighted sum of the objective's means over the batch.
+
+        Each mean is a sum over the global batch divided by its count there. So every rank, microbatch and stage adds
+        its part with the same divisor, and the layout does not change the loss.
 
         Args:
-            counts: of the global batch, by name.
-            scale: float16's, by which all gradients are multiplied; each head knows it before its first rounding.
+            microbatches: this rank's rows of the global batch.
+            counts: divisors of the sums, counted over the global batch, by name.
+            scale: loss scale of float16, by which all gradients are multiplied; None in other precisions.
 
         Returns:
-            [sums] fp64, in the order of the objective: this rank's part of each, which the `loss` group adds up.
+            This rank's part of each sum, fp64 [sums] in the objective's order; the `loss` group adds them up.
         """
         tally = Tally(self.objective.sums, self.world.device, counts, 1.0 if scale is None else scale)
         if scale is not None:
@@ -82,44 +97,53 @@ class ShardedModel:
         if self.pipeline is not None:
             self.pipeline.step(microbatches, tally)
         else:
-            (model,) = self.stages.values()
-            for i, microbatch in enumerate(microbatches, start=1):
-                last = i == len(microbatches)
-                sync_gradients(model, last, reshard=self.reshard)
-                for replicas in self.replicas if last else ():
-                    replicas.expect()
-                in_loss = tally.add_all(model(**microbatch))
-                factors = [torch.full_like(total, factor) for total, factor in in_loss]
-                torch.autograd.backward([total for total, _ in in_loss], factors)
-            release(model)
-        self._count_missing_gradients_as_zero()
+            self._run_microbatches(microbatches, tally)
+        # First, because the sums below expect a gradient of every trained parameter on every rank.
+        self._fill_missing_gradients()
         for replicas in self.replicas:
             replicas.finish()
         for number, model in self.stages.items():
             sum_partial_gradients(model, self.partial[number], self.world.tp)
+        # After the sums over dp and tp: a copy's gradient is then complete but for the other stages' parts.
         for tied in self.tied:
             tied.sum_gradients()
-        for parameter, unseen in self._unseen:
+        for parameter, mask in self._unseen:
             if parameter.grad is not None:
-                local(parameter.grad).masked_fill_(unseen, 0.0)
+                local(parameter.grad).masked_fill_(mask, 0.0)
         return tally.totals
+
+    def _run_microbatches(self, microbatches: Sequence[dict[str, Tensor]], tally: Tally) -> None:
+        """Run forward and backward of all microbatches without a pipeline; gradients add up."""
+        (model,) = self.stages.values()
+        for i, microbatch in enumerate(microbatches, start=1):
+            # The data ranks exchange gradients once a step: before the last microbatch they only add up locally.
+            last = i == len(microbatches)
+            sync_gradients(model, last, reshard=self.reshard)
+            if last:
+                for replicas in self.replicas:
+                    replicas.expect()
+            in_loss = tally.add_all(model(**microbatch))
+            # The loss itself is never formed: backward starts at each sum, with the loss's derivative by that sum.
+            factors = [torch.full_like(total, factor) for total, factor in in_loss]
+            torch.autograd.backward([total for total, _ in in_loss], factors)
+        release(model)
 
     @functools.cached_property
     def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters with elements that no output depends on, and the marks of this rank's part: `Model.unseen`."""
-        found = []
+        """Parameters with elements that no output depends on, each with a mask of this rank's part (`Model.unseen`)."""
+        masked = []
         for stage in self.stages.values():
-            for name, unseen in stage.unseen().items():
+            for name, mask in stage.unseen().items():
                 parameter = stage.get_parameter(name)
                 for box in boxes(parameter.detach()):
-                    found.append((parameter, unseen[box.where].to(box.part.device)))
-        return found
+                    masked.append((parameter, mask[box.where].to(box.part.device)))
+        return masked
 
-    def _count_missing_gradients_as_zero(self) -> None:
-        """Give a parameter that no token of this rank has used a gradient of zeros.
+    def _fill_missing_gradients(self) -> None:
+        """Set the gradient of parameters that no token of this rank has used to zeros.
 
-        Left without a gradient it would be skipped by AdamW, so that decay and moments depended on which tokens and
-        layers a rank has. Frozen parameters stay without.
+        AdamW would skip a parameter without a gradient, so that its decay and moments depended on which tokens and
+        layers a rank has. Frozen parameters stay without a gradient.
         """
         for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -127,7 +151,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """The same sums, forward only and without dropout."""
+        """Compute this rank's part of the objective's sums, as `forward_backward` does, but without dropout."""
         for model in self.stages.values():
             model.eval()
         tally = Tally(self.objective.sums, self.world.device)
@@ -143,50 +167,64 @@ class ShardedModel:
         return tally.totals
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by name in the whole model; one of several stages comes as often as this rank holds it."""
+        """This rank's parameters by their names in the whole model.
+
+        A parameter comes once for each of this rank's stages that hold a copy, under the same name.
+        """
         for model in self.stages.values():
             for name, parameter in model.named_parameters():
                 yield model.full_name(name), parameter
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, and behind each stage's parameters its stored buffers: all that a checkpoint has of the model."""
+        """This rank's tensors that a checkpoint stores, by name: each stage's parameters, then its stored buffers."""
         for model in self.stages.values():
             for name, tensor in model.stored_tensors():
                 yield model.full_name(name), tensor
 
     def weights(self) -> list[Tensor]:
-        """Local parts of parameters such that over the `shards` group each element comes once."""
-        return [local(p.detach()) for p in self._counted()]
+        """Local parts of parameters, chosen so that over the `shards` group each element comes once."""
+        return [local(p.detach()) for p in self._counted_once()]
 
     def gradients(self, every: bool = False) -> list[Tensor]:
-        """Local parts of gradients, by the same rule; `every` one that this rank holds, for clipping."""
-        parameters = [p for _, p in self.named_parameters()] if every else self._counted()
+        """Local parts of gradients.
+
+        Args:
+            every: all gradients that this rank holds, as clipping needs them; False: chosen like `weights`, so that a
+                norm over the `shards` group counts each element once.
+        """
+        parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
         return [local(p.grad) for p in parameters if p.grad is not None]
 
     def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
-        """The statistics that are asked for, of the last gradient and the parameters of the whole model."""
-        device, group, found = self.world.device, self.world.groups["shards"], dict[str, float]()
+        """Statistics of the whole model for the log: zeros in the last gradient, and the norm of all parameters."""
+        device = self.world.device
+        group = self.world.groups["shards"]
+        values: dict[str, float] = {}
         if num_zeros:
-            found["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
+            values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
         if params_norm:
-            found["params_norm"] = optim.total_norm(self.weights(), device, group)
-        return found
+            values["params_norm"] = optim.total_norm(self.weights(), device, group)
+        return values
 
-    def _counted(self) -> list[nn.Parameter]:
+    def _counted_once(self) -> list[nn.Parameter]:
+        """The parameters of this rank that it counts in sums over the `shards` group.
+
+        Of copies over tp only the first tp rank counts its own, and of copies on several stages only the first stage.
+        """
         first_tp_rank = self.world.coordinate("tp") == 0
         parameters = [tensor for tensor in self.owned().values() if isinstance(tensor, nn.Parameter)]
         return [p for p in parameters if first_tp_rank or not _replicated_over_tp(p)]
 
     def owned(self) -> dict[str, Tensor]:
-        """The stored tensors of this rank's stages, of parameters that several stages hold only the first one's."""
+        """The stored tensors of this rank's stages by name, without copies of a parameter that an earlier stage has."""
         duplicates = {id(copy) for tied in self.tied for copy in tied.duplicates}
         return {name: tensor for name, tensor in self.stored_tensors() if id(tensor) not in duplicates}
 
     def check_copies(self) -> None:
-        """Check that stored tensors that should be equal on several ranks are equal to the bit.
+        """Check that the copies of stored tensors on several ranks are equal to the bit.
 
         Raises:
-            RuntimeError: names the tensor and the ranks.
+            RuntimeError: copies that differ; the message names the tensor and the ranks.
         """
         tensors = self.owned()
         drift.check_equal(tensors, self.world.groups["dp_replicate"], "copies over dp_replicate")
@@ -198,7 +236,7 @@ class ShardedModel:
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:
-    """The model of the configuration on this rank, ready to be loaded, or to `draw` its initial values."""
+    """Build this rank's part of the configured model. Its values are not set: load them, or `draw` initial ones."""
     with torch.device("meta"):
         whole = families.build(cfg)
     cut = None
@@ -210,6 +248,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
     model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
+    # After `_shard`, which replaces parameters: the sums hook into the ones that stay.
     if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
         copies = world.groups["dp_replicate"]
         model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
@@ -221,7 +260,7 @@ def parallelize(cfg: config.Config, world: World) -> ShardedModel:
 
 
 def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
-    """Copies of the meta model, each without what its stage does not hold."""
+    """Copies of the meta model, one per stage number, each with only the pieces of its stage."""
     stages = {number: copy.deepcopy(whole) for number in numbers}
     for number, stage in stages.items():
         stage.keep(cut.pieces[number])
@@ -231,26 +270,29 @@ def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model
 def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
     """The tensors that each stage but the last hands on, on meta.
 
-    A gradient of them is wanted once anything up to there is trained.
+    They need a gradient if any parameter of this stage or of an earlier one is trained; otherwise backward ends before.
     """
     family, parts = families.of(cfg.model), whole.parts()
     trained = False
-    found = []
+    boundaries = []
     for pieces in cut.pieces[:-1]:
         modules = [module for piece in pieces for module in parts[piece]]
         trained |= any(p.requires_grad for module in modules for p in module.parameters(recurse=False))
         tensors = family.boundary(cfg, world.sizes, whole, pieces[-1])
-        found.append({n: t.requires_grad_(trained and t.is_floating_point()) for n, t in tensors.items()})
-    return found
+        for tensor in tensors.values():
+            tensor.requires_grad_(trained and tensor.is_floating_point())
+        boundaries.append(tensors)
+    return boundaries
 
 
 def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) -> list[Tied]:
-    """The parameters that stages of this rank share with other stages. Every rank calls it: it makes groups."""
+    """The parameters that stages of this rank share with other stages. Every rank calls it, since it makes groups."""
     rank_of = {number: rank for rank, numbers in enumerate(cut.ranks) for number in numbers}
     parameters = {}
     for number, stage in stages.items():
-        parameters |= {(number, stage.full_name(name)): parameter for name, parameter in stage.named_parameters()}
-    found = []
+        for name, parameter in stage.named_parameters():
+            parameters[number, stage.full_name(name)] = parameter
+    tied = []
     for first_name, numbers in shared(whole, whole.parts(), cut.pieces).items():
         ranks = sorted({rank_of[number] for number in numbers})
         group = world.between(ranks) if len(ranks) > 1 else None
@@ -258,14 +300,22 @@ def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) 
         places = [[number for number in numbers if rank_of[number] == rank] for rank in ranks]
         copies = {number: parameters[number, name] for number in numbers if number in stages}
         if copies:
-            found.append(Tied(name, copies, places, group))
-    return found
+            tied.append(Tied(name, copies, places, group))
+    return tied
 
 
 def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
-    """Plan, recompute, compile, fsdp and memory for one meta stage; returns `ShardedModel.partial` of it."""
+    """Apply plan, recompute, compile, fsdp and memory to one stage on meta.
+
+    Returns:
+        Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).
+    """
+    # plan: from here on parameters are DTensors on the tp mesh, if tp > 1.
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
+
+    # recompute. tp usually frees the gathered input of a region and gathers it again in backward. Not in a recomputed
+    # block, which has just gathered it, nor where backward runs in two parts, which only torch's own products can do.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:
@@ -273,6 +323,9 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     if cfg.recompute.mode != "none":
         for block in recompute(stage, cfg.recompute):
             keep_gathered(block)
+
+    # compile, block by block: one compiled graph serves all of them. Before it, linears of CPUs with matrix tiles get
+    # faster products in bfloat16.
     if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and processor.HAS_TILES:
         multiply_on_amx(stage)
     if compiling(cfg, world.device):
@@ -280,43 +333,52 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
             block.compile()
         if world.device.type in softmax.COMPILED_ON:
             stage.compile_losses()
+
+    # fsdp, or masters where a rank holds the whole model and only dtypes differ. After compile, so that FSDP's hooks,
+    # which gather and free weights, stay outside of the graphs.
     if wraps(cfg, world.sizes, splits):
         apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
     elif keeps_masters(cfg, world.sizes):
         keep_masters(stage, cfg)
+
+    # memory, only now: every tensor has shrunk to this rank's part.
     family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
     _move_buffers(stage, world.device)
     return partial
 
 
 def _move_buffers(stage: Model, device: torch.device) -> None:
-    """Move the buffers to the computing device. FSDP brings only parameters there when they are needed."""
+    """Move the buffers to the computing device; with CPU offload FSDP moves only parameters there by itself."""
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def _replicated_over_tp(tensor: Tensor) -> bool:
-    """True if every tp rank has the whole tensor: `apply_plan` makes tp the last mesh axis of a DTensor.
-
-    Buffers are not cut.
-    """
+    """True if every tp rank has the whole tensor."""
+    # No stored buffer is cut.
     if not isinstance(tensor, nn.Parameter):
         return True
     if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
         return False
+    # FSDP puts its mesh axes before those that a DTensor had, so tp is the last one.
     return tensor.placements[-1] == Replicate()
 
 
 def compiling(cfg: config.Config, device: torch.device) -> bool:
+    """True if blocks are compiled; 'auto' compiles on GPUs."""
     return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
 
 
-def fitted(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
-    """The configuration with a microbatch for this layout, if [batch] micro_batch_size = 0 leaves it open.
+def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
+    """The configuration with a microbatch size for this layout, if [batch] micro_batch_size = 0 leaves it open.
 
-    The largest one up to LARGEST_FITTED that divides every rank's share of every step and leaves a pipeline as many
-    microbatches as its schedule needs. Where not even 1 does, `check` and the loader say why.
+    It is the largest size up to LARGEST_FITTED that divides every rank's share of every step and leaves a pipeline as
+    many microbatches as its schedule needs. If not even 1 does, `check` and the loader say why.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: resolved size of each axis of the mesh.
     """
     if cfg.batch.micro_batch_size:
         return cfg
@@ -324,29 +386,38 @@ def fitted(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
 
     def fits(micro_batch_size: int) -> bool:
         unit = data_size * micro_batch_size
-        return all(
-            size % unit == 0 and (sizes["pp"] == 1 or not schedule.broken_rule(cfg.pipeline, sizes["pp"], size // unit))
-            for size in cfg.batch.sizes
-        )
+        for batch_size in cfg.batch.sizes:
+            if batch_size % unit:
+                return False
+            if sizes["pp"] > 1 and schedule.broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
+                return False
+        return True
 
-    found = next((size for size in range(LARGEST_FITTED, 1, -1) if fits(size)), 1)
-    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"micro_batch_size": found})})
+    largest = next((size for size in range(LARGEST_FITTED, 1, -1) if fits(size)), 1)
+    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"micro_batch_size": largest})})
 
 
-def decided(cfg: config.Config, params: str) -> config.Config:
-    """The configuration with this [precision] params, which `auto` has left open."""
+def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
+    """The configuration with this value for [precision] params, which 'auto' leaves open."""
     return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
 
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
-    """Refuse combinations that cannot work, with the reason.
+    """Refuse combinations that cannot work, before anything starts.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: resolved size of each axis of the mesh.
+        device: the device that this rank computes on.
 
     Raises:
-        ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other.
+        ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other. The
+            message has the reason and the keys to change.
     """
     pp = sizes["pp"]
     family = families.of(cfg.model)
-    if cfg.precision.params not in (*family.dtypes, "auto"):  # which is bfloat16 or float32: every family has them
+    # 'auto' becomes bfloat16 or float32, which every family supports.
+    if cfg.precision.params not in (*family.dtypes, "auto"):
         raise ValueError(
             f"params = '{cfg.precision.params}' is not for name = '{cfg.model.name}', expected one of "
             f"{', '.join(family.dtypes)} ([precision] params, [model] name)"

@@ -32,7 +32,7 @@ from dtmega.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.loss_scale import LossScale
 from dtmega.metrics import Metrics, describe_run, several
 from dtmega.optim import Spikes
-from dtmega.parallelize import check, decided, fitted, parallelize
+from dtmega.parallelize import check, parallelize, with_micro_batch_size, with_params_dtype
 from dtmega.pipelining.draw import draw_schedule
 from dtmega.startup import Refused, Startup, same_job
 from dtmega.step import Run, check_same_batch, train_step
@@ -82,7 +82,7 @@ def begin(
         with startup.step("configuration") as step:
             asked = families.resolve(config.load(argv))
             device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
-            cfg = fitted(asked, sizes)
+            cfg = with_micro_batch_size(asked, sizes)
             check(cfg, sizes, device)
             trackers.check(cfg.log.trackers)
             pieces = families.pieces(cfg.model)
@@ -129,7 +129,7 @@ def begin(
         step.same = found.digests([*candidates, init])
 
     left_open = asked.precision.params == "auto"
-    asked, cfg = decided(asked, step.told), decided(cfg, step.told)
+    asked, cfg = with_params_dtype(asked, step.told), with_params_dtype(cfg, step.told)
     with startup.step("process groups"):
         world = mesh.start(device, sizes, startup.timeout_s, startup.store)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, ending)

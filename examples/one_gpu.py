@@ -30,7 +30,7 @@ from dtmega.data.text import open_text
 from dtmega.data.tokenizer_json import to_json
 from dtmega.fsdp import release
 from dtmega.models.generate import Sampling, generate
-from dtmega.parallelize import check, fitted, parallelize
+from dtmega.parallelize import check, parallelize, with_micro_batch_size
 from dtmega.shards import local
 
 # %% tags=["parameters"]
@@ -79,7 +79,7 @@ argv = [text for key, value in overrides.items() for text in (f"--{key}", str(va
 cfg = families.resolve(config.load(["--config", "hf.toml", *argv]))
 device = mesh.pick_device(cfg.run.device)
 sizes = mesh.resolve(cfg.mesh, world=1)
-cfg = fitted(cfg, sizes)
+cfg = with_micro_batch_size(cfg, sizes)
 check(cfg, sizes, device)
 text = open_text(cfg, NEXT_TOKEN)
 n_parameters = cost.n_parameters(families.pieces(cfg.model))

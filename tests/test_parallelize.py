@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtmega import config, families, fsdp, keyed, mesh
 from dtmega.models.layers import LMHead
-from dtmega.parallelize import ShardedModel, check, fitted, parallelize
+from dtmega.parallelize import ShardedModel, check, parallelize, with_micro_batch_size
 from dtmega.shards import dim_to_cut, local
 from tests import hf_models, ranks
 from tests.operations import Operations
@@ -179,14 +179,14 @@ def test_an_open_microbatch_is_the_largest_up_to_4_that_the_layout_can_have(pp, 
         shares = [divmod(size, replicate * shard * b) for size in sizes]
         if all(rest == 0 and (pp == 1 or runs(schedule, pp, n)) for n, rest in shares):
             right.append(b)
-    found = fitted(cfg, {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tp})
+    found = with_micro_batch_size(cfg, {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tp})
     assert found.batch.micro_batch_size == right[-1]
     assert found.model_copy(update={"batch": cfg.batch}) == cfg
 
 
 def test_a_microbatch_that_is_given_stays():
     cfg = sections(batch__micro_batch_size=8)
-    assert fitted(cfg, mesh.resolve(cfg.mesh, 1)) is cfg
+    assert with_micro_batch_size(cfg, mesh.resolve(cfg.mesh, 1)) is cfg
 
 
 @pytest.fixture

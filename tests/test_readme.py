@@ -15,7 +15,7 @@ import torch
 from dtmega import commands as dtmega_commands
 from dtmega import config, families, mesh
 from dtmega.data.loader import TrainBatches
-from dtmega.parallelize import check, fitted
+from dtmega.parallelize import check, with_micro_batch_size
 from tests import hf_models
 from tools import configuration_page
 
@@ -84,7 +84,7 @@ def starts(argv: list[str], world: int) -> config.Config:
     """Through configuration, mesh and batches, as `train.py` does on each of so many processes."""
     asked = families.resolve(config.load(argv))
     sizes = mesh.resolve(asked.mesh, world)
-    cfg = fitted(asked, sizes)
+    cfg = with_micro_batch_size(asked, sizes)
     check(cfg, sizes, torch.device("cpu"))
     TrainBatches(cast(Any, None), cfg.data, cfg.batch, *mesh.data_coordinate(sizes, 0)).close()
     return cfg

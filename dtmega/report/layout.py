@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dtmega import config, mesh
-from dtmega.parallelize import fitted
+from dtmega.parallelize import with_micro_batch_size
 from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table, simulate
 
@@ -74,7 +74,7 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
     if sizes["pp"] == 1:
         return "", "no pipeline"
     try:
-        cfg = fitted(config.validate(values, "config.toml"), sizes)
+        cfg = with_micro_batch_size(config.validate(values, "config.toml"), sizes)
         data_size = sizes["dp_replicate"] * sizes["dp_shard"]
         n_microbatches = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
         name = cfg.pipeline.csv or cfg.pipeline.schedule
