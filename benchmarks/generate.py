@@ -62,7 +62,7 @@ def main() -> None:
     lengths = torch.linspace(args.prompt, args.prompt // 2, n).int().tolist()
     prompts = [torch.randint(model.cfg.vocab_size, (length,), generator=generator).tolist() for length in lengths]
     kept = Sampling(model.cfg.vocab_size, frozenset(), temperature=0)
-    again = dataclasses.replace(kept, keeps_past=False)
+    again = dataclasses.replace(kept, uses_cache=False)
     one_by_one = {"kept": kept, "computed again": again} if n == 1 else {"one by one": kept}
     ways: dict[str, Callable[[], object]] = {
         name: lambda sampling=sampling: [generate(model, prompt, args.tokens, sampling) for prompt in prompts]

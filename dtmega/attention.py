@@ -58,15 +58,15 @@ def attention(
     Args:
         q: [B, H, S, K].
         k, v: [B, H or a divisor of it, T, K]; the first heads of q share the first head of these, and so on. Of a rule
-            with a past [.., S, K], of the new tokens.
+            with a cache [.., S, K], of the new tokens.
         rule: from `attention_rule`; made with `fused=False` if `dropout` is given.
         scale: 1 / sqrt(K) if None. It is applied in fp32, to products that the plain formula has in the dtype of q.
 
     Returns:
         [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
     """
-    if rule.past is not None:
-        k, v = rule.past.with_new(k, v)
+    if rule.cache is not None:
+        k, v = rule.cache.append(k, v)
     lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
     assert (q.shape[2], k.shape[2]) == lengths, (q.shape, k.shape, lengths)
     if rule.block_mask is not None:
@@ -101,7 +101,7 @@ def _by_products(q: Tensor, rule: AttentionRule) -> bool:
     Of few queries calls would be most of the time.
     """
     fits = q.device.type == "cpu" and q.dtype == torch.bfloat16 and processor.HAS_FAST_BFLOAT16
-    return fits and rule.past is None and q.shape[2] >= FEW_QUERIES
+    return fits and rule.cache is None and q.shape[2] >= FEW_QUERIES
 
 
 def _of_chunk(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,12 @@
-"""Keys and values of the tokens before, kept so that a decoder that makes one token at a time computes each token once.
+"""Cache of keys and values, so that a decoder that generates one token at a time computes each token only once.
 
-    past = Past()
-    model(prompt, past=past)                                    # [1, S]: attention keeps keys and values
-    model(token, places=torch.tensor([[S]]), past=past)         # [1, 1]: and sees those of the prompt, too
+    cache = KeyValueCache()
+    model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values
+    model(token, places=torch.tensor([[S]]), cache=cache)       # [1, 1]: and sees those of the prompt, too
 
-A model knows nothing of it but that `attention_rule` takes it, as it takes places and documents; the rule brings it to
-`attention`. Places are global, so masks and added numbers are right by the same formulas. A rank keeps what it made:
-under tp the keys of its own heads, of a pipeline those of its own layers.
+A model only hands the cache to `attention_rule`, as it does with places and documents; the rule brings it to
+`attention`. Places are global, so masks and biases follow from the same formulas as without a cache. A rank stores what
+it computes: under tp the keys of its own heads, in a pipeline those of its own layers.
 """
 
 from __future__ import annotations
@@ -17,55 +17,59 @@ import torch
 from torch import Tensor
 
 
-class Past:
-    """The keys and values of one model, or of a stage of it, for rows that grow; forward only.
+class KeyValueCache:
+    """The keys and values of one model, or of one pipeline stage, for a batch whose rows grow. Forward only.
 
     Attributes:
-        places: [B, P] int, of the tokens before; None: there are none.
-        documents: [B, P] int, their documents; None: one.
-        theirs: the cache of a model that keeps its keys and values by itself, as those of transformers do.
+        places: [B, P] int, places of the cached tokens; None: no token is cached.
+        documents: [B, P] int, their documents; None: all tokens are of one document.
+        inner: the cache of a model that stores keys and values itself: transformers' `past_key_values`, or for a
+            pipeline one cache for each stage, by its number.
     """
 
     def __init__(self) -> None:
         self.places: Tensor | None = None
         self.documents: Tensor | None = None
-        self.theirs: Any = None
-        self._kept: list[tuple[Tensor, Tensor]] = []  # by layer: [B, heads, P, K] each
-        self._layer = 0
+        self.inner: Any = None
+        self._layers: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, [B, heads, P, K]
+        self._next_layer = 0
 
     @property
     def length(self) -> int:
-        """The number of tokens before."""
+        """The number of cached tokens."""
         return 0 if self.places is None else self.places.shape[1]
 
-    def begin(self, places: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Begin a forward of new tokens. Returns places and documents of all keys: those before, and these.
+    def begin_forward(self, places: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Add the tokens of a new forward pass; their keys and values follow, layer by layer.
 
         Args:
-            places, documents: [B, S] int, of the new tokens.
+            places, documents: [B, S] int, places and documents of the new tokens.
+
+        Returns:
+            Places and documents [B, P + S] of all keys: the cached ones, then the new ones.
         """
-        self._layer = 0
-        self.places = _behind(self.places, places)
-        self.documents = None if documents is None else _behind(self.documents, documents)
+        self._next_layer = 0
+        self.places = _joined(self.places, places)
+        self.documents = None if documents is None else _joined(self.documents, documents)
         return self.places, self.documents
 
-    def with_new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep keys and values of the next layer. Returns all of that layer's.
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values [B, heads, S, K] of the new tokens in the next layer.
 
-        Layers come in one order in each forward.
+        Layers are not named: they must come in the same order in every forward pass.
 
-        Args:
-            k, v: [B, heads, S, K], of the new tokens.
+        Returns:
+            All keys and values of that layer, [B, heads, P + S, K].
         """
-        number = self._layer
-        self._layer += 1
-        if number == len(self._kept):
-            self._kept.append((k, v))
+        number = self._next_layer
+        self._next_layer += 1
+        if number == len(self._layers):
+            self._layers.append((k, v))
         else:
-            keys, values = self._kept[number]
-            self._kept[number] = (torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2))
-        return self._kept[number]
+            keys, values = self._layers[number]
+            self._layers[number] = (torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2))
+        return self._layers[number]
 
 
-def _behind(before: Tensor | None, new: Tensor) -> Tensor:
-    return new if before is None else torch.cat([before, new], dim=1)
+def _joined(cached: Tensor | None, new: Tensor) -> Tensor:
+    return new if cached is None else torch.cat([cached, new], dim=1)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 
 BLOCK = 128  # queries, and keys, of a block in FlexAttention's masks
 # Queries that are taken at a time, about: below 192 torch's kernel for CPUs works in its smallest tiles.
@@ -52,7 +52,7 @@ class AttentionRule(NamedTuple):
         strip: [1, H or 1, C, columns] where places are consecutive: what `bias` is for the last chunk and all others.
         causal, window: see `attention_rule`.
         block_mask: for FlexAttention; the chunked formula has none.
-        past: what keeps the keys and values of the tokens before; their places are the first of `key_places`.
+        cache: what keeps the keys and values of the tokens before; their places are the first of `key_places`.
     """
 
     query_places: Tensor
@@ -66,7 +66,7 @@ class AttentionRule(NamedTuple):
     causal: bool
     window: int
     block_mask: BlockMask | None = None
-    past: Past | None = None
+    cache: KeyValueCache | None = None
 
     def allowed(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Tell whether the i-th query of row b attends to the j-th key; indices of any shapes that broadcast."""
@@ -210,7 +210,7 @@ def attention_rule(
     table: Tensor | None = None,
     key_places: Tensor | None = None,
     key_document_ids: Tensor | None = None,
-    past: Past | None = None,
+    cache: KeyValueCache | None = None,
     fused: bool = True,
 ) -> AttentionRule:
     """The rule of a batch, for all layers that share it.
@@ -222,23 +222,23 @@ def attention_rule(
         causal: a query sees the keys up to its own place.
         window: it sees those less than so many places away; 0: however far.
         document_ids: [B, S] int; it sees those of its own document. Padding is a document of its own.
-        prefix: [B, T] bool; keys that all queries of a document see, those before them too. With a past only of its
+        prefix: [B, T] bool; keys that all queries of a document see, those before them too. With a cache only of its
             first tokens.
         slopes: [H], ALiBi: slope x (place of the key - place of the query) is added. Under tp this rank's heads.
         table: [H, 2 M + 1], relative positions: the entry of (place of the key - place of the query), clamped to
             -M ... M, is added; its gradient is computed. See `distance_buckets`. Under tp this rank's heads.
         key_places, key_document_ids: [B, T], where keys are not those of the same tokens.
-        past: tokens before these, which queries see as well; it takes in these. Once per forward.
+        cache: tokens before these, which queries see as well; it takes in these. Once per forward.
         fused: False where no kernel is wanted on CUDA (attention dropout, lengths that come once): there the chunked
             formula waits for the device once, to see whether places are consecutive.
 
     Returns:
         The rule, in which a query that sees no key gets 0 for its output.
     """
-    if past is not None:
-        assert key_places is None, "a past is of the same tokens"
-        assert prefix is None or past.length == 0, "what was computed before has not seen a later prefix"
-        key_places, key_document_ids = past.begin(places, document_ids)
+    if cache is not None:
+        assert key_places is None, "a cache is of the same tokens"
+        assert prefix is None or cache.length == 0, "what was computed before has not seen a later prefix"
+        key_places, key_document_ids = cache.begin_forward(places, document_ids)
     own = key_places is None
     query_places = places.to(torch.int32)
     # Copies: a compiled block breaks where its own autograd is given one tensor twice (torch 2.13).
@@ -248,12 +248,12 @@ def attention_rule(
         documents = document_ids.clone()
     assert (document_ids is None) == (documents is None), "documents of queries and of keys come together"
     rule = AttentionRule(
-        query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window, past=past
+        query_places, keys, document_ids, documents, prefix, slopes, table, None, causal, window, cache=cache
     )
     if places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))
     by_distance = rule.adds or causal or window > 0
-    if (own or past is not None) and by_distance and prefix is None and _consecutive(keys):
+    if (own or cache is not None) and by_distance and prefix is None and _consecutive(keys):
         return rule._replace(strip=_strip(rule))
     return rule
 

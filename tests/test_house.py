@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
     "startup": (1, {"job", "mesh", "rendezvous"}),  # ranks meet in the store that mesh.py opens
     "recompute": (2, {"models"}),  # of a stage
     "shards": (1, set()),  # which part of a tensor is here; imports nothing of dtmega
-    "past": (1, set()),  # keys and values of tokens before; imports nothing of dtmega
+    "past": (1, set()),  # cache of keys and values; imports nothing of dtmega
     "rule": (1, {"past"}),  # which pairs attend
     "attention_cpu": (1, {"keyed", "rule"}),  # one of its kernels
     "linear_cpu": (1, set()),  # linears by the products that such a CPU is fast at

@@ -19,7 +19,7 @@ from dtmega.models.generate import Sampling, answer, generate, generate_together
 from dtmega.models.gpt import GPT
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 from dtmega.rule import attention_rule
 from tests import hf_models, test_llama, test_t5
 from tests.test_definition import model_of
@@ -49,7 +49,7 @@ T5S: dict[str, dict[str, Any]] = {"relative": {}, "learned": test_t5.MEGATRON}
 
 def again(sampling: Sampling) -> Sampling:
     """The same, by a model that computes every token again for each."""
-    return dataclasses.replace(sampling, keeps_past=False)
+    return dataclasses.replace(sampling, uses_cache=False)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -62,15 +62,15 @@ def test_pieces_of_a_sequence_have_the_logits_of_the_whole_and_no_token_is_compu
     model.blocks()[-1].register_forward_hook(lambda _, __, hidden: given.append(hidden.shape[1]))
     for rows in ({}, {"document_ids": documents}):
         whole = model(tokens, **rows)
-        past = Past()
+        cache = KeyValueCache()
         given.clear()
         for start, stop in ((0, 5), (5, 6), (6, 76), (76, 77), (77, 80)):
             piece = {name: row[:, start:stop] for name, row in rows.items()}
             places = torch.arange(start, stop).expand(2, -1)
-            logits = model(tokens[:, start:stop], places=places, past=past, **piece)
+            logits = model(tokens[:, start:stop], places=places, cache=cache, **piece)
             torch.testing.assert_close(logits, whole[:, start:stop], rtol=1e-4, atol=1e-4)
         assert given == [5, 1, 70, 1, 3]
-        assert past.length == 80
+        assert cache.length == 80
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor) -> Tensor:
@@ -85,10 +85,10 @@ def test_a_window_and_added_numbers_count_from_the_place_of_each_token():
     q, k, v = torch.randn(3, 2, 6, 90, 8, generator=torch.Generator().manual_seed(1)).double()
     slopes = 2.0 ** -torch.arange(1, 7)  # times a distance exact in fp32
     truth = formula(q, k, v, 7, slopes.double())
-    past = Past()
+    cache = KeyValueCache()
     for start, stop in ((0, 3), (3, 4), (4, 88), (88, 90)):
         places = torch.arange(start, stop).expand(2, -1)
-        rule = attention_rule(places, causal=True, window=7, slopes=slopes, past=past)
+        rule = attention_rule(places, causal=True, window=7, slopes=slopes, cache=cache)
         found = attention(*(x[:, :, start:stop] for x in (q, k, v)), rule)
         torch.testing.assert_close(found, truth[:, :, start:stop])
 
@@ -166,7 +166,7 @@ def test_prompts_of_several_lengths_say_together_what_each_says_alone_in_each_fa
     for name, p in model.named_parameters():  # with large biases all prompts would say the same
         if p.dim() == 1:
             torch.nn.init.constant_(p, float(name.endswith("weight")))
-    assert model.has_past
+    assert model.has_cache
     sampling = Sampling(V, frozenset(), temperature=2.0, top_k=0)
     prompts = [[7], [1, 2, 3], [(11 * i) % 120 for i in range(20)]]
     alone = [generate(model, prompt, 12, sampling) for prompt in prompts]

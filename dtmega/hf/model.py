@@ -21,7 +21,7 @@ from dtmega.formats.whole import aliases
 from dtmega.hf import families
 from dtmega.hf.directory import build, initial_values, read_config
 from dtmega.models.model import Model
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 
 
 class _Zero(nn.Module):
@@ -55,7 +55,7 @@ class HF(Model):
         known = families.KNOWN.get(self.hf.config.model_type)
         for name in known.as_embedded if known is not None else ():
             self.hf.base_model.get_submodule(name).register_forward_hook(self._as_embedded)
-        self.has_past = known is not None and known.ends is not None  # of others nobody has looked what they keep
+        self.has_cache = known is not None and known.ends is not None  # of others nobody has looked what they keep
         self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
         self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
@@ -67,24 +67,24 @@ class HF(Model):
         sample_ids: Tensor | None = None,
         places: Tensor | None = None,
         hidden: Tensor | None = None,
-        past: Past | None = None,
+        cache: KeyValueCache | None = None,
         document_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Run the model as `Model` says.
 
-        sample_ids are not used, because nothing is dropped; transformers counts places itself. Documents are for a past
-        only: 0 is of a text, all else fills it up on the left.
+        sample_ids are not used, because nothing is dropped; transformers counts places itself. Documents are read only
+        with a cache: 0 is the text, anything else is padding on its left.
         """
-        if past is not None and places is not None:
-            _, documents = past.begin(places, document_ids)
+        if cache is not None and places is not None:
+            _, documents = cache.begin_forward(places, document_ids)
             rows = {}
             if documents is not None:
                 rows["attention_mask"] = (documents == 0).long()
                 if self._takes_positions:  # others count them by the mask
                     rows["position_ids"] = position_ids
-            found = self.hf(input_ids=tokens, use_cache=True, past_key_values=past.theirs, **rows)
-            past.theirs = found.past_key_values
+            found = self.hf(input_ids=tokens, use_cache=True, past_key_values=cache.inner, **rows)
+            cache.inner = found.past_key_values
             return found.logits
         inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
         if not self.is_last:
@@ -131,7 +131,7 @@ class HF(Model):
     def keep(self, pieces: Collection[str]) -> None:
         self.is_first = "embed" in pieces
         self.is_last = "head" in pieces
-        self.has_past = False  # transformers counts the tokens before by its first layer
+        self.has_cache = False  # transformers counts the tokens before by its first layer
         known = families.KNOWN[self.hf.config.model_type]
         assert known.ends is not None
         base = self.hf.base_model

@@ -25,7 +25,7 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
 
 
@@ -66,7 +66,7 @@ class Bloom(Model):
 
     cfg: config.Bloom
     runs_layers = True
-    has_past = True
+    has_cache = True
     ties = (("embed.weight", "head.weight"),)
     slopes: Tensor  # [H] fp32
     head_ids: Tensor  # [H] int32
@@ -96,7 +96,7 @@ class Bloom(Model):
         hidden: Tensor | None = None,
         *,
         places: Tensor,
-        past: Past | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Run one microbatch through the layers that this stage holds.
 
@@ -111,7 +111,7 @@ class Bloom(Model):
             hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
                 cuts the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            past: keys and values of earlier tokens; those of these tokens are added to it.
+            cache: keys and values of earlier tokens; those of these tokens are added to it.
 
         Returns:
             With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
@@ -124,7 +124,7 @@ class Bloom(Model):
         # token. Dropout on attention probabilities needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(
-            places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, past=past, fused=fused
+            places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, cache=cache, fused=fused
         )
         if self.embed is not None and self.embed_norm is not None and self.embed_dropout is not None:
             embedded = self.embed_dropout(self.embed_norm(self.embed(tokens)), sample_ids, places)

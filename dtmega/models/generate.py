@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dtmega.models.model import Model
 from dtmega.output import counted
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 
 PADDING = 64  # sequences are padded to multiples of this, because some kernels are compiled anew for each length
 Settle = Callable[[Tensor], bool]
@@ -49,7 +49,7 @@ class Sampling:
             tokens again for every new one.
         settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on them. It may overwrite
             them; False ends the samples.
-        keeps_past: False computes all tokens again for every new one.
+        uses_cache: False computes all tokens again for every new one.
         prompt_is_prefix: each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
     """
 
@@ -61,7 +61,7 @@ class Sampling:
     top_p: float = 1.0
     multiple: int = 1
     settle: Settle = settle_alone
-    keeps_past: bool = True
+    uses_cache: bool = True
     prompt_is_prefix: bool = False
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -120,12 +120,12 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
             rows["prefix"] = torch.arange(padded.shape[1], device=device) < lengths
         return model(padded, **rows)[torch.arange(len(texts)), last]
 
-    def logits_of_new(texts: list[list[int]], past: Past) -> Tensor:
+    def logits_of_new(texts: list[list[int]], cache: KeyValueCache) -> Tensor:
         """Next-token logits [B, V], with only new tokens computed; padding on the left, at places below 0."""
-        new = _new_to_model(texts, past, device)
-        places = past.length + torch.arange(new.shape[1], device=device) - n_padding
+        new = _new_to_model(texts, cache, device)
+        places = cache.length + torch.arange(new.shape[1], device=device) - n_padding
         rows = {"places": places}
-        if sampling.prompt_is_prefix and past.length == 0:
+        if sampling.prompt_is_prefix and cache.length == 0:
             rows["prefix"] = torch.ones_like(new, dtype=torch.bool)
         if not same_length:
             # Padding is a document of its own, so no text sees it.
@@ -133,10 +133,10 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
             # A row of padding needs some position, and so does a sample that ended where the positions end, while
             # others of the batch go on.
             rows["position_ids"] = places.clamp(0, longest - 1)
-        return model(new, past=past, **rows)[:, -1]
+        return model(new, cache=cache, **rows)[:, -1]
 
-    def next_logits(texts: list[list[int]], past: Past | None) -> Tensor:
-        return logits_of_all(texts) if past is None else logits_of_new(texts, past)
+    def next_logits(texts: list[list[int]], cache: KeyValueCache | None) -> Tensor:
+        return logits_of_all(texts) if cache is None else logits_of_new(texts, cache)
 
     with _evaluating(model):
         limits = [min(n, longest - len(prompt)) for prompt in prompts]
@@ -163,16 +163,16 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
     read = torch.tensor(_padded([tokens], pad_id, sampling.multiple, longest), device=device)
     is_padding = (torch.arange(read.shape[1], device=device) >= len(tokens)).long().unsqueeze(0)
 
-    def next_logits(texts: list[list[int]], past: Past | None) -> Tensor:
-        if past is None:
+    def next_logits(texts: list[list[int]], cache: KeyValueCache | None) -> Tensor:
+        if cache is None:
             last = len(texts[0]) - 1
             new = torch.tensor(_padded(texts, pad_id, sampling.multiple, longest), device=device)
             where = {}
         else:
             last = -1
-            new = _new_to_model(texts, past, device)
-            places = past.length + torch.arange(new.shape[1], device=device).unsqueeze(0)
-            where = {"decoder_places": places, "past": past}
+            new = _new_to_model(texts, cache, device)
+            places = cache.length + torch.arange(new.shape[1], device=device).unsqueeze(0)
+            where = {"decoder_places": places, "cache": cache}
         # The decoder's tokens are all of document 0, like the encoder's text; 1 is the encoder's padding.
         documents = {"document_ids": is_padding, "decoder_document_ids": torch.zeros_like(new)}
         return model(read, new, encoded=encoded, **documents, **where)[:, last]
@@ -211,9 +211,9 @@ def _padded(texts: Sequence[list[int]], pad_id: int, multiple: int, longest: int
     return [text + [pad_id] * (width - len(text)) for text in texts]
 
 
-def _new_to_model(texts: Sequence[list[int]], past: Past, device: torch.device) -> Tensor:
-    """The tokens [B, S] that are not in `past` yet: at first the texts, padded on the left, then the last of each."""
-    if past.length:
+def _new_to_model(texts: Sequence[list[int]], cache: KeyValueCache, device: torch.device) -> Tensor:
+    """The tokens [B, S] that are not in `cache` yet: at first the texts, padded on the left, then the last of each."""
+    if cache.length:
         return torch.tensor([text[-1:] for text in texts], device=device)
     width = max(map(len, texts))
     return torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
@@ -229,7 +229,7 @@ def _evaluating(model: Model) -> Iterator[None]:
 
 def _draw_tokens(
     model: Model,
-    next_logits: Callable[[list[list[int]], Past | None], Tensor],
+    next_logits: Callable[[list[list[int]], KeyValueCache | None], Tensor],
     prompts: Sequence[list[int]],
     limits: Sequence[int],
     sampling: Sampling,
@@ -245,13 +245,13 @@ def _draw_tokens(
         limits: most new tokens of each.
         sampling: settings of the draws.
     """
-    keeps = sampling.keeps_past and model.has_past and sampling.multiple == 1
-    past = Past() if keeps else None
+    keeps = sampling.uses_cache and model.has_cache and sampling.multiple == 1
+    cache = KeyValueCache() if keeps else None
     generators: list[torch.Generator] = []
     texts = [[*prompt] for prompt in prompts]
     going = [limit > 0 for limit in limits]
     while any(going):
-        logits = next_logits(texts, past)[:, : sampling.vocab_size].float()
+        logits = next_logits(texts, cache)[:, : sampling.vocab_size].float()
         # One generator a prompt, so that its tokens do not depend on the other prompts of the batch. Made here, because
         # the device of the logits is not that of the parameters where FSDP offloads those to the host.
         if not generators:

@@ -26,7 +26,7 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 from dtmega.rule import AttentionRule, attention_rule
 
 
@@ -60,7 +60,7 @@ class GPT(Model):
 
     cfg: config.GPT
     runs_layers = True
-    has_past = True
+    has_cache = True
     head_ids: Tensor  # [H] int32
 
     def __init__(self, cfg: config.GPT) -> None:
@@ -89,7 +89,7 @@ class GPT(Model):
         hidden: Tensor | None = None,
         *,
         places: Tensor,
-        past: Past | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Run one microbatch through the layers that this stage holds.
 
@@ -105,7 +105,7 @@ class GPT(Model):
             hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
                 cuts the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            past: keys and values of earlier tokens; those of these tokens are added to it.
+            cache: keys and values of earlier tokens; those of these tokens are added to it.
 
         Returns:
             With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
@@ -117,7 +117,7 @@ class GPT(Model):
         # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
         # token. Dropout on attention probabilities needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
-        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, past=past, fused=fused)
+        rule = attention_rule(places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=fused)
         if self.embed is not None and self.positions is not None and self.embed_dropout is not None:
             embedded = self.embed(tokens) + self.positions(places if position_ids is None else position_ids)
             hidden = residual_stream(self.embed_dropout(embedded, sample_ids, places), self.cfg)

@@ -19,7 +19,7 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import LMHead, finish
 from dtmega.models.model import Model
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 from dtmega.rule import AttentionRule, attention_rule
 
 
@@ -99,7 +99,7 @@ class Llama(Model):
 
     cfg: config.Llama
     runs_layers = True
-    has_past = True
+    has_cache = True
     frequencies: Tensor  # [K / 2] fp32
 
     def __init__(self, cfg: config.Llama) -> None:
@@ -126,7 +126,7 @@ class Llama(Model):
         hidden: Tensor | None = None,
         *,
         places: Tensor,
-        past: Past | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Run one microbatch through the layers that this stage holds.
 
@@ -141,7 +141,7 @@ class Llama(Model):
             hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
                 cuts the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            past: keys and values of earlier tokens; those of these tokens are added to it.
+            cache: keys and values of earlier tokens; those of these tokens are added to it.
 
         Returns:
             With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
@@ -150,7 +150,7 @@ class Llama(Model):
         # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
         # token: only a training or evaluation batch, which has labels, is worth one.
         rule = attention_rule(
-            places, causal=True, document_ids=document_ids, prefix=prefix, past=past, fused=labels is not None
+            places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=labels is not None
         )
         positions = places if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(2)

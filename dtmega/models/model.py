@@ -35,7 +35,7 @@ class Model(nn.Module):
         ties: groups of names that share one parameter in the whole model; the first name is the one in checkpoints.
         longest: longest sequence that the model has positions for; None: any length.
         runs_layers: True if the model calls `run_layers` for all layers of a stack, as recomputing units needs it.
-        has_past: True if forward takes a `past`, so that generation computes each token once.
+        has_cache: True if forward takes a `cache`, so that generation computes each token once.
         experts_per_token: number of experts that a token uses of those stacked in a weight [experts, rows, columns];
             None: no weight stacks experts.
         works_per: names of modules that do not run on every token -> how often they run: once per token with a label,
@@ -50,7 +50,7 @@ class Model(nn.Module):
     ties: tuple[tuple[str, ...], ...] = ()
     longest: int | None = None
     runs_layers: bool = False
-    has_past: bool = False
+    has_cache: bool = False
     experts_per_token: int | None = None
     works_per: Mapping[str, Per] = MappingProxyType({})
     lengths: tuple[str, ...] = ("seq_len",)

@@ -21,7 +21,7 @@ from dtmega.formats.rules import Rule
 from dtmega.formats.sources import Source
 from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
 from dtmega.models.model import Model, Per, consecutive
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 from dtmega.rule import AttentionRule, attention_rule, distance_buckets
 
 
@@ -161,7 +161,7 @@ class T5(Model):
 
     cfg: config.T5
     runs_layers = True
-    has_past = True
+    has_cache = True
     lengths = ("seq_len", "decoder_seq_len")
     decoder_begins = "decoder_embed"
     head_ids: Tensor  # [H] int32
@@ -258,7 +258,7 @@ class T5(Model):
         *,
         places: Tensor,
         decoder_places: Tensor | None = None,
-        past: Past | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Run one microbatch through the layers that this stage holds.
 
@@ -274,7 +274,7 @@ class T5(Model):
             encoded: [B, S, D], the encoder's output, on stages behind the encoder; cut like hidden. A whole model that
                 is given it runs the decoder only, so that generation encodes once.
             places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
-            past: keys and values of the decoder's earlier tokens; those of these tokens are added to it.
+            cache: keys and values of the decoder's earlier tokens; those of these tokens are added to it.
 
         Returns:
             With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, T, V]. Earlier
@@ -297,7 +297,7 @@ class T5(Model):
             return handed_on
         assert decoder_places is not None
         target = _Text(decoder_tokens, decoder_places, decoder_document_ids)
-        hidden = self._decode(target, hidden, source, encoded, sample_ids, past, fused)
+        hidden = self._decode(target, hidden, source, encoded, sample_ids, cache, fused)
         if self.head is None or self.decoder_norm is None or self.decoder_dropout is None:
             if hidden is not None:
                 handed_on["hidden"] = hidden
@@ -337,7 +337,7 @@ class T5(Model):
         source: _Text,
         encoded: Tensor | None,
         sample_ids: Tensor | None,
-        past: Past | None,
+        cache: KeyValueCache | None,
         fused: bool,
     ) -> Tensor | None:
         """Run the decoder's embedding and layers that this stage holds, without the norm before the head.
@@ -347,7 +347,7 @@ class T5(Model):
             hidden: [B, T, D], the decoder's hidden state from the stage before, if the decoder began there.
             source: the encoder's text.
             encoded: [B, S, D], the encoder's output.
-            sample_ids, past: as in `forward`.
+            sample_ids, cache: as in `forward`.
             fused: whether attention may use a kernel that is compiled for this length.
 
         Returns:
@@ -361,7 +361,7 @@ class T5(Model):
         assert self.memory is not None
         table = self._table(self.decoder_bias, bidirectional=False)
         rule = attention_rule(
-            target.places, causal=True, document_ids=target.document_ids, table=table, past=past, fused=fused
+            target.places, causal=True, document_ids=target.document_ids, table=table, cache=cache, fused=fused
         )
         # Cross-attention knows no positions: it adds no table, and only documents restrict it.
         cross_rule = attention_rule(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtmega.past import Past
+from dtmega.past import KeyValueCache
 
 
 class Relay:
@@ -24,7 +24,7 @@ class Relay:
         device: where this rank computes.
 
     Attributes:
-        longest, has_past: as of a model.
+        longest, has_cache: as of a model.
         training: always False.
     """
 
@@ -38,7 +38,7 @@ class Relay:
         self._ranks = [dist.get_global_rank(group, ranks[number]) for number in range(len(ranks))]
         first = next(iter(stages.values()))
         self.longest = first.longest
-        self.has_past = first.has_past
+        self.has_cache = first.has_cache
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those that are here."""
@@ -52,21 +52,21 @@ class Relay:
         """Nothing is trained here."""
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, *, past: Past | None = None, **rows: Any) -> Tensor:
+    def __call__(self, tokens: Tensor, *, cache: KeyValueCache | None = None, **rows: Any) -> Tensor:
         """The logits [B, S, V] of a batch, on every rank.
 
         Args:
             tokens: [B, S] int64.
-            past: of the whole model; each stage has its own in it.
+            cache: cache of the whole model, which holds one for each stage.
             rows: others of the batch.
         """
-        if past is not None:
-            past.begin(rows["places"], rows.get("document_ids"))
-            past.theirs = past.theirs or {number: Past() for number in self._stages}
+        if cache is not None:
+            cache.begin_forward(rows["places"], rows.get("document_ids"))
+            cache.inner = cache.inner or {number: KeyValueCache() for number in self._stages}
         found: Any = {}
         for number, rank in enumerate(self._ranks):
             if number in self._stages:
-                of_stage = {} if past is None else {"past": past.theirs[number]}
+                of_stage = {} if cache is None else {"cache": cache.inner[number]}
                 found = self._stages[number](tokens, **rows, **found, **of_stage)
             found = self._from(rank, found)
         return found
