@@ -1,6 +1,7 @@
-"""Evaluation: the loss on the other splits, and what the model makes of a prompt.
+"""Evaluation of a run: losses on the other splits, and a sample of what the model does with a prompt.
 
-All ranks call these together. A signal ends them between two batches or tokens, so that the run can save in time.
+All ranks call these functions together. A signal ends them between two batches or tokens, so that the run saves in
+time.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from dtmega.step import Run, count, signalled, to
 
 
 def evaluate_validation(run: Run, step: int) -> bool:
-    """Evaluate the validation split, and each set of [data] validation; False if a signal came before the end."""
+    """Evaluate the validation split and each set of [data] validation; returns False if a signal ended it early."""
     return all(evaluate(run, step, split) for split in run.text.evaluated)
 
 
 def evaluate(run: Run, step: int, split: str) -> bool:
-    """Report the mean loss of a split, if there is such a split; False if a signal came before the end."""
+    """Report the mean loss of a split; returns False if a signal ended it early.
+
+    Args:
+        run: the run.
+        step: number of the last optimizer step.
+        split: name of the split; one without documents is not reported.
+    """
     if run.text.splits[split] is None:
         return True
     means = mean_losses(run, step, split)
@@ -39,49 +46,53 @@ def evaluate(run: Run, step: int, split: str) -> bool:
 
 
 def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
-    """Each sum over the first `eval.steps` global batches of a split by its count, by name.
+    """The means over the first `eval.steps` global batches of a split, by name; None if a signal ended it early.
 
-    None if a signal came between two batches.
+    Each mean is a sum over all these batches divided by its count, not an average of the batches' means.
     """
     cfg, world, text, objective = run.cfg, run.world, run.text, run.model.objective
     totals = torch.zeros(len(objective.sums), dtype=torch.float64, device=world.device)
     counts: Counter[str] = Counter()
-    slices = world.data_rank, world.data_size, cfg.eval.steps
-    batches = eval_batches(text.rows(split), cfg.batch, *slices)
+    batches = eval_batches(text.rows(split), cfg.batch, world.data_rank, world.data_size, cfg.eval.steps)
     for batch in run.metrics.evaluating(batches, split, cfg.eval.steps):
         if signalled(run):
             return None
         run.watch.beat(step, "evaluation")
         totals += run.model.losses(to(world.device, batch.microbatches))
+        # Counter.update adds, where dict.update would replace.
         counts.update(count(world, objective, batch))
     dist.all_reduce(totals, group=world.groups["loss"])
     return means_of(objective.sums, totals, divisors(counts))
 
 
 def show_sample(run: Run, step: int) -> bool:
-    """Report what the model makes of `eval.prompt`, as its family shows it; False if a signal came before the end."""
+    """Report a sample for `eval.prompt`, of the kind that the family shows; returns False if a signal ended it early.
+
+    A pipeline, whose schedules cannot grow a sequence token by token, reports the command that makes a sample instead.
+    """
     cfg = run.cfg
     if not cfg.eval.prompt or not cfg.eval.sample_tokens:
         return True
     if run.model.pipeline is not None:
-        how = f"python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}"
-        run.metrics.message(f"for a sample: {how}")
+        command = f"python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}"
+        run.metrics.message(f"for a sample: {command}")
         return True
     show = families.of(cfg.model).show
-    asked = {"tokens": cfg.eval.sample_tokens, "seed": cfg.run.seed}
-    options = {name: value for name, value in asked.items() if name in show.options}
+    configured = {"tokens": cfg.eval.sample_tokens, "seed": cfg.run.seed}
+    options = {name: value for name, value in configured.items() if name in show.options}
     options |= families.sample_options(cfg)
     stopped = False
 
     def settle(token: Tensor) -> bool:
         nonlocal stopped
         run.watch.beat(step, "sample")
-        # Logits may differ in the last bit: a rank that drew another token and ended would leave the others waiting.
+        # Logits may differ in the last bit between ranks. One that drew another token, and ended by it, would leave the
+        # others waiting: all take rank 0's.
         dist.broadcast(token, src=0)
         stopped = signalled(run)
         return not stopped
 
-    # Blocks are compiled for the shapes of training; those of a sample are not worth compiling for.
+    # Eager: blocks are compiled for the shapes of training, and each length of a sample would compile them again.
     try:
         with torch.compiler.set_stance("force_eager"):
             shown = show.text(
@@ -92,7 +103,8 @@ def show_sample(run: Run, step: int) -> bool:
                 settle=settle,
                 **options,
             )
-    except ValueError as error:  # the same on all ranks; a run that is done does not fail for its sample
+    except ValueError as error:
+        # A prompt that the model cannot take, on all ranks alike. A finished run must not fail for its sample.
         run.metrics.message(f"no sample of [eval] prompt: {error}")
         return True
     if not stopped:

@@ -1,4 +1,7 @@
-"""Backward that computes blocks again instead of keeping what is inside them: full or selective (arXiv:2205.05198)."""
+"""Recomputing (activation checkpointing): backward computes blocks again instead of keeping their activations.
+
+Full, or selective (Korthikanti et al., arXiv:2205.05198): then matrix products and attention are kept.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from dtmega.attention_cpu import OPERATOR
 from dtmega.linear_cpu import BIASED_PRODUCT
 from dtmega.models.model import Model
 
-# What selective recompute keeps: matrix products and attention.
+# The operations whose results selective recompute keeps: matrix products and attention.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -30,11 +33,15 @@ EXPENSIVE = {
 
 
 def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
-    """Let backward compute the forward of blocks again: all of it, or all but what is EXPENSIVE (arXiv:2205.05198).
+    """Make backward compute blocks again: all of their operations, or in selective mode all but the EXPENSIVE ones.
 
-    The method is that of Megatron's --activations-checkpoint-method: `block` takes the first blocks here; `uniform`
-    takes all, in units of so many, and keeps only the input of each unit. Names stay as they are, because the blocks
-    themselves are kept. Dropout needs no saved state: its masks are keyed.
+    The method is Megatron's --activations-checkpoint-method: `block` recomputes the first `layers` blocks of the stage;
+    `uniform` recomputes all, in units of `layers`, and keeps only the input of each unit. Only forward methods are
+    replaced, so parameters keep their names. Dropout needs no saved generator state, because its masks are keyed.
+
+    Args:
+        stage: the stage, on meta or not.
+        how: the section [recompute].
 
     Returns:
         The blocks that backward computes again.
@@ -47,22 +54,24 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     if how.mode == "selective":
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
-    # One function for all blocks: with one for each, torch.compile would compile each anew.
+    # One function for all blocks: torch.compile would compile a separate one for each block again.
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
 
     if how.method == "uniform" and how.layers > 1:
-        honest = type(stage).run_layers
+        original_run_layers = type(stage).run_layers
 
         def in_units(stage: Model, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
             for first in range(0, len(layers), how.layers):
-                unit = functools.partial(honest, stage, layers[first : first + how.layers])
+                unit = functools.partial(original_run_layers, stage, layers[first : first + how.layers])
                 hidden = checkpoint(unit, hidden, *shared, **keywords)
             return hidden
 
         stage.run_layers = types.MethodType(in_units, stage)
         return stage.blocks()
-    chosen = stage.blocks()[: how.layers if how.method == "block" else None]
-    for block in chosen:
+    recomputed = stage.blocks()
+    if how.method == "block":
+        recomputed = recomputed[: how.layers]
+    for block in recomputed:
         block.forward = types.MethodType(forward, block)
-    return chosen
+    return recomputed

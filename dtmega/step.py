@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch: the loop repeats it, and the time of a step is its time."""
+"""One optimizer step on one global batch, which the training loop repeats, and whose time is the time of a step."""
 
 from __future__ import annotations
 
@@ -26,18 +26,27 @@ from dtmega.watch import Watch
 
 
 class Run(NamedTuple):
-    """All that the loop works with.
+    """A run as its training loop and evaluation use it.
 
     Attributes:
-        asked: the configuration as it was given, which config.toml and checkpoints keep: what it leaves open is decided
-            on another layout otherwise.
-        cfg: the same, decided.
-        digest: of the directory that the model is read from; '' where there is none.
-        loss_scale: float16's; None in another precision.
-        ending: the record of the run's end.
+        saved_cfg: the configuration that config.toml and checkpoints store. Values left open, such as the size of a
+            microbatch, stay open in it, because another layout may need others.
+        cfg: the same configuration with all values chosen for this layout and machine.
+        world: this process among the others.
+        text: the data: splits, samples and tokenizer.
+        model: this rank's part of the model.
+        optimizer: the optimizer of that part.
+        batches: this rank's part of the training batches, from the run's place on.
+        spikes: recent losses and gradient norms, to find spikes.
+        checkpoints: writer of the run's checkpoints.
+        metrics: output for people and files.
+        watch: guard that ends a run that hangs, and hears signals.
+        ending: record of how the run ends.
+        digest: digest of the directory that the model is read from; '' if it is not read from one.
+        loss_scale: dynamic loss scale of float16; None in other precisions.
     """
 
-    asked: Config
+    saved_cfg: Config
     cfg: Config
     world: World
     text: Text
@@ -53,15 +62,16 @@ class Run(NamedTuple):
     loss_scale: LossScale | None = None
 
 
-class Outcome(NamedTuple):
-    """The result of a step; all ranks agree in it.
+class StepResult(NamedTuple):
+    """The result of a step, the same on all ranks.
 
     Attributes:
         loss: the weighted sum of the means.
-        skipped: no weight was changed, because of a loss or gradient that is not finite, or a spike.
-        means: of each sum, by name.
-        loss_scale: that float16's gradients were computed with; None in another precision.
-        overflowed: skipped because one of these was not finite.
+        grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
+        skipped: True if the weights were left unchanged, because loss or gradient is not finite or a spike.
+        means: mean over the global batch of each sum of the objective, by name.
+        loss_scale: scale that float16's gradients were computed with; None in other precisions.
+        overflowed: True if the step was skipped because a gradient is not finite in float16.
     """
 
     loss: float
@@ -72,27 +82,30 @@ class Outcome(NamedTuple):
     overflowed: bool = False
 
 
-def train_step(run: Run, batch: StepBatch) -> Outcome:
-    """One optimizer step on one global batch.
+def train_step(run: Run, batch: StepBatch) -> StepResult:
+    """Take one optimizer step on one global batch.
 
-    Each sum over the whole batch is divided by its count, so microbatches and layout cannot change the loss.
+    The loss is made of sums over the global batch divided by counts over the global batch, so that neither microbatches
+    nor the layout can change it.
     """
     cfg, world, model = run.cfg, run.world, run.model
     run.watch.enter("forward")
     sums = model.objective.sums
+    # Before forward: every gradient is divided by the global count already where it arises.
     counts = divisors(count(world, model.objective, batch))
     run.optimizer.zero_grad()
     scale = None if run.loss_scale is None else run.loss_scale.scale
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
     run.watch.enter("reduce")
+    # The norm counts each element of the model once; clipping scales every copy.
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None:
         optim.unscale(gradients, scale)
     totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
     means = means_of(sums, totals, counts)
     loss = loss_of(sums, means)
+    # An infinity or NaN on any rank makes this norm infinite or NaN on all of them, so they all decide alike.
     grad_norm = math.sqrt(squared_norm)
-    # What is not finite on one rank is not in the norm, which all ranks share.
     overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
     if run.loss_scale is not None:
         run.loss_scale.update(overflowed)
@@ -101,52 +114,63 @@ def train_step(run: Run, batch: StepBatch) -> Outcome:
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()
-    mesh.synchronize(world.device)  # on a GPU the update has only been launched
-    return Outcome(loss, grad_norm, skip, means, scale, overflowed)
+    # On a GPU the update has only been launched: wait, so that the time of the step includes it.
+    mesh.synchronize(world.device)
+    return StepResult(loss, grad_norm, skip, means, scale, overflowed)
 
 
 def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:
-    """Add up the totals over the `loss` group and the squares over `shards`, in the order of ranks.
+    """Add up the totals over the `loss` group and the squared norms over the `shards` group.
 
-    All ranks tell all others both, in one message that the host waits for once.
+    All ranks exchange both in one message, so that the host waits for a device once. Each adds the same numbers in the
+    order of ranks and gets the same bits.
 
     Args:
-        totals: [sums] fp64, of this rank.
-        squared_norm: fp64 scalar, of this rank's gradients.
+        world: this process among the others.
+        totals: fp64 [sums], this rank's part.
+        squared_norm: fp64 scalar, squared norm of the gradients that this rank counts.
 
     Returns:
-        The same of the whole, on the host.
+        Totals and squared norm of the whole, on the host.
     """
     everyone = dist.group.WORLD
     assert everyone is not None
     mine = torch.cat([totals, squared_norm.to(totals.device).view(1)])
-    found = drift.gather_vectors(mine, everyone).cpu()
+    gathered = drift.gather_vectors(mine, everyone).cpu()  # [ranks, sums + 1]
     of_loss = dist.get_process_group_ranks(world.groups["loss"])
     of_shards = dist.get_process_group_ranks(world.groups["shards"])
-    return found[of_loss, :-1].sum(0), found[of_shards, -1].sum().item()
+    return gathered[of_loss, :-1].sum(0), gathered[of_shards, -1].sum().item()
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """Count over the global batch what each divisor of the objective counts; 0 where there is none of it."""
-    found = [objective.counts(microbatch) for microbatch in batch.microbatches]
-    mine = {name: sum(counts[name] for counts in found) for name in found[0]}
+    """The counts that divide the objective's sums, over the global batch, by name; they may be 0."""
+    of_microbatches = [objective.counts(microbatch) for microbatch in batch.microbatches]
+    mine = {name: sum(counts[name] for counts in of_microbatches) for name in of_microbatches[0]}
     counts = torch.tensor([*mine.values()], dtype=torch.float64, device=world.device)
     dist.all_reduce(counts, group=world.groups["data"])
     return dict(zip(mine, counts.tolist(), strict=True))
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:
-    """Ranks that compute a microbatch together were given the same one."""
+    """Check that ranks that compute a microbatch together read the same one.
+
+    Raises:
+        RuntimeError: the batches of tp or pp ranks differ.
+    """
     tokens = torch.cat([microbatch["tokens"] for microbatch in batch.microbatches]).to(world.device)
     drift.check_equal({"tokens": tokens}, world.groups["model"], "the first batch, which tp and pp ranks must share")
 
 
 def signalled(run: Run) -> bool:
-    """Tell whether a signal has come, to any rank; all say the same."""
-    seen = torch.tensor(len(run.watch.signals), device=run.world.device)
-    dist.all_reduce(seen, dist.ReduceOp.MAX)
-    return bool(seen.item())
+    """True on all ranks if any rank has received a signal to stop."""
+    n_signals = torch.tensor(len(run.watch.signals), device=run.world.device)
+    dist.all_reduce(n_signals, dist.ReduceOp.MAX)
+    return bool(n_signals.item())
 
 
 def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    return [{name: t.to(device, non_blocking=True) for name, t in m.items()} for m in microbatches]
+    """Copies of the microbatches on the device."""
+    copies = []
+    for microbatch in microbatches:
+        copies.append({name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()})
+    return copies

@@ -193,7 +193,7 @@ def begin(
     spikes = Spikes(cfg.train.skip_spikes, recent)
     scale = LossScale(cfg.precision, loaded and loaded.loss_scale) if cfg.precision.params == "float16" else None
     run = Run(
-        asked=asked,
+        saved_cfg=asked,
         cfg=cfg,
         world=world,
         text=text,
@@ -257,7 +257,7 @@ def train(run: Run, at: Progress) -> int:
             watch.beat(at.step, SAVING)
             metrics.sync()
             state = State.of(
-                run.asked.model_dump(),
+                run.saved_cfg.model_dump(),
                 progress=at,
                 updates=at.step - at.skipped,
                 recent=run.spikes.recent,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dtmega import train
 from dtmega.data.loader import StepBatch
 from dtmega.startup import Startup
-from dtmega.step import Outcome, Run, train_step
+from dtmega.step import Run, StepResult, train_step
 
 # Keys that a step alone does not need, whatever a configuration says of them.
 ALONE: dict[str, Any] = {
@@ -55,5 +55,5 @@ class Stepper:
         self.run = run
         self.batch: StepBatch = next(run.batches)
 
-    def __call__(self) -> Outcome:
+    def __call__(self) -> StepResult:
         return train_step(self.run, self.batch)
