@@ -16,7 +16,7 @@ from dtmega import config
 from dtmega.__main__ import main
 from dtmega.megatron import shell
 from dtmega.megatron.flags import by_name
-from dtmega.megatron.recipe import written
+from dtmega.megatron.recipe import config_of_args
 from dtmega.megatron.translate import translate
 from tools import flags_page
 
@@ -116,7 +116,7 @@ def test_blooms_launch_script_is_its_configuration(tmp_path: Path) -> None:
     for section, keys in {**same, "data": data}.items():
         expected[section] |= keys
     assert found.model_dump() == expected
-    left = {line.split(":")[0] for line in translation.left}
+    left = {line.split(":")[0] for line in translation.left_out}
     assert left == {"--distributed-backend nccl", "--zero-stage 0", "--pp-partition-method type"}
 
 
@@ -138,7 +138,7 @@ def test_berts_launch_script_is_its_configuration() -> None:
     found["run"]["dir"] = shipped.run.dir
     found["eval"]["prompt"] = shipped.eval.prompt
     assert config.validate(found, "the translation") == shipped
-    assert [line.split(":")[0] for line in translation.left] == ["--data-impl mmap", "--distributed-backend nccl"]
+    assert [line.split(":")[0] for line in translation.left_out] == ["--data-impl mmap", "--distributed-backend nccl"]
 
 
 def test_t5s_launch_script_is_its_configuration() -> None:
@@ -159,7 +159,7 @@ def test_t5s_launch_script_is_its_configuration() -> None:
     found["model"]["vocab_size"] = shipped.model.vocab_size
     found["run"]["dir"] = shipped.run.dir
     assert config.validate(found, "the translation") == shipped
-    assert [line.split(":")[0] for line in translation.left] == ["--data-impl mmap"]
+    assert [line.split(":")[0] for line in translation.left_out] == ["--data-impl mmap"]
 
 
 def test_a_t5_has_its_own_keys_for_flags_that_other_models_share() -> None:
@@ -296,24 +296,24 @@ def test_each_flag_is_the_key_that_says_the_same(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "left"),
     [
-        ("pretrain_gpt.py --no-bias-gelu-fusion", "a gpt has the form of tanh"),
+        ("pretrain_gpt.py --no-bias-gelu-fusion", "a gpt has the GELU with tanh"),
         ("pretrain_gpt.py --embed-layernorm", "a gpt has none"),
         ("pretrain_gpt.py --position-embedding-type rotary", "rotary positions is not built"),
-        ("pretrain_gpt.py --load there", "converted first"),
-        ("pretrain_gpt.py --load there --save elsewhere", "converted first"),
+        ("pretrain_gpt.py --load there", "convert Megatron's checkpoint first"),
+        ("pretrain_gpt.py --load there --save elsewhere", "convert Megatron's checkpoint first"),
         ("pretrain_gpt.py --load there --save there", ""),
         ("pretrain_gpt.py --position-embedding-type alibi --embed-layernorm", ""),
     ],
 )
 def test_a_flag_whose_meaning_is_another_here_is_named_and_no_other(line: str, left: str) -> None:
-    found = translate(line).left
+    found = translate(line).left_out
     assert [left in each for each in found] == [True] * bool(left), found
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 def test_weights_to_start_with_are_asked_for_where_theirs_were_loaded_without_an_optimizer(flag: str) -> None:
     assert (
-        "# init_from =   # lacks: the weights of there, converted"
+        "# init_from =   # missing: the weights of there, converted"
         in translate(f"pretrain_gpt.py {flag} --load there").toml
     )
 
@@ -382,7 +382,7 @@ def test_weighted_split_paths_are_mixtures_of_the_same_words(tmp_path: Path) -> 
             ("all", ((0.3, 0.95, 1.0, "data/a"), (0.7, 0.95, 1.0, "data/b"))),
         ]
         assert data.test == "test: 1 0:1 data/c"
-    left = translate(direct).left
+    left = translate(direct).left_out
     assert [line.partition(": ")[0].split()[0] for line in left] == ["--test-weighted-split-paths", "--split"]
     assert "more: 1 0:1 data/d" in left[0]
 
@@ -399,7 +399,7 @@ def test_groups_that_a_checkpoints_arguments_hold_in_pieces_are_mixtures_again()
         "valid_weighted_split_splits": [["0.95:1"], ["0.95:1", "0.95:1"]],
         "valid_weighted_split_paths": [["data/a"], ["data/a", "data/b"]],
     }
-    toml, _ = written(args, config.Bloom())
+    toml, _ = config_of_args(args, config.Bloom())
     data = tomli.loads(toml)["data"]
     assert data["train"] == TRAIN
     assert data["validation"] == VALID
@@ -408,7 +408,7 @@ def test_groups_that_a_checkpoints_arguments_hold_in_pieces_are_mixtures_again()
 def test_a_file_of_weighted_split_paths_that_is_not_at_hand_is_named(tmp_path: Path) -> None:
     translation = translate(f"pretrain_gpt.py --train-weighted-split-paths-path {tmp_path}/none")
     assert "# path = " in translation.toml
-    assert any("cannot be read here" in line for line in translation.left)
+    assert any("cannot be read here" in line for line in translation.left_out)
 
 
 def test_a_prefix_model_is_an_objective_here():
@@ -443,7 +443,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
 
 def test_a_model_of_another_kind_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["from-megatron", "pretrain_vit.py --num-layers 2"]) == 2
-    assert "pretrain_vit.py trains a model that is not here" in capsys.readouterr().err
+    assert "pretrain_vit.py trains a model that is not built here" in capsys.readouterr().err
 
 
 def test_any_text_is_read_or_refused() -> None:

@@ -590,7 +590,7 @@ def test_a_run_goes_on_with_a_checkpoints_weights_moments_and_counts_if_it_is_to
     args = arguments("gpt", 3.0, TWO_BY_TWO) | sizes
     theirs.write(tmp_path / "in", weights, H, TWO_BY_TWO, args=args, adam=adam)
     assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes") == job.DONE
-    line = f"--checkpoint.resume {tmp_path}/out --checkpoint.allow_changed_data true goes on from there"
+    line = f"--checkpoint.resume {tmp_path}/out --checkpoint.allow_changed_data true continues the run"
     assert line in capsys.readouterr().out
     keys = {"config": tmp_path / "out/config.toml", "run.dir": tmp_path / "run", "data.path": corpus, "train.steps": 9}
     keys |= {"data.tokenizer": "bytes", "data.num_workers": 0, "eval.interval": 0, "log.interval": 1}

@@ -296,18 +296,18 @@ def test_heads_that_the_ranks_of_an_older_file_cannot_share_are_refused(tmp_path
 def test_a_run_counted_in_samples_goes_on_by_them_and_not_by_the_steps_that_were_worked_out():
     args = {"train_samples": 800, "lr_decay_samples": 700, "train_iters": 100, "lr_decay_iters": 90}
     args |= {"no_load_optim": True, "finetune": True, "load": "there", "seq_length": 10}
-    toml, _ = recipe.written(args, config.GPT(), "megatron-lm")
+    toml, _ = recipe.config_of_args(args, config.GPT(), "megatron-lm")
     assert "samples = 800" in toml
     assert "decay = 700" in toml
     assert 'unit = "samples"' in toml
     assert "steps = " not in toml.partition("[train]")[2].partition("[")[0]
     assert "init_from" not in toml
     assert "order_samples = 800" in toml
-    by_steps, _ = recipe.written({"train_iters": 100, "global_batch_size": 8}, config.GPT(), "megatron-lm")
+    by_steps, _ = recipe.config_of_args({"train_iters": 100, "global_batch_size": 8}, config.GPT(), "megatron-lm")
     assert "order_samples = 800" in by_steps
 
 
 @pytest.mark.parametrize("model", [config.Bert(), config.GPT()])
 def test_only_of_next_tokens_is_their_order_of_samples_known(model: config.Model):
-    toml, _ = recipe.written({"train_samples": 800}, model, "megatron-lm")
+    toml, _ = recipe.config_of_args({"train_samples": 800}, model, "megatron-lm")
     assert ('order = "megatron-lm"' in toml) == (model.name == "gpt")

@@ -23,6 +23,6 @@ def command(args: argparse.Namespace) -> int:
 
     translation = translate(args.source)
     print(translation.toml, end="")
-    for line in translation.left:
+    for line in translation.left_out:
         output.say(f"not carried over: {line}")
     return job.DONE

@@ -102,14 +102,14 @@ def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
     def ours(source: Source) -> Source:
         return families.of(padded).read("megatron", source, padded, where)
 
-    text, sections = recipe.written(contents.args, model, contents.order if contents.moments else "")
+    text, sections = recipe.config_of_args(contents.args, model, contents.order if contents.moments else "")
     training = None
     notes += contents.notes
     if contents.moments:
         moments = {kind: ours(source) for kind, source in contents.moments.items()}
         training = Training(moments, contents.progress, contents.updates, contents.loss_scale, sections)
         if args.target[0] == "dtmega":
-            notes += (recipe.goes_on(contents.progress, args.target[1]),)
+            notes += (recipe.resume_note(contents.progress, args.target[1]),)
     if args.target[0] == "hf" and not args.tokenizer:
         notes += ("no tokenizer is written: --tokenizer names one",)
     rows = [Row("written from", "a checkpoint of Megatron's")]
