@@ -1,7 +1,8 @@
-"""Megatron's form of each family: its names, and the arguments of a run as [model]. These are `formats["megatron"]`.
+"""Megatron's `Format` of each family: its tensor names, and the run's arguments as keys of [model].
 
-Arguments are plain values, a member of an enum by its name; one that a file does not have is of before it was invented,
-or of another fork. Source: `megatron/arguments.py` of Megatron-LM 2019 to 2022 and BigScience's Megatron-DeepSpeed.
+families.py lists them as `formats["megatron"]`. Arguments are plain values, with enum members by name. A file lacks the
+arguments that its version or fork did not have yet, so each one has a default here. Source: `megatron/arguments.py` of
+Megatron-LM 2019 to 2022 and of BigScience's Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
-# Arguments of later versions, and of forks, that make another model; a file without one has this value.
+# Arguments of later versions and of forks that change the model. dtmega builds the model only with these values, which
+# are also what a file without the argument means.
 PLAIN: Mapping[str, Any] = {
     **{"add_bias_linear": True, "normalization": "LayerNorm", "group_query_attention": False},
     **{"swiglu": False, "squared_relu": False, "glu_activation": None, "apply_layernorm_1p": False},
@@ -36,47 +38,56 @@ RATES = (
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
 FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=True)
-# The names of BigScience's enum, and the word of Megatron-LM of 2023 and later.
+# Values of position_embedding_type: member names of BigScience's enum, and Megatron-LM's word since 2023.
 ABSOLUTE = (None, "absolute", "learned_absolute")
 ALIBI = ("alibi",)
 WORDPIECE = "BertWordPieceLowerCase"
 
 
 def feed_forward_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
-    """The form of GELU in the feed-forward: of the fused kernel tanh. Files of before October 2020 know no fusion."""
+    """The form of GELU in the feed-forward. The fused kernel computes the one with tanh.
+
+    Files from before October 2020 have no argument for the fusion, which did not exist.
+    """
     return "tanh" if args.get("bias_gelu_fusion") or args.get("openai_gelu") else "erf"
 
 
 def head_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
-    """The form of GELU in BERT's head for words, which no kernel fuses."""
+    """The form of GELU in BERT's head for words, which is never fused."""
     return "tanh" if args.get("openai_gelu") else "erf"
 
 
 def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
-    """The arguments that give these two forms; `head`: of a model without such a head the same as `feed_forward`."""
+    """The arguments that select these two forms of GELU.
+
+    Args:
+        feed_forward: "erf" or "tanh".
+        head: form in BERT's head for words; '' for a model without such a head.
+    """
+    # openai_gelu selects the form with tanh in both places, the fused kernel selects it in the feed-forward alone.
     openai = head == "tanh"
     return {"bias_gelu_fusion": feed_forward == "tanh" and not openai, "openai_gelu": openai, "onnx_safe": None}
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The key for scaled products: on by default in theirs, where it changes products of float16 alone."""
+    """The key for scaled attention scores. Megatron turns it on by default, but it has an effect in float16 only."""
     return {"query_key_layer_scaling": bool(args.get("fp16") and args.get("apply_query_key_layer_scaling"))}
 
 
 def _refuse_other_positions(args: Mapping[str, Any], known: tuple[Any, ...]) -> None:
-    said = args.get("position_embedding_type")
-    if said not in known:
+    positions = args.get("position_embedding_type")
+    if positions not in known:
         raise ValueError(
-            f"the arguments in the file have position_embedding_type={said!r:.80}, expected one of "
+            f"the arguments in the file have position_embedding_type={positions!r:.80}, expected one of "
             f"{', '.join(map(repr, known))} ([model] name)"
         )
 
 
 def _refuse_head_width(args: Mapping[str, Any]) -> None:
-    """Refuse heads of a width of their own.
+    """Refuse heads whose width is not D / H.
 
     Raises:
-        ValueError: heads that do not make up D.
+        ValueError: the widths of all heads do not add up to D.
     """
     width = args.get("kv_channels")
     if width is not None and width * args["num_attention_heads"] != args["hidden_size"]:
@@ -87,15 +98,20 @@ def _refuse_head_width(args: Mapping[str, Any]) -> None:
 
 
 def _refuse_erf(args: Mapping[str, Any]) -> None:
+    """Refuse the exact GELU, for families that have only the approximation with tanh.
+
+    Raises:
+        ValueError: the arguments select the GELU with erf.
+    """
     if feed_forward_gelu(args) == "erf":
         raise ValueError(
-            "the arguments in the file ask for the GELU with erf (no bias_gelu_fusion, no openai_gelu), and this "
-            "family has its approximation by tanh; the two differ by up to 5e-4 in each activation ([model] name)"
+            "the arguments in the file ask for the GELU with erf (no bias_gelu_fusion, no openai_gelu), but this "
+            "family has only its approximation with tanh; they differ by up to 5e-4 in each activation ([model] name)"
         )
 
 
 def _decoder(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that GPT and BLOOM have in common."""
+    """The keys of [model] that GPT and BLOOM share."""
     _refuse_head_width(args)
     _refuse_erf(args)
     return _scaling(args)
@@ -123,8 +139,12 @@ def _t5(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _args_of_bloom(model: config.Model) -> dict[str, Any]:
-    said = {"position_embedding_type": "alibi", "tokenizer_type": "PretrainedFromHF"}
-    return {**_args(model), **_gelu_args("tanh"), **said}
+    return {
+        **_args(model),
+        **_gelu_args("tanh"),
+        "position_embedding_type": "alibi",
+        "tokenizer_type": "PretrainedFromHF",
+    }
 
 
 def _args_of_gpt(model: config.Model) -> dict[str, Any]:
@@ -153,7 +173,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """Arguments that are no key of [model], or have another value than the key."""
+    """Arguments of every family that are not keys of [model], or that have another value than the key."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {
@@ -167,8 +187,10 @@ def _args(model: config.Model) -> dict[str, Any]:
 def _refuse_gated(model: config.Model) -> None:
     """Refuse a gated feed-forward.
 
+    Each of Megatron's ranks stores its values before its gates, so the order of rows depends on the layout.
+
     Raises:
-        ValueError: each rank of theirs has its values before its gates, so the order of rows depends on the layout.
+        ValueError: the model has a gated feed-forward.
     """
     assert isinstance(model, config.DropoutModel)
     if model.glu != "none":
@@ -179,11 +201,16 @@ def _refuse_gated(model: config.Model) -> None:
 
 
 def _refuse_bert(model: config.Model) -> None:
+    """Refuse a BERT that Megatron has no arguments for.
+
+    Raises:
+        ValueError: a gated feed-forward, or forms of GELU that Megatron cannot combine.
+    """
     _refuse_gated(model)
     assert isinstance(model, config.Bert)
     if (model.gelu, model.head_gelu) == ("erf", "tanh"):
         raise ValueError(
-            "Megatron's BERT has the GELU with erf in the feed-forward only if its head has it, too: expected "
+            "Megatron's BERT has the GELU with erf in the feed-forward only if its head has it too: expected "
             "head_gelu='erf', got 'tanh' ([model] head_gelu, [model] gelu)"
         )
 
@@ -218,7 +245,7 @@ BERT_FORM = Format(
     to_section=_bert,
     from_section=_args_of_bert,
 )
-# Megatron's own T5, which shares a name with that of transformers and little else.
+# Megatron's own T5, which has little but the name in common with the T5 of transformers.
 T5_FORM = Format(
     rules=_rules(T5_ROWS),
     implied={
@@ -234,7 +261,7 @@ T5_FORM = Format(
     to_section=_t5,
     from_section=_args_of_t5,
 )
-# BigScience's Megatron-DeepSpeed, trained by ALiBi and with a LayerNorm after the embedding.
+# The BLOOM of BigScience's Megatron-DeepSpeed, with ALiBi and a LayerNorm after the embedding.
 BLOOM_FORM = Format(
     rules=_rules(BLOOM_ROWS),
     fixed={**PLAIN, "embed_layernorm": True},

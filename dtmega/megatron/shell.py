@@ -1,9 +1,9 @@
-"""The arguments of a Megatron command, from the text of the shell script that starts it. Nothing of it is run.
+"""Find the arguments of a Megatron command in the text of a shell script, without running the script.
 
     words(Path("examples/pretrain_bert_distributed.sh").read_text())    # [..., 'pretrain_bert.py', '--num-layers', ...]
 
-Assignments are followed, also those in quotes or brackets over several lines, and `${NAME:-default}`. Whatever only a
-shell would know (`$(nproc)`, a variable of the environment) stays in the words as it is written.
+Assignments are followed, including quoted or bracketed ones over several lines, and `${NAME:-default}`. What only a
+shell could expand (`$(nproc)`, a variable of the environment) stays in the words as it is written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
 ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.DOTALL | re.MULTILINE)
-LONGEST = 1_000_000  # characters that variables may grow to
+LONGEST = 1_000_000  # characters that a statement may grow to when its variables are expanded
 CLOSING = {'"': '"', "'": "'", "`": "`", "(": ")"}
 
 
 def words(text: str) -> list[str]:
-    """The words of the first command with a `pretrain_....py` among them; [] if there is none.
+    """The words of the first command that contains a `pretrain_....py`; [] if there is none.
 
     Raises:
         ValueError: a quote that never ends, or variables that refer to each other without end.
@@ -32,9 +32,9 @@ def words(text: str) -> list[str]:
             name, value = assignment.groups()
             statement = _expanded(_unwrapped(value), known)
             known[name] = statement
-        found = split_words(_expanded(statement, known))
-        if any(SCRIPT.search(word) for word in found):
-            return found
+        command = split_words(_expanded(statement, known))
+        if any(SCRIPT.search(word) for word in command):
+            return command
     return []
 
 
@@ -51,7 +51,7 @@ def split_words(line: str) -> list[str]:
 
 
 def _statements(text: str) -> list[str]:
-    """The text cut at the ends of lines and at semicolons that are in no quotes or brackets, without comments."""
+    """Split a script into statements: at line ends and semicolons outside quotes and brackets, without comments."""
     text = text.replace("\\\r\n", " ").replace("\\\n", " ")
     statements = [""]
     closing = ""
@@ -97,16 +97,17 @@ def _unwrapped(value: str) -> str:
 
 
 def _expanded(text: str, known: dict[str, str]) -> str:
-    """The text with the variables that are known; of the others with what stands after `:-`, or as they are."""
+    """Replace the known variables of a text; an unknown one becomes its default after `:-`, or stays as it is."""
 
-    def value(found: re.Match[str]) -> str:
-        braced, default, bare = found.groups()
+    def value(match: re.Match[str]) -> str:
+        braced, default, bare = match.groups()
         name = braced or bare
         if name in known:
             return known[name]
-        return found[0] if default is None else default
+        return match[0] if default is None else default
 
-    # Values were expanded when they were assigned, so one pass is all; a text that doubles line by line is refused.
+    # Values were expanded when they were assigned, so one pass is enough. A script that doubles a variable line by line
+    # could still grow without limit.
     expanded = VARIABLE.sub(value, text)
     if len(expanded) > LONGEST:
         raise ValueError(f"the variables of '{text:.80}' make a text of {len(expanded):,} characters")

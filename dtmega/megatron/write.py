@@ -1,10 +1,11 @@
-"""A `release` folder of Megatron-LM: weights alone, cut for its ranks, in pickles that its `load_checkpoint` takes.
+"""Write a `release` folder of Megatron-LM: weights cut for its ranks, in files that its `load_checkpoint` accepts.
 
     OUT/latest_checkpointed_iteration.txt        "release"
-    OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; mp_rank_01_000 of stage 0, with stages
+    OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
 
-A numbered folder without optimizer and generators would make that loader exit. It compares what the arguments in a file
-say of the model and of the layout with its own. Files are in the form of version 3.0, names those of v2.1 and later.
+The folder is a release because Megatron's loader exits at a numbered one that has no optimizer and no generators. The
+loader compares the arguments in a file, for model and layout, with its own. Files have the form of checkpoint version
+3.0, and the names of Megatron-LM v2.1 and later.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from dtmega.formats.sources import Slices, Source
 from dtmega.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
 from dtmega.megatron.translate import WORDPIECE_OF
 
-MULTIPLE = 128  # of rows of the vocabulary on each rank: their default
+# Rows of the vocabulary on each rank are a multiple of this: Megatron's default of --make-vocab-size-divisible-by.
+MULTIPLE = 128
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 STACKS = ("encoder", "decoder")
@@ -37,10 +39,12 @@ WORDS_FOR_HEAD = f"{COPY_FOR_HEAD}weight"
 
 
 class Layout(NamedTuple):
-    """The layout of a model on their ranks.
+    """The layout of a model on Megatron's ranks.
 
     Attributes:
-        split: the stage where the decoder begins, of a model with two stacks on several stages; else 0.
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        split: stage where the decoder begins, for an encoder-decoder on several stages; else 0.
     """
 
     tp: int
@@ -54,6 +58,7 @@ class Layout(NamedTuple):
         return range(self.split) if stack == "encoder" else range(self.split, self.pp)
 
     def folder(self, rank: int, stage: int) -> str:
+        """The name of the folder of one rank's file."""
         return f"mp_rank_{rank:02d}" if self.pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
 
 
@@ -67,16 +72,19 @@ def write(
     tokenizer: str = "",
     work: Callable[[], object] = int,
 ) -> None:
-    """Write `folder`, whole or not at all. One rank's file is in memory at a time.
+    """Write a checkpoint completely, or not at all. One rank's file is in memory at a time.
 
     Args:
-        source: a whole model by Megatron's names, each tensor once, without padding of the vocabulary.
-        args: of the model, in their words.
-        tokenizer: the spec of its tokenizer; their loader compares which kind it is, if it is given a vocabulary.
+        folder: path of the checkpoint, new or empty.
+        source: the whole model by Megatron's names, each tensor once, without padding of the vocabulary.
+        args: the model's arguments, by Megatron's names.
+        tp, pp: tensor-parallel ranks and pipeline stages to write for.
+        tokenizer: the model's tokenizer spec. Megatron's loader compares the kind of tokenizer, if it is given a
+            vocabulary.
         work: called before each tensor.
 
     Raises:
-        ValueError: before anything is written: the folder is there and not empty, or no such layout of this model.
+        ValueError: the folder is not empty, or the model cannot have this layout. Nothing has been written.
         OSError: writing failed.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -84,38 +92,39 @@ def write(
     layout = _layout(source, args, tp, pp)
     rows = MULTIPLE * tp
     padded = -(-source.tensors[WORDS][1][0] // rows) * rows
-    stages = [_stage(source, layout, stage) for stage in range(pp)]
+    stages = [_names_of_stage(source, layout, stage) for stage in range(pp)]
+    all_args = {**args, **_args_of_layout(layout, padded, source.tensors[WORDS][0], tokenizer)}
     folder = folder.absolute()
-    aside = folder.with_name(f".tmp-{folder.name}")
-    durable.empty_folder(aside)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    durable.empty_folder(temporary)
     try:
-        told = {**args, **_args_of_layout(layout, padded, source.tensors[WORDS][0], tokenizer)}
         for stage, names in enumerate(stages):
             for rank in range(tp):
                 tensors: dict[str, Tensor] = {}
-                for local, name in names.items():
+                for local_name, name in names.items():
                     work()
-                    tensors[local] = _part(source, name, rank, tp, padded)
-                inside = aside / "release" / layout.folder(rank, stage)
-                durable.make_folder(inside)
-                _save(inside / FILE, told, tensors)
-                durable.sync_folder(inside)
-        with durable.created(aside / TRACKER) as file:
+                    tensors[local_name] = _part(source, name, rank, tp, padded)
+                rank_folder = temporary / "release" / layout.folder(rank, stage)
+                durable.make_folder(rank_folder)
+                _save(rank_folder / FILE, all_args, tensors)
+                durable.sync_folder(rank_folder)
+        with durable.created(temporary / TRACKER) as file:
             file.write(b"release")
-        durable.sync_folder(aside)
-        os.rename(aside, folder)
+        durable.sync_folder(temporary)
+        os.rename(temporary, folder)
         durable.sync_folder(folder.parent)
     except BaseException:
-        with contextlib.suppress(OSError):  # what cannot be deleted takes room, no more
-            durable.remove_folder(aside)
+        # If deleting fails as well, the remains only take up room. The first error is the one to report.
+        with contextlib.suppress(OSError):
+            durable.remove_folder(temporary)
         raise
 
 
 def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout:
-    """The layout for tp times pp ranks.
+    """The layout of a model on tp times pp ranks.
 
     Raises:
-        ValueError: heads, the feed-forward or layers do not come out even.
+        ValueError: heads, the feed-forward or layers cannot be divided evenly.
     """
     for key, ours in (("num_attention_heads", "n_heads"), ("ffn_hidden_size", "ffn_hidden_size")):
         if args[key] % tp:
@@ -123,7 +132,7 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
     depths = {stack: _depth(source, stack) for stack in STACKS}
     layout = Layout(tp, pp)
     if depths["decoder"] and pp > 1:
-        # As many stages for each layer of one stack as for one of the other.
+        # Stages are shared out in proportion to the layers of the two stacks.
         layout = Layout(tp, pp, split=pp * depths["encoder"] // sum(depths.values()))
     for stack, depth in depths.items():
         n_stages = len(layout.stages_of(stack))
@@ -136,54 +145,64 @@ def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout
 
 
 def _depth(source: Source, stack: str) -> int:
-    """The number of layers of a stack; 0: there is no such stack."""
+    """The number of layers of a stack; 0 if the model has no such stack."""
     return len({name.split(".")[2] for name in source.tensors if name.startswith(f"{stack}.layers.")})
 
 
-def _stage(source: Source, layout: Layout, stage: int) -> dict[str, str]:
-    """The tensors of a stage: name there, where layers count from 0 -> whole name."""
+def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str]:
+    """The tensors of a stage: name in its files, where layers count from 0 -> name in the whole model."""
     last = stage == layout.pp - 1
     embeds = stage == 0 or stage == layout.split
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in source.tensors:
         section = name.partition(".")[0]
-        if section == "embedding":
-            here = embeds
-        elif section not in STACKS:
-            here = last
-        else:
+        if section in STACKS:
             stages = layout.stages_of(section)
             per_stage = _depth(source, section) // len(stages)
             layer = re.match(rf"{section}\.layers\.(\d+)\.", name)
-            # A final LayerNorm belongs to the last stage of its stack.
-            its = int(layer[1]) // per_stage if layer else len(stages) - 1
-            here = stage == stages[its]
-            if layer and here:
-                found[name.replace(f".{layer[1]}.", f".{int(layer[1]) % per_stage}.", 1)] = name
-                continue
-        if here:
-            found[name] = name
+            # A stack's final LayerNorm, which has no number, belongs to the last stage of the stack.
+            position = int(layer[1]) // per_stage if layer else len(stages) - 1
+            if stage == stages[position]:
+                local_name = name
+                if layer:
+                    local_name = name.replace(f".{layer[1]}.", f".{int(layer[1]) % per_stage}.", 1)
+                names[local_name] = name
+        else:
+            is_here = embeds if section == "embedding" else last
+            if is_here:
+                names[name] = name
+    # A model with a tied head computes its logits on the last stage, from a copy of the embedding.
     if last and not embeds and "output_layer.weight" not in source.tensors:
-        found[WORDS_FOR_HEAD] = WORDS
-    return found
+        names[WORDS_FOR_HEAD] = WORDS
+    return names
 
 
 def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
-    """A rank's part of a tensor, in memory of its own; rows of padding are zeros."""
+    """A rank's part of a tensor, in memory of its own. Rows of padding are zeros.
+
+    Args:
+        name: name in the whole model.
+        padded: rows of the vocabulary over all ranks, padding included.
+    """
     dtype, shape = source.tensors[name]
     dim = cut_dim(name)
-    full = (padded, *shape[1:]) if by_token(name) else shape
-    n = 0 if dim is None else full[dim] // tp
-    box: Slices = tuple(slice(rank * n, rank * n + n) if d == dim else slice(0, size) for d, size in enumerate(full))
-    part = torch.zeros([s.stop - s.start for s in box], dtype=dtype)
-    if dim is None or box[dim].start < shape[dim]:
-        read = source.read(name, tuple(slice(s.start, min(s.stop, size)) for s, size in zip(box, shape, strict=True)))
-        part[tuple(slice(0, size) for size in read.shape)] = read
+    padded_shape = (padded, *shape[1:]) if by_token(name) else shape
+    bounds = [(0, size) for size in padded_shape]
+    if dim is not None:
+        n = padded_shape[dim] // tp
+        bounds[dim] = (rank * n, rank * n + n)
+    part = torch.zeros([stop - start for start, stop in bounds], dtype=dtype)
+    # The last ranks may have rows of padding only, for which nothing is read.
+    if dim is None or bounds[dim][0] < shape[dim]:
+        box: Slices = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, shape, strict=True))
+        values = source.read(name, box)
+        part[tuple(slice(0, size) for size in values.shape)] = values
     return part
 
 
 def _args_of_layout(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    found = {
+    """The arguments that depend on layout, dtype and tokenizer, not on the model."""
+    args = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "padded_vocab_size": padded,
@@ -195,48 +214,54 @@ def _args_of_layout(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: 
         "consumed_valid_samples": 0,
     }
     if layout.split:
-        found["pipeline_model_parallel_split_rank"] = layout.split
+        args["pipeline_model_parallel_split_rank"] = layout.split
     kinds = {spec: kind for kind, spec in WORDPIECE_OF.items()}
     if (spec := tokenizer.partition(":")[0]) in kinds:
-        found["tokenizer_type"] = kinds[spec]
-    return found
+        args["tokenizer_type"] = kinds[spec]
+    return args
 
 
 def _save(path: Path, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """One rank's file, as torch.save makes it."""
-    with _position_types() as kinds, durable.created(path) as file:
-        said = dict(args)
-        if said.get("position_embedding_type") is not None:
-            said["position_embedding_type"] = kinds[said["position_embedding_type"]]
+    """Write one rank's file with torch.save."""
+    with _position_types() as position_types, durable.created(path) as file:
+        all_args = dict(args)
+        if all_args.get("position_embedding_type") is not None:
+            all_args["position_embedding_type"] = position_types[all_args["position_embedding_type"]]
         content = {
-            "args": argparse.Namespace(**said),
+            "args": argparse.Namespace(**all_args),
             "checkpoint_version": 3.0,
             "iteration": 0,
             "model": _nested(tensors),
         }
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # of the end of a file that could not be written
+        except RuntimeError as error:
+            # If writing fails, closing torch's zip fails as well, and its error hides the one that says why.
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Dicts in dicts, as the modules that load them ask for theirs."""
+    """Tensors in nested dicts, as Megatron's modules expect their state."""
     model: dict[str, Any] = {"language_model": {}}
     for name, tensor in tensors.items():
-        section, _, rest = name.partition(".")
-        owner = model if section in ("lm_head", "binary_head", COPY_FOR_HEAD.rstrip(".")) else model["language_model"]
+        section, _, inner_name = name.partition(".")
+        is_outside = section in ("lm_head", "binary_head", COPY_FOR_HEAD.rstrip("."))
+        owner = model if is_outside else model["language_model"]
         table = owner.setdefault(section, {})
         if section == "embedding":
-            each, _, rest = rest.partition(".")
-            table = table.setdefault(each, {})
-        table[rest] = tensor
+            embedding, _, inner_name = inner_name.partition(".")
+            table = table.setdefault(embedding, {})
+        table[inner_name] = tensor
     return model
 
 
 @contextlib.contextmanager
 def _position_types() -> Iterator[type[enum.Enum]]:
-    """The enum of BigScience's fork, which its loader compares, under the name that a pickle gives it there."""
+    """The enum that BigScience's fork has for positions, which its loader compares.
+
+    A pickle refers to an enum by module and name. While the context is open, `megatron.enums` is a stand-in module with
+    the enum in it, so torch.save can pickle its members as the fork's own.
+    """
     module = types.ModuleType("megatron.enums")
     members = {"rotary": 1, "absolute": 2, "alibi": 3}
     kinds = enum.Enum("PositionEmbeddingType", members, module=module.__name__)
@@ -247,8 +272,8 @@ def _position_types() -> Iterator[type[enum.Enum]]:
     try:
         yield kinds
     finally:
-        for name, there in before.items():
-            if there is None:
+        for name, module_before in before.items():
+            if module_before is None:
                 del sys.modules[name]
             else:
-                sys.modules[name] = there
+                sys.modules[name] = module_before
