@@ -46,7 +46,7 @@ def megatron_cut(dataset: IndexedDataset, documents: tuple[int, int]) -> list[li
         if len(sizes) < 2 or max(sizes) > 512 or min(sizes) < 1:
             continue
         start, n_tokens, n_sentences, remaining = first, 0, 0, len(sizes)
-        target = int(TARGETS.of(np.array([first]))[0])
+        target = int(TARGETS.lengths_at(np.array([first]))[0])
         for sentence in range(first, last):
             n_tokens += int(dataset.sizes[sentence])
             n_sentences += 1
@@ -54,7 +54,7 @@ def megatron_cut(dataset: IndexedDataset, documents: tuple[int, int]) -> list[li
             if (n_tokens >= target and remaining > 1 and n_sentences >= 2) or remaining == 0:
                 found.append([start, sentence + 1, target])
                 start, n_tokens, n_sentences = sentence + 1, 0, 0
-                target = int(TARGETS.of(np.array([start]))[0])
+                target = int(TARGETS.lengths_at(np.array([start]))[0])
     return found
 
 
@@ -99,13 +99,13 @@ def test_without_room_for_the_file_the_table_is_kept_in_memory_and_that_is_said(
 
 
 def test_so_many_targets_are_short_as_asked_for_and_these_are_uniform():
-    found = TARGETS._replace(short_seq_prob=0.3).of(np.arange(40_000))
+    found = TARGETS._replace(short_seq_prob=0.3).lengths_at(np.arange(40_000))
     short = found[found < S - 3]
     assert is_likely(len(short), 40_000, 0.3 * (S - 5) / (S - 4))  # a uniform one may be the longest, too
     counts = Counter(short.tolist())
     assert [*sorted(counts)] == [*range(2, S - 3)]
     assert all(is_likely(n, 40_000, 0.3 / (S - 4)) for n in counts.values())
-    assert set(TARGETS._replace(short_seq_prob=0.0).of(np.arange(1000)).tolist()) == {S - 3}
+    assert set(TARGETS._replace(short_seq_prob=0.0).lengths_at(np.arange(1000)).tolist()) == {S - 3}
 
 
 # ------------------------------------------------------------------------------------------------------------- epochs

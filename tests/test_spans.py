@@ -20,7 +20,7 @@ from dtmega import config, keyed
 from dtmega.config import Batch, Data
 from dtmega.data.denoising import merged_spans, separate_spans
 from dtmega.data.denoising.cut import Targets, cut_table
-from dtmega.data.denoising.merged_spans import longest
+from dtmega.data.denoising.merged_spans import counts_of_longest
 from dtmega.data.denoising.sentinels import Marks, marks
 from dtmega.data.denoising.spans import SpanSample
 from dtmega.data.indexed import IndexedDataset
@@ -181,10 +181,10 @@ def published_lengths(inputs_length: int, noise_density: float, mean_noise_span_
 @pytest.mark.parametrize(("noise_density", "mean"), [(0.15, 3.0), (0.15, 2.0), (0.3, 4.5), (0.45, 8.0)])
 def test_texts_are_as_long_as_the_published_code_makes_them(noise_density, mean):
     for seq_len in range(32, 1025, 31):
-        counts = longest(seq_len, noise_density, mean)
-        assert (counts.n_tokens, counts.n_said) == published_lengths(seq_len, noise_density, mean)
-        assert counts.n_read <= seq_len
-    assert longest(512, 0.15, 3.0) == (568, 85, 28)
+        counts = counts_of_longest(seq_len, noise_density, mean)
+        assert (counts.n_tokens, counts.n_decoder_tokens) == published_lengths(seq_len, noise_density, mean)
+        assert counts.n_encoder_tokens <= seq_len
+    assert counts_of_longest(512, 0.15, 3.0) == (568, 85, 28)
 
 
 def published_mask(length: int, noise_density: float, mean: float, key: int) -> NDArray[np.int8]:
@@ -247,7 +247,7 @@ def test_each_cut_into_pieces_comes_as_often_as_the_others():
 def test_each_token_is_in_one_sample_of_an_epoch(tmp_path):
     numbered = write(tmp_path / "numbered", [[[0] * 700], [[0] * 900]], numbered=True)
     rows = rows_of(numbered, SPANS, seq_len=30, decoder_seq_len=10)
-    length = longest(30, 0.15, 3.0).n_tokens
+    length = counts_of_longest(30, 0.15, 3.0).n_tokens
     n = 1600 // length
     found = sorted(token for text in texts(rows, range(n + 1)) for token in text)
     counts = Counter(found)
@@ -270,7 +270,7 @@ def test_sentences_are_cut_as_in_megatrons_loop_and_cut_off_at_their_target(data
             continue
         start, n_tokens, remaining = first, 0, len(sizes)
         for sentence in range(first, last):
-            target = int(targets.of(np.array([start]))[0])
+            target = int(targets.lengths_at(np.array([start]))[0])
             n_tokens += int(dataset.sizes[sentence])
             remaining -= 1
             if (n_tokens >= target and remaining > 1) or remaining == 0:
@@ -357,14 +357,14 @@ def test_a_span_without_a_sentinel_or_room_in_the_decoder_stays_text():
     samples = [SpanSample(generator.integers(100, 8000, 126), 7919 * key) for key in range(N)]
     continuing = np.zeros(0, np.int64)
     limits = separate_spans.Limits(mask_prob=0.15, max_span=10, sentinels=100, room=128)
-    free = separate_spans.hidden(samples, continuing, limits)
+    free = separate_spans.hide(samples, continuing, limits)
     assert (free.hidden.sum(1) == 19).all()
-    few = separate_spans.hidden(samples, continuing, limits._replace(sentinels=3))
+    few = separate_spans.hide(samples, continuing, limits._replace(sentinels=3))
     assert (few.begins.sum(1) == 3).all()
     assert not (few.hidden & ~free.hidden).any()
     n_said = (free.hidden.sum(1) + free.begins.sum(1) + 1).tolist()
     for room in (*(min(n_said) + k for k in range(4)), 12):
-        small = separate_spans.hidden(samples, continuing, limits._replace(room=room))
+        small = separate_spans.hide(samples, continuing, limits._replace(room=room))
         said = small.hidden.sum(1) + small.begins.sum(1) + 1
         assert said.max() == room
         same = np.array(n_said) <= room

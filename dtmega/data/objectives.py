@@ -1,8 +1,9 @@
-"""Objectives of training: the samples of a text, the rows that are made of them, and the sums that a model gives."""
+"""Training objectives. Each decides how a text is cut into samples, what a batch of them holds, and what is summed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from dtmega.config import Data
 from dtmega.data.denoising.masking import Vocabulary
-from dtmega.data.denoising.merged_spans import SpanCounts, SpanSamples, longest
+from dtmega.data.denoising.merged_spans import SpanCounts, SpanSamples, counts_of_longest
 from dtmega.data.denoising.pairs import PairSamples, Specials
 from dtmega.data.denoising.sentinels import marks
 from dtmega.data.denoising.separate_spans import N_SPECIAL, Limits, SentenceSamples, expected
@@ -26,17 +27,18 @@ from dtmega.data.tokenizer import Tokenizer
 
 
 class Objective(Protocol):
-    """An aim of training.
+    """A training objective.
 
     Attributes:
-        sums: all that a model returns with labels, whichever stages have them.
-        aim: for people, what its models are trained on.
-        reads: keys of [data] that it reads and not every objective does; the samples depend on them.
-        sentences: it reads texts that are split into sentences, each a sequence of the data set.
-        not_in_megatrons_order: why [data] order cannot be one of Megatron's; '' where it can.
-        prompt_is_prefix: a prompt is read both ways, as the prefixes of its samples are; False: each token sees those
-            before it.
-        order: raise it when sample g of the same data, keys and seed becomes another: older runs are then refused.
+        sums: the numbers that a model returns when it is given labels, on whichever pipeline stages.
+        aim: the thing that a model is trained on, in words for messages: "next tokens".
+        reads: keys of [data] that this objective reads and others may not; its samples depend on them.
+        sentences: it reads texts that are split into sentences, where each sequence of the data set is one.
+        not_in_megatrons_order: the reason why [data] order cannot be one of Megatron's, or '' if it can.
+        prompt_is_prefix: the tokens of a prompt all see each other, like those of a prefix in training; else each token
+            sees only the tokens before it.
+        order: version of the samples. Raise it if a change makes sample g of the same data, keys and seed another one;
+            runs that began with the old samples are then refused.
     """
 
     @property
@@ -61,38 +63,38 @@ class Objective(Protocol):
     def order(self) -> int: ...
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        """The part of each divisor that a microbatch adds; every microbatch has the same names, in the same order."""
+        """The counts of a microbatch that its sums are divided by; all microbatches have the same names, in order."""
         ...
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        """Refuse a tokenizer that lacks what the objective needs of it, and lengths that do not hold a sample.
+        """Check that the tokenizer has the special tokens, and that the lengths in [data] have room for a sample.
 
         Raises:
-            ValueError: names the token that is missing, or the equation, and the key.
+            ValueError: they have not; the message names the missing token or the equation, and the key.
         """
         ...
 
     def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
-        """The number of ids in samples that are not the tokenizer's, but stand behind its last one."""
+        """Number of ids that the samples add after the tokenizer's last one."""
         ...
 
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
     ) -> AnySamples:
-        """The samples of documents (start, stop) of one corpus of a split.
+        """The samples of documents (start, stop) of one corpus in a split.
 
         Raises:
-            ValueError: there is not one.
+            ValueError: the documents are too small for a single sample.
         """
         ...
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
-        """The rows of such samples, or of several mixed."""
+        """The rows of this objective's samples, of one corpus or of a blend."""
         ...
 
 
 class NextToken:
-    """Cross-entropy of the next token, as a mean over the tokens that have a label."""
+    """Cross-entropy of the next token, averaged over the tokens that have a label."""
 
     sums = (Sum("lm", "tokens"),)
     aim = "next tokens"
@@ -121,11 +123,11 @@ class NextToken:
 
 
 class Prefix(NextToken):
-    """The next token behind a prefix that is given, as a mean over those tokens, weighted or not."""
+    """Cross-entropy of the next token after a given prefix, as a mean over those tokens, optionally weighted."""
 
-    aim = "next tokens behind a prefix"
+    aim = "next tokens after a prefix"
     reads = (*NextToken.reads, "objective", "reweight_positions")
-    not_in_megatrons_order = "lengths of prefixes are drawn by a generator of torch's there"
+    not_in_megatrons_order = "Megatron draws the lengths of prefixes from a generator of torch's"
     prompt_is_prefix = True
     order = 1
 
@@ -145,7 +147,7 @@ class Prefix(NextToken):
 
 
 class Masked:
-    """BERT's: the masked tokens as a mean over them, and which of two segments came first, as a mean over sequences."""
+    """BERT's objective: masked tokens, averaged over them, and the order of two segments, averaged over sequences."""
 
     sums = (
         Sum("lm", "tokens"),
@@ -155,7 +157,7 @@ class Masked:
     aim = "masked tokens and the order of sentences"
     reads = ("short_seq_prob", "mask_prob", "max_ngram")
     sentences = True
-    not_in_megatrons_order = "a compiled helper draws while it cuts the samples there"
+    not_in_megatrons_order = "Megatron's samples depend on random draws in a compiled helper"
     prompt_is_prefix = False
     order = 1
 
@@ -180,13 +182,13 @@ class Masked:
 
 
 class Spans:
-    """T5's objective: hidden spans, which never touch, as a mean over what the decoder is to say of them."""
+    """T5's objective: hidden spans that never touch, as a mean over the decoder's targets."""
 
     sums = (Sum("lm", "tokens"),)
     aim = "hidden spans"
     reads: tuple[str, ...] = ("decoder_seq_len", "mask_prob", "mean_span", "sentinels")
     sentences = False
-    not_in_megatrons_order = "Megatron's T5 hides spans otherwise"
+    not_in_megatrons_order = "Megatron's T5 chooses spans by another rule"
     prompt_is_prefix = False
     order = 1
 
@@ -194,7 +196,7 @@ class Spans:
         return {"tokens": _labelled(microbatch)}
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
-        n = _longest(data)
+        n = _span_counts(data)
         check_room(data, n.n_tokens, n.n_hidden, n.n_spans, "mean_span")
         marks(tokenizer, data.sentinels)
 
@@ -204,22 +206,23 @@ class Spans:
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
     ) -> AnySamples:
-        return SpanSamples(dataset, documents, _longest(data).n_tokens, seed, split, corpus)
+        return SpanSamples(dataset, documents, _span_counts(data).n_tokens, seed, split, corpus)
 
     def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
-        return SpanRows(samples, data, marks(tokenizer, data.sentinels), _longest(data))
+        return SpanRows(samples, data, marks(tokenizer, data.sentinels), _span_counts(data))
 
 
 class SeparateSpans(Spans):
-    """Megatron's: n-grams of words in a text of sentences, each a span of its own also where it touches another."""
+    """The objective of Megatron's T5: hidden n-grams of words in a text of sentences. Two that touch stay two spans."""
 
     aim = "hidden n-grams"
     reads = ("objective", "decoder_seq_len", "short_seq_prob", "mask_prob", "max_span", "sentinels")
     sentences = True
-    not_in_megatrons_order = "a compiled helper draws while it cuts the samples there"
+    not_in_megatrons_order = "Megatron's samples depend on random draws in a compiled helper"
     order = 1
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        # The number of spans differs from sample to sample; the average one has to fit.
         n_tokens = max(1, data.seq_len - N_SPECIAL)
         n_hidden, n_spans = expected(n_tokens, data.mask_prob, data.max_span)
         check_room(data, n_tokens, n_hidden, n_spans, "max_span")
@@ -235,29 +238,29 @@ class SeparateSpans(Spans):
         return SeparateRows(samples, data, marks(tokenizer, data.sentinels), _continuing(tokenizer), limits)
 
 
-def _longest(data: Data) -> SpanCounts:
-    return longest(data.seq_len, data.mask_prob, data.mean_span)
+def _span_counts(data: Data) -> SpanCounts:
+    return counts_of_longest(data.seq_len, data.mask_prob, data.mean_span)
 
 
 def specials(tokenizer: Tokenizer) -> Specials:
-    """The ids of the special tokens that BERT's samples have.
+    """The ids of the special tokens in BERT's samples.
 
     Raises:
-        ValueError: the vocabulary lacks one.
+        ValueError: the vocabulary lacks one of them.
     """
-    found = {
+    ids = {
         "[CLS]": tokenizer.cls_id,
         "[SEP]": tokenizer.sep_id,
         "[MASK]": tokenizer.mask_id,
         "[PAD]": tokenizer.pad_id,
     }
-    for name, i in found.items():
+    for name, i in ids.items():
         if i is None:
             raise ValueError(
-                f"tokenizer '{tokenizer.name}': expected {', '.join(found)} in its vocabulary, {name} is missing; take "
+                f"tokenizer '{tokenizer.name}': expected {', '.join(ids)} in its vocabulary, {name} is missing; take "
                 f"stdlib-wordpiece or bert:PATH of a vocab.txt ([data] tokenizer)"
             )
-    return Specials(*(i for i in found.values() if i is not None))
+    return Specials(*(i for i in ids.values() if i is not None))
 
 
 NEXT_TOKEN = NextToken()
@@ -269,12 +272,13 @@ OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE
 
 
 def check_keys(data: Data, objective: Objective) -> None:
-    """Refuse keys of [data] that the objective would not read.
+    """Refuse a key of [data] that is set but belongs to other objectives only.
 
     Raises:
-        ValueError: one of them is set.
+        ValueError: there is such a key.
     """
-    foreign = {key for other in OBJECTIVES for key in other.reads} - {*objective.reads}
+    keys = chain.from_iterable(other.reads for other in OBJECTIVES)
+    foreign = {*keys} - {*objective.reads}
     for key, field in Data.model_fields.items():
         if key in foreign and getattr(data, key) != field.default:
             raise ValueError(
@@ -284,9 +288,10 @@ def check_keys(data: Data, objective: Objective) -> None:
 
 
 def _continuing(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """The ids that go on within a word."""
+    """The ids of tokens inside a word, [n]."""
     return np.array(sorted(tokenizer.continuing_ids), np.int64)
 
 
 def _labelled(microbatch: Mapping[str, Tensor]) -> int:
+    """Number of tokens of a microbatch that have a label."""
     return int((microbatch["labels"] != IGNORED).sum())

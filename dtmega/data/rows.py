@@ -1,14 +1,14 @@
-"""The rows of a batch: what is made of a range of samples, in a worker process, from plain data that goes there.
+"""The tensors of a batch ("rows"), made from a range of samples in a worker process.
 
 Every microbatch of B sequences has
 
     tokens        int64 [B, S]
-    labels        int64 [B, S]  what is to be predicted at each token, IGNORED where nothing is
-    sample_ids    int64 [B]     the global sample numbers, which key dropout
-    places        int64 [B, S]  0, 1, ...: the index of each token in its sample
-    document_ids  int64 [B, S]  where there are several: attention stays between equal numbers
+    labels        int64 [B, S]  token to predict at each place, IGNORED where there is none
+    sample_ids    int64 [B]     global sample numbers, which key dropout
+    places        int64 [B, S]  0, 1, ...: index of each token in its sample
+    document_ids  int64 [B, S]  only if a sample has several documents: attention stays between equal numbers
 
-and what its objective adds.
+and the tensors that its objective adds. The classes here hold plain data only, so that they can be pickled.
 """
 
 from __future__ import annotations
@@ -32,24 +32,28 @@ from dtmega.data.denoising.spans import HiddenSpans, sequences
 from dtmega.data.prefixes import prefixes, weights
 from dtmega.data.samples import AnySamples
 
-IGNORED = -100  # a label that bears no loss, as torch's cross_entropy has it
+IGNORED = -100  # the label of a token without a loss, as in torch's cross_entropy
 
 
 class Rows(Protocol):
-    """The rows of samples; they are pickled for worker processes."""
+    """A mapping from a range of samples to their rows. It is pickled for worker processes."""
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        """The keys above, with B = all of the range: few large tensors travel better than many small ones."""
+        """The tensors listed above, with B = len(indices).
+
+        One range may be several microbatches, because a few large tensors travel between processes faster than many
+        small ones.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class NextTokenRows:
-    """Samples of S + 1 tokens as inputs and next tokens.
+    """Rows of samples of S + 1 tokens: the first S are inputs, the last S labels.
 
-    `document_ids` come with `[data] reset_attention_mask`, and with `reset_position_ids`
+    There are `document_ids` with `[data] reset_attention_mask`, and with `[data] reset_position_ids`
 
-        position_ids  int64 [B, S]  0, 1, ..., again from 0 after each end-of-document
+        position_ids  int64 [B, S]  0, 1, ..., from 0 anew after each end-of-document
     """
 
     samples: AnySamples
@@ -57,12 +61,13 @@ class NextTokenRows:
     eod_id: int
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        return self.of([self.samples[g] for g in indices], indices)
+        return self.rows_of([self.samples[g] for g in indices], indices)
 
-    def of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
-        """The rows of samples [S + 1] that have these numbers."""
+    def rows_of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
+        """The rows of the samples [S + 1] with these numbers."""
         ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
-        tokens, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
+        tokens = ids[:, :-1].clone()
+        labels = ids[:, 1:].clone()
         rows = {"tokens": tokens, "labels": labels, **_numbers(indices, tokens)}
         if self.data.eod_mask_loss:
             labels.masked_fill_(tokens == self.eod_id, IGNORED)
@@ -75,20 +80,22 @@ class NextTokenRows:
 
 @dataclass(frozen=True)
 class PrefixRows(NextTokenRows):
-    """Samples of S + 1 tokens as inputs and next tokens, of which those in a prefix bear no loss. There are
+    """Rows of samples of S + 1 tokens in which the tokens of a prefix have no label. They also have
 
-    prefix         bool [B, S]
+    prefix         bool [B, S]  true at the tokens of a prefix
     label_weights  fp32 [B, S]  with `[data] reweight_positions`
     """
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
         samples = [self.samples[g] for g in indices]
-        rows = self.of([sample.tokens for sample in samples], indices)
+        rows = self.rows_of([sample.tokens for sample in samples], indices)
         tokens = rows["tokens"].numpy()
         n_tokens = tokens.shape[1]
-        # A prefix is of a document only where attention stays inside of it.
-        alone = self.data.reset_attention_mask
-        ends = tokens == self.eod_id if alone else np.broadcast_to(np.arange(n_tokens) == n_tokens - 1, tokens.shape)
+        # Each document has a prefix if attention stays inside documents. Else the whole sample counts as one document.
+        if self.data.reset_attention_mask:
+            ends = tokens == self.eod_id
+        else:
+            ends = np.broadcast_to(np.arange(n_tokens) == n_tokens - 1, tokens.shape)
         keys = np.array([sample.key for sample in samples], np.uint64)
         prefix = torch.from_numpy(prefixes(ends, keys))
         rows["prefix"] = prefix
@@ -100,10 +107,10 @@ class PrefixRows(NextTokenRows):
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Pairs of segments with masks. Labels are the tokens that are hidden, and there are
+    """Rows of masked pairs of segments. The labels are the hidden tokens. The rows also have
 
     token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, else 0
-    swapped       int64 [B]     1 where the first segment is the later one of the text
+    swapped       int64 [B]     1 if the sample's first segment is the later one in the text
     document_ids  int64 [B, S]  1 at padding, else 0
     """
 
@@ -128,10 +135,10 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class SpanRows:
-    """Texts with hidden spans. Labels are [B, T], what the decoder is to say, and there are
+    """Rows of texts with hidden spans. The labels are [B, T], the decoder's targets. The rows also have
 
-    decoder_tokens        int64 [B, T]  what it has said before
-    decoder_places        int64 [B, T]  0, 1, ...
+    decoder_tokens        int64 [B, T]  input of the decoder
+    decoder_places        int64 [B, T]  0, 1, ...: index of each token in the decoder's sequence
     document_ids          int64 [B, S]  1 at padding, else 0
     decoder_document_ids  int64 [B, T]  1 at padding, else 0
     """
@@ -139,16 +146,16 @@ class SpanRows:
     samples: AnySamples
     data: Data
     marks: Marks
-    n: SpanCounts
+    counts: SpanCounts
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        found = merged_spans.hidden(self.n, [self.samples[g] for g in indices])
-        return _of_spans(found, self.marks, self.data, indices, end_of_input=True)
+        spans = merged_spans.hide(self.counts, [self.samples[g] for g in indices])
+        return _span_rows(spans, self.marks, self.data, indices, end_of_input=True)
 
 
 @dataclass(frozen=True)
 class SeparateRows:
-    """Texts with hidden n-grams; rows as those of `SpanRows`, without an end of what the encoder reads."""
+    """Rows of texts with hidden n-grams: as in `SpanRows`, but without an end mark in the encoder's sequence."""
 
     samples: AnySamples
     data: Data
@@ -157,42 +164,50 @@ class SeparateRows:
     limits: Limits
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        found = separate_spans.hidden([self.samples[g] for g in indices], self.continuing, self.limits)
-        return _of_spans(found, self.marks, self.data, indices, end_of_input=False)
+        spans = separate_spans.hide([self.samples[g] for g in indices], self.continuing, self.limits)
+        return _span_rows(spans, self.marks, self.data, indices, end_of_input=False)
 
 
-def _of_spans(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end_of_input: bool) -> dict[str, Tensor]:
-    found = sequences(spans, marks, data.seq_len, data.decoder_length, end_of_input)
-    tokens = torch.from_numpy(found.tokens)
-    decoder_tokens = torch.from_numpy(found.decoder_tokens)
+def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end_of_input: bool) -> dict[str, Tensor]:
+    """The rows of texts with hidden spans; arguments as in `spans.sequences`."""
+    batch = sequences(spans, marks, data.seq_len, data.decoder_length, end_of_input)
+    tokens = torch.from_numpy(batch.tokens)
+    decoder_tokens = torch.from_numpy(batch.decoder_tokens)
     return {
         "tokens": tokens,
         "decoder_tokens": decoder_tokens,
-        "labels": torch.from_numpy(np.where(found.decoder_padding, IGNORED, found.targets)),
+        "labels": torch.from_numpy(np.where(batch.decoder_padding, IGNORED, batch.targets)),
         **_numbers(indices, tokens),
         "decoder_places": _places(decoder_tokens),
-        "document_ids": torch.from_numpy(found.padding.astype(np.int64)),
-        "decoder_document_ids": torch.from_numpy(found.decoder_padding.astype(np.int64)),
+        "document_ids": torch.from_numpy(batch.padding.astype(np.int64)),
+        "decoder_document_ids": torch.from_numpy(batch.decoder_padding.astype(np.int64)),
     }
 
 
 def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
+    """The rows that number the samples and their tokens; every objective has them."""
     return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}
 
 
 def _places(tokens: Tensor) -> Tensor:
+    """0, 1, ... in each row, [B, S] -> [B, S]."""
     return torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
 
 
 def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """[B, S] -> [B, S]: 0, 1, ... by document; the end-of-document token belongs to the document that it ends."""
+    """Number of the document that each token belongs to, from 0 in each sample, [B, S] -> [B, S].
+
+    An end-of-document token belongs to the document that it ends.
+    """
     ends = (tokens == eod_id).long()
     return ends.cumsum(1) - ends
 
 
 def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """[B, S] -> [B, S]: positions within each document (Megatron-LM `get_ltor_masks_and_position_ids`)."""
+    """Position of each token in its document, [B, S] -> [B, S] (Megatron-LM `get_ltor_masks_and_position_ids`)."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    starts = torch.zeros_like(tokens)  # at a document's first token its position in the sample, 0 elsewhere
+    # At the first token of each document its place in the sample, elsewhere 0. The running maximum then is the place
+    # where the token's document starts.
+    starts = torch.zeros_like(tokens)
     starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
     return positions - starts.cummax(1).values

@@ -1,11 +1,11 @@
-"""The samples of models that say what was hidden, as BERT and T5: which words are hidden, and what the rows then are.
+"""The samples of models that predict hidden words, such as BERT and T5.
 
-    cut.py, cut_samples.py    documents of sentences cut into samples, and an order of these
-    ngrams.py                 which words are hidden: n-grams
-    pairs.py, masking.py      BERT's: two segments, in their order or swapped; masks
-    spans.py, sentinels.py    T5's: the sequences of encoder and decoder, and the marks in them
-    merged_spans.py           spans as in the paper and transformers
-    separate_spans.py         spans as in Megatron's T5
+    cut.py, cut_samples.py    documents of sentences are cut into samples, and these are shuffled
+    ngrams.py                 the choice of hidden words, as n-grams
+    pairs.py, masking.py      BERT: pairs of segments, in order or swapped, and their masks
+    spans.py, sentinels.py    T5: the sequences of encoder and decoder, and the special ids in them
+    merged_spans.py           T5's hidden spans as in the paper and in transformers
+    separate_spans.py         T5's hidden spans as in Megatron
 
-Each is a pure function of the seed and the number of the sample.
+A sample is a pure function of the seed and its number.
 """

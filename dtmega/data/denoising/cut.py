@@ -1,16 +1,16 @@
-"""The cut of documents into samples of sentences that follow each other: BERT's, a pair, and those of Megatron's T5.
+"""The cut of documents into samples of consecutive sentences, for BERT's pairs and for Megatron's T5.
 
     table = cut_table(dataset, documents=(0, 1000), targets=Targets(longest=509, short_seq_prob=0.1, stream="train"))
-    table[i]  # the first sentence of entry i, the one after its last, and the tokens that it should have
+    table[i]  # the first sentence of sample i, the sentence after its last, and its target length in tokens
 
-Megatron's rule (`build_mapping_impl` in its helpers.cpp): a document is gone through from its beginning, with a target
-length drawn at its start and after each sample. A sample ends where it has its target and the fewest sentences that it
-may have, and more than one sentence is left; or with the document. Documents of fewer sentences, with an empty one, or
-with several of which one is longer than LONGEST_SENTENCE, are not used.
+The rule is Megatron's (`build_mapping_impl` in its helpers.cpp). Sentences are added to a sample until it has its
+target length and at least `fewest` sentences. It ends there if more than one sentence remains in the document, else
+with the document. Then the next sample begins, with a target length of its own. A document is not used if it has fewer
+than `fewest` sentences, if one of them is empty, or if it has several and one is longer than LONGEST_SENTENCE.
 
-Here the target is a function of the sample's first sentence instead of the next number of a generator. So where a
-sample would end is known for all sentences at once, and documents need not wait for each other. And the cut is that of
-all epochs: they differ by what is drawn for each sample (`pairs.py`).
+Megatron draws each target from a generator. Here it is a function of the sample's first sentence. So the end of a
+sample that would begin at a sentence is computed for all sentences at once, and all documents are cut in parallel.
+The cut is the same in every epoch; epochs differ by the draws for each sample (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from dtmega.data.indexed import IndexedDataset
 from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.data.shared_file import DIGEST_BYTES, SharedFile, index_path, index_state
 
-FORMAT = 1  # raise it when the same documents and targets give another table
-CHUNK = 1 << 20  # sentences or documents that are cut at a time, which bounds the memory, but for a longer document
-LONG = 1 << 22  # sentences from which on a table is worth a file: below, it is made in less than a second
+FORMAT = 1  # raise it if a change makes the same documents and targets give another table
+CHUNK = 1 << 20  # sentences or documents cut at a time, to bound the memory; a longer document is cut as a whole
+LONG = 1 << 22  # sentences from which a table is kept in a file; a shorter one is made in less than a second
 
 
 class Targets(NamedTuple):
     """The lengths that samples should have.
 
     Attributes:
-        longest: of most samples, in tokens.
-        short_seq_prob: share of the others, whose length is uniform in 2 to `longest`.
-        stream: a name; the lengths are functions of it.
-        fewest: sentences in a sample and in a document, 2 for a pair.
+        longest: target length of most samples, in tokens.
+        short_seq_prob: share of the samples whose target is drawn uniformly from 2 to `longest`.
+        stream: name of the random stream that decides which samples are short, and how short.
+        fewest: minimum of sentences in a sample, and so in a document; 2 for pairs.
     """
 
     longest: int
@@ -49,22 +49,23 @@ class Targets(NamedTuple):
     stream: str
     fewest: int = 2
 
-    def of(self, sentences: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The tokens that the samples should have that begin with these sentences, [n] -> [n]."""
+    def lengths_at(self, sentences: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Target lengths of the samples that begin with these sentences, [n] -> [n]."""
         keys = np.full(1, keyed.key64(self.stream), np.uint64)
         drawn = keyed.uniform(keyed.draws(keys, "target", sentences))
         lengths = np.full(len(drawn), self.longest)
         is_short = drawn < self.short_seq_prob
-        # Where it is below that share, the drawn number is as uniform as it was.
+        # One draw serves twice: given that it is below short_seq_prob, it is uniform in [0, short_seq_prob).
         lengths[is_short] = 2 + drawn[is_short] / self.short_seq_prob * (self.longest - 1)
         return lengths
 
 
 def cut_table(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> NDArray[Any]:
-    """The samples of documents (start, stop), each sentence of a usable document in exactly one of them.
+    """The samples that documents (start, stop) are cut into. Each sentence of a usable document is in exactly one.
 
     Returns:
-        [n, 3] first sentence and one past the last, by their numbers in the data set, and target; in ascending order.
+        uint32 or int64 [n, 3], in ascending order: the first sentence and one past the last, by their numbers in the
+        data set, and the target length.
     """
     dtype = np.dtype(np.uint32 if len(dataset) < 2**32 else np.int64)
 
@@ -88,7 +89,7 @@ def _from_file(
     dtype: np.dtype[Any],
     pieces: Callable[[], Iterator[NDArray[Any]]],
 ) -> NDArray[Any]:
-    """The table in the cache directory.
+    """The table in the cache directory, memory-mapped; made if it is not there.
 
     Raises:
         OSError, ValueError: no cache directory, or no room in it.
@@ -103,7 +104,7 @@ def _from_file(
 
 
 def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> Iterator[NDArray[np.int64]]:
-    """The table, some documents at a time."""
+    """The table in pieces of some documents each."""
     start, stop = documents
     while start < stop:
         # As many documents as have CHUNK sentences together, but at least one.
@@ -115,39 +116,54 @@ def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Target
 
 
 def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -> NDArray[np.int64]:
-    """[n, 3] of the documents whose first sentences, and the one past the last one's last, are `bounds`."""
+    """The samples of some documents, [n, 3].
+
+    Args:
+        dataset: the text.
+        bounds: [documents + 1], first sentence of each document, then one past the last sentence of the last document.
+        targets: the lengths that samples should have.
+    """
     low, high = int(bounds[0]), int(bounds[-1])
-    bounds = bounds - low  # from here on sentences are counted from the first of these
+    bounds = bounds - low  # from here on, sentences are counted from the first of these documents
     n_sentences = high - low
     starts = dataset.tokens_before(np.arange(low, high))
-    wanted = targets.of(np.arange(low, high))
+    lengths = targets.lengths_at(np.arange(low, high))
 
-    # For each sentence, the end of a sample that begins there: before the first one that starts at its target or later.
-    ends = np.searchsorted(starts, starts + wanted)
+    # For each sentence, the end of a sample that would begin there: the first sentence that starts at its target length
+    # or later.
+    ends = np.searchsorted(starts, starts + lengths)
     ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
+    # If fewer than two sentences would remain in the document, the sample ends with it.
     document_ends = np.repeat(bounds[1:], np.diff(bounds))
     ends = np.where(document_ends - ends > 1, ends, document_ends)
 
-    # From the beginning of each document from sample to sample, all documents at once.
+    # Step from sample to sample in all documents at once. Those that have reached their end drop out.
     is_bound = np.zeros(n_sentences + 1, np.bool_)
     is_bound[bounds] = True
     begins_sample = np.zeros(n_sentences, np.bool_)
-    now = bounds[:-1][_usable(dataset.sizes[low:high], bounds, targets.fewest)]
-    while len(now):
-        begins_sample[now] = True
-        now = ends[now]
-        now = now[~is_bound[now]]
-    found = np.flatnonzero(begins_sample)
-    return np.stack([low + found, low + ends[found], wanted[found]], 1)
+    heads = bounds[:-1][_usable(dataset.sizes[low:high], bounds, targets.fewest)]
+    while len(heads):
+        begins_sample[heads] = True
+        heads = ends[heads]
+        heads = heads[~is_bound[heads]]
+    firsts = np.flatnonzero(begins_sample)
+    return np.stack([low + firsts, low + ends[firsts], lengths[firsts]], 1)
 
 
 def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) -> NDArray[np.bool_]:
-    """[documents] whether a document has so many sentences, none empty, and none too long unless it is the only one."""
+    """True for each usable document, bool [documents].
 
-    def has(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    Args:
+        sizes: [n], tokens per sentence.
+        bounds: [documents + 1], first sentence of each document, then n.
+        fewest: minimum of sentences in a document.
+    """
+
+    def has_any(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """True for each document with a sentence that is wrong, [n] -> [documents]."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])
         return np.diff(before[bounds]) > 0
 
     n_sentences = np.diff(bounds)
-    too_long = has(sizes > LONGEST_SENTENCE) & (n_sentences > 1)
-    return (n_sentences >= fewest) & ~has(sizes < 1) & ~too_long
+    too_long = has_any(sizes > LONGEST_SENTENCE) & (n_sentences > 1)
+    return (n_sentences >= fewest) & ~has_any(sizes < 1) & ~too_long

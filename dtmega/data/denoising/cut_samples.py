@@ -1,6 +1,6 @@
-"""Samples of sentences: an epoch has each entry of the table of `cut.py` once, in an order keyed by (seed, epoch).
+"""Samples of sentences. An epoch has each entry of the table in `cut.py` once, in an order keyed by (seed, epoch).
 
-The samples made of the sentences of an entry are described in `pairs.py` and `separate_spans.py`.
+How the sentences of an entry become a sample is the matter of `pairs.py` and `separate_spans.py`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ SHORTEST = 2  # tokens of the shortest sample
 
 
 class CutSamples(ABC):
-    """The endless samples of one part of one corpus.
+    """The endless samples of one part of one corpus whose sequences are sentences.
 
     Args:
-        documents: (start, stop) in the data set's document index; each sequence is a sentence.
-        seq_len: S, of the samples with their special tokens.
-        split, corpus: give each part its own draws, as in `Samples`.
+        dataset: the corpus.
+        documents: (start, stop) in the corpus's document index.
+        seq_len: S, length of a sample with its special tokens.
+        short_seq_prob: share of short samples, see `Targets`.
+        seed: the run's seed.
+        split: "train", "valid" or "test". With `corpus` it gives each part its own draws, as in `Samples`.
+        corpus: position of the corpus in a blend.
 
     Attributes:
-        n_special: places of S that are not for text.
-        fewest: sentences in a sample.
-        n_tokens, n_samples: of an epoch.
-        n_unread: tokens of the documents that are in no sample.
-        note: for people, which text is not read.
-        stream: a name, different for each part; what is drawn is a function of it.
+        n_special: number of special tokens among the S tokens of a sample.
+        fewest: minimum of sentences in a sample.
+        n_tokens: number of tokens that an epoch reads.
+        n_samples: number of samples in an epoch.
+        n_unread: number of tokens of the documents that no epoch reads.
+        note: a line for the user about text that is not read, or ''.
+        stream: name of the random stream of this part; all draws are functions of it.
 
     Raises:
-        ValueError: no document has so many sentences, or `seq_len` has no room.
+        ValueError: no document is usable, or `seq_len` has no room for text.
     """
 
     n_special: ClassVar[int]
@@ -85,25 +90,33 @@ class CutSamples(ABC):
     def __getitem__(self, g: int) -> Any: ...
 
     def entry(self, g: int) -> list[int]:
-        """First sentence of sample g, the one after its last, and the tokens that it should have."""
+        """The first sentence of sample g, the sentence after its last, and its target length in tokens."""
         if g < 0:
             raise IndexError(f"sample {g}: samples are numbered from 0")
         epoch, i = divmod(g, self.n_samples)
         entry = keyed.permuted(i, self.n_samples, f"{self.stream}/{epoch}/samples")
         return self._table[entry].tolist()
 
-    def n_kept(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of samples that some epoch reads, of all that stand in their sentences."""
+    def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number of tokens of each sample that some epoch reads, [n].
+
+        All tokens are read, unless a subclass drops the same ones in every epoch.
+
+        Args:
+            lengths: [n], tokens in the sentences of each sample.
+            targets: [n], target lengths of the samples.
+        """
         return lengths
 
     def __reduce__(self) -> tuple[type[CutSamples], tuple[Any, ...]]:
-        # A worker process makes the table for itself, or maps its file.
+        # The table is not sent along: a worker process makes it anew, or maps its file.
         return type(self), self._arguments
 
     def _count_tokens(self) -> int:
+        """Number of tokens that an epoch reads; the table is gone through in chunks, which bounds the memory."""
         total = 0
         for start in range(0, self.n_samples, CHUNK):
             entries = self._table[start : start + CHUNK].astype(np.int64)
             bounds = self.dataset.tokens_before(entries[:, :2])
-            total += int(self.n_kept(bounds[:, 1] - bounds[:, 0], entries[:, 2]).sum())
+            total += int(self.n_read(bounds[:, 1] - bounds[:, 0], entries[:, 2]).sum())
         return total

@@ -1,12 +1,12 @@
-"""BERT's samples: two neighbouring segments of a document, in its order or swapped: a pure function of (seed, g).
+"""BERT's samples: two neighbouring segments of a document, in order or swapped. Sample g is a function of (seed, g).
 
     samples = PairSamples(dataset, documents=(0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
     pairs = laid_out([samples[g] for g in range(8)], 512, specials)
     pairs.tokens  # [8, 512]: [CLS] A [SEP] B [SEP], padded
 
-`cut_samples.py` says which sentences those are. The rest is drawn for each sample anew, keyed by its number g:
-where A ends and B begins, which of them comes first, and what is left of them where they are longer than their target.
-Rules: Megatron-LM's `dataset_utils.py`.
+`cut_samples.py` decides which sentences a sample has. The draws are keyed by the sample's number g: where A ends and B
+begins, which of them comes first, and which tokens are dropped if they are longer than their target length. The rules
+are those of Megatron-LM's `dataset_utils.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ N_SPECIAL = 3  # [CLS], and a [SEP] after each segment
 
 
 class Segments(NamedTuple):
-    """The material of one sample.
+    """Two neighbouring segments, not yet truncated or swapped.
 
     Attributes:
-        tokens: of both segments, as they stand in the document.
-        n_first: how many of them are the first one's.
-        target: at most so many are to be in the sample.
-        key: 64 bits; all that is drawn for the sample is a function of them.
+        tokens: [n], both segments as they stand in the document.
+        n_first: number of tokens in the first segment.
+        target: largest number of tokens that the sample may take from both.
+        key: 64 bits; all draws for the sample are functions of them.
     """
 
     tokens: NDArray[Any]
@@ -58,7 +58,7 @@ class PairSamples(CutSamples):
 
     def __getitem__(self, g: int) -> Segments:
         first, end, target = self.entry(g)
-        # A has at least one sentence, B too.
+        # Both A and B have at least one sentence.
         n_sentences = 1 + keyed.key64(f"{self.stream}/{g}/cut") % (end - first - 1)
         begin, middle, stop = self.dataset.tokens_before(np.array([first, first + n_sentences, end])).tolist()
         return Segments(
@@ -70,7 +70,7 @@ class PairSamples(CutSamples):
 
 
 class Specials(NamedTuple):
-    """The ids of special tokens."""
+    """The ids of [CLS], [SEP], [MASK] and [PAD]."""
 
     cls: int
     sep: int
@@ -79,15 +79,15 @@ class Specials(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Samples before anything is masked.
+    """Samples before masking.
 
     Attributes:
-        tokens: int64 [B, S].
+        tokens: int64 [B, S], with special tokens and padding.
         segments: int64 [B, S], 1 in the first segment, 2 in the second, 0 at special tokens and padding.
         types: int64 [B, S], 1 in the second segment and at the [SEP] that ends it, else 0.
-        padding: bool [B, S].
-        swapped: bool [B], the first segment is the later one of the text.
-        keys: uint64 [B].
+        padding: bool [B, S], true at padding.
+        swapped: bool [B], true if the sample's first segment is the later one in the text.
+        keys: uint64 [B], keys of the samples.
     """
 
     tokens: NDArray[np.int64]
@@ -99,13 +99,19 @@ class Pairs(NamedTuple):
 
 
 def laid_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pairs:
-    """[CLS] first [SEP] second [SEP], padded to S, all samples at once."""
+    """Lay out samples as [CLS] first [SEP] second [SEP], truncated to their targets and padded to S, all at once.
+
+    Args:
+        samples: the segments of B samples.
+        seq_len: S, length of a sample.
+        specials: ids of the special tokens.
+    """
     keys = np.array([sample.key for sample in samples], np.uint64)
     targets = np.array([sample.target for sample in samples])
     n_tokens = np.array([len(sample.tokens) for sample in samples])
     n_earlier = np.array([sample.n_first for sample in samples])
     n_later = n_tokens - n_earlier
-    # Where each segment starts in the tokens of all samples, one after the other.
+    # `text` joins the tokens of all samples; `earlier` and `later` are where each sample's two segments start in it.
     text = np.concatenate([sample.tokens for sample in samples]).astype(np.int64)
     earlier = np.cumsum(n_tokens) - n_tokens
     later = earlier + n_earlier
@@ -120,8 +126,9 @@ def laid_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> P
     n_first = n_first - less_first
     n_second = n_second - less_second
 
+    # For each place of a sample, its index in the first and in the second segment; outside them it means nothing.
     places = np.arange(seq_len)
-    in_first = places - 1  # of a place of the sample, in its first segment
+    in_first = places - 1
     in_second = in_first - (n_first + 1)[:, None]
     is_first = (in_first >= 0) & (in_first < n_first[:, None])
     is_second = (in_second >= 0) & (in_second < n_second[:, None])
@@ -137,12 +144,13 @@ def laid_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> P
 def _shares(
     n_first: NDArray[np.int64], n_second: NDArray[np.int64], surplus: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens [B] that each segment loses, if always the longer one loses one, on a tie the second.
+    """Number of tokens [B] that the first and the second segment lose when `surplus` tokens are dropped.
 
-    Until they are equally long only the longer one loses, then both in turn.
+    Megatron drops one token after the other, each from the longer segment, or from the second if they are equally long.
     """
     surplus = np.maximum(surplus, 0)
     difference = n_first - n_second
+    # At first only the longer segment loses tokens. Once both are equally long, they lose them in turn.
     alone = np.minimum(surplus, np.abs(difference))
     in_turn = surplus - alone
     less_first = np.where(difference > 0, alone, 0) + in_turn // 2
@@ -150,7 +158,10 @@ def _shares(
 
 
 def _from_the_front(lost: NDArray[np.int64], keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-    """The number of lost tokens [B] at the segment's front, each with probability 1/2; the others are at its end."""
+    """Number of a segment's lost tokens [B] that it loses at its front; each one is there with probability 1/2.
+
+    The others are lost at its end.
+    """
     index = np.arange(lost.max())
     front = keyed.below(keyed.draws(keys[:, None], name, index), 2) == 1
     return (front & (index < lost[:, None])).sum(1)

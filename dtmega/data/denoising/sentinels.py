@@ -1,14 +1,13 @@
-"""The marks of span corruption: ids that stand for hidden spans, and ids that begin, end and fill sequences.
+"""The marks of span corruption: ids that stand for hidden spans, and ids that begin, end and pad sequences.
 
-    found = marks(tokenizer, n_sentinels=100)
-    found.sentinels[0]  # stands for the first hidden span of a sample
+    mark_ids = marks(tokenizer, n_sentinels=100)
+    mark_ids.sentinels[0]  # stands for the first hidden span of a sample
 
-Sentinels are the tokenizer's own, `<extra_id_0>` and so on, if it has them, else the ids behind its last one. WordPiece
-has no marks for the beginning and the end of a text: [BOS] and [EOS] are added if they are missing, before the
-sentinels, as Megatron's `_BertWordPieceTokenizer` does. So `[model] vocab_size` may have to be larger than the
-tokenizer's.
+If the tokenizer has sentinels (`<extra_id_0>` and so on), these are used; else new ids after its last one. WordPiece
+vocabularies may lack [BOS] and [EOS]; then they get new ids too, before the sentinels, as in Megatron's
+`_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the tokenizer's vocabulary.
 
-T5's own tokenizer.json has its sentinels among the pieces of words, so a text that spells "<extra_id_0>" becomes one.
+T5's own tokenizer.json lists its sentinels as ordinary tokens, so a text that contains "<extra_id_0>" makes that id.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Marks(NamedTuple):
     """Ids that stand for no text.
 
     Attributes:
-        sentinels: that of span number 0 first.
-        start: what a decoder reads first: [BOS], or padding, as in T5.
-        end: of a sequence: [EOS], or end-of-document.
-        pad: what fills a sequence up; end-of-document where the tokenizer has nothing for it.
-        n_added: so many of these ids are not the tokenizer's, but the ones behind its last.
+        sentinels: ids of the sentinels; number i stands for hidden span i of a sample.
+        start: id that a decoder reads first: [BOS], or the padding, as in T5.
+        end: id that ends a sequence: [EOS], or end-of-document.
+        pad: id that pads a sequence; end-of-document if the tokenizer has no padding.
+        n_added: number of these ids that are new, after the tokenizer's last one.
     """
 
     sentinels: tuple[int, ...]
@@ -38,23 +37,24 @@ class Marks(NamedTuple):
 
 
 def marks(tokenizer: Tokenizer, n_sentinels: int) -> Marks:
-    """The marks of a vocabulary.
+    """The marks for a tokenizer, with `n_sentinels` sentinels.
 
     Raises:
-        ValueError: it has sentinels of its own, but not so many.
+        ValueError: the tokenizer has sentinels, but fewer than `n_sentinels`.
     """
-    own = tokenizer.sentinel_ids
-    if 0 < len(own) < n_sentinels:
+    known = tokenizer.sentinel_ids
+    if 0 < len(known) < n_sentinels:
         raise ValueError(
-            f"sentinels={n_sentinels} is more than the {len(own)} that tokenizer '{tokenizer.name}' has, from "
-            f"<extra_id_0> to <extra_id_{len(own) - 1}> ([data] sentinels, [data] tokenizer)"
+            f"sentinels={n_sentinels} is more than the {len(known)} that tokenizer '{tokenizer.name}' has, from "
+            f"<extra_id_0> to <extra_id_{len(known) - 1}> ([data] sentinels, [data] tokenizer)"
         )
-    new = count(tokenizer.vocab_size)
+    new_ids = count(tokenizer.vocab_size)
     pad = tokenizer.eod_id if tokenizer.pad_id is None else tokenizer.pad_id
     start = pad if tokenizer.bos_id is None else tokenizer.bos_id
     end = tokenizer.eod_id if tokenizer.eos_id is None else tokenizer.eos_id
+    # A vocabulary with [CLS] is one of WordPieces.
     if tokenizer.cls_id is not None:
-        start = next(new) if tokenizer.bos_id is None else start
-        end = next(new) if tokenizer.eos_id is None else end
-    sentinels = own[:n_sentinels] or tuple(next(new) for _ in range(n_sentinels))
-    return Marks(sentinels, start, end, pad, n_added=next(new) - tokenizer.vocab_size)
+        start = next(new_ids) if tokenizer.bos_id is None else start
+        end = next(new_ids) if tokenizer.eos_id is None else end
+    sentinels = known[:n_sentinels] or tuple(next(new_ids) for _ in range(n_sentinels))
+    return Marks(sentinels, start, end, pad, n_added=next(new_ids) - tokenizer.vocab_size)

@@ -1,14 +1,15 @@
-"""Span corruption as in Megatron's T5: n-grams of words in a text of sentences, each with a sentinel of its own.
+"""Span corruption as in Megatron's T5: n-grams of words in a text of sentences, each with its own sentinel.
 
     samples = SentenceSamples(dataset, (0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
-    hidden([samples[g] for g in range(8)], continuing, limits)
+    hide([samples[g] for g in range(8)], continuing, limits)
 
-The rule is Megatron-LM's `t5_dataset.py`: neighbouring sentences of one document, cut off at S - 2 tokens, or fewer in
-a short sample; n-grams as `ngrams.py` says, whose number of words is geometric with p = 0.2 (SpanBERT,
-arXiv:1907.10529, section 3.1) and at most `[data] max_span`. Two of them may touch, and stay two.
+The rule is that of Megatron-LM's `t5_dataset.py`. A sample is consecutive sentences of one document, cut off at S - 2
+tokens, or at fewer in a short sample. `ngrams.py` chooses the n-grams; their number of words follows a geometric
+distribution with p = 0.2 (SpanBERT, arXiv:1907.10529, section 3.1), up to `[data] max_span`. Two n-grams that touch
+keep a sentinel each.
 
-Other than there: an n-gram for which no sentinel is left, or no room in T, is tried with fewer words and then stays
-text. Megatron ends the run at such a sample.
+There is one difference from Megatron: if no sentinel or not enough room in T is left for an n-gram, it is tried with
+fewer words, and then not hidden. Megatron stops the run at such a sample.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from dtmega.data.record import LONGEST_SENTENCE
 from dtmega.output import counted
 
 N_SPECIAL = 2  # places of S that Megatron leaves free
-STOPS = 0.2  # the chance that a span ends with a word
+STOPS = 0.2  # probability that a span ends after each of its words
 
 
 class Limits(NamedTuple):
-    """The share of a sample that is hidden, and how much of it at most.
+    """How much of a sample is hidden.
 
     Attributes:
-        mask_prob: share of its tokens.
-        max_span: words in a span at most.
-        sentinels: spans at most.
-        room: T, of the decoder.
+        mask_prob: share of the tokens to hide.
+        max_span: most words in a span.
+        sentinels: number of sentinels, and so of spans at most.
+        room: T, length of the decoder's sequence.
     """
 
     mask_prob: float
@@ -67,22 +68,31 @@ class SentenceSamples(CutSamples):
         begin, stop = self.dataset.tokens_before(np.array([first, end])).tolist()
         return SpanSample(self.dataset.tokens[begin : min(stop, begin + target)], keyed.key64(f"{self.stream}/{g}"))
 
-    def n_kept(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+    def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.minimum(lengths, targets)
 
 
 def expected(n_tokens: int, mask_prob: float, max_span: int) -> tuple[int, int]:
-    """Hidden tokens of a text, and the spans that they are in on average if each token is a word."""
+    """Number of hidden tokens in a text, and the average number of spans that hold them if each token is a word.
+
+    Args:
+        n_tokens: tokens of the text.
+        mask_prob: share of the tokens to hide.
+        max_span: most words in a span.
+    """
     n_hidden = int(n_to_hide(mask_prob, np.array(n_tokens)))
+    # Mean of a geometric distribution that is cut off at max_span.
     mean = (1 - (1 - STOPS) ** max_span) / STOPS
     return n_hidden, math.ceil(n_hidden / mean)
 
 
-def hidden(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limits) -> HiddenSpans:
-    """The texts of some samples, with what is hidden of them.
+def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limits) -> HiddenSpans:
+    """Choose the hidden n-grams of samples, all at once.
 
     Args:
-        continuing: ids that go on within a word.
+        samples: texts of up to S - 2 tokens.
+        continuing: ids of tokens inside a word.
+        limits: how much to hide.
     """
     keys = np.array([sample.key for sample in samples], np.uint64)
     lengths = np.array([len(sample.tokens) for sample in samples])
@@ -94,7 +104,7 @@ def hidden(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Lim
     drawn = keyed.uniform(keyed.draws(keys[:, None], "n", np.arange(words.sizes.shape[1])))
     n_words = np.minimum(_drawn_lengths(drawn, limits.max_span), words.in_segment)
     to_hide = n_to_hide(limits.mask_prob, lengths)
-    # The end of the decoder's sequence takes a place, too.
+    # One place of the decoder's sequence is for the end mark.
     grams = choose(words, n_words, limits.max_span, to_hide, keys, limits.sentinels, limits.room - 1)
     is_hidden = is_text & np.take_along_axis(grams.words, words.numbers, 1)
     begins = words.begins & np.take_along_axis(grams.firsts, words.numbers, 1)
@@ -102,6 +112,6 @@ def hidden(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Lim
 
 
 def _drawn_lengths(drawn: NDArray[np.float64], max_span: int) -> NDArray[np.int64]:
-    """The words of each span: 1 to max_span, n or fewer with probability 1 - (1 - STOPS)^n."""
+    """Number of words of each span, [B, W] from uniform numbers: 1 to max_span, geometric with p = STOPS."""
     bounds = 1 - (1 - STOPS) ** np.arange(1, max_span)
     return 1 + np.searchsorted(bounds, drawn, "right")

@@ -1,11 +1,11 @@
-"""Hidden spans of a text as the sequences of an encoder and a decoder.
+"""The sequences of encoder and decoder for texts with hidden spans.
 
-    text     a b c d e f g                of which c d and f are hidden
-    tokens   a b <0> e <1> g              what the encoder reads
-    labels   <0> c d <1> f <end>          what the decoder is to say
-    decoder  <start> <0> c d <1> f        what it has said so far
+    text     a b c d e f g                hidden: c d and f
+    tokens   a b <0> e <1> g              input of the encoder
+    labels   <0> c d <1> f <end>          targets of the decoder
+    decoder  <start> <0> c d <1> f        input of the decoder: the targets, shifted by one
 
-Both are padded. The choice of spans is in `merged_spans.py` and `separate_spans.py`.
+Both sequences are padded. `merged_spans.py` and `separate_spans.py` choose the spans.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dtmega.output import counted
 
 
 class SpanSample(NamedTuple):
-    """The tokens of a text, and 64 bits of which its spans are a function."""
+    """The tokens of a text [n], and 64 bits that key the choice of its spans."""
 
     tokens: NDArray[Any]
     key: int
 
 
 class HiddenSpans(NamedTuple):
-    """Texts [B, L] with what is hidden of them.
+    """B texts with hidden spans; L is the length of the longest.
 
     Attributes:
-        tokens: int64 [B, L].
-        is_text: bool [B, L], false at what only fills a row up.
-        hidden: bool [B, L].
-        begins: bool [B, L], the first token of each hidden span; two spans may touch.
+        tokens: int64 [B, L], the texts.
+        is_text: bool [B, L], false at the padding of shorter texts.
+        hidden: bool [B, L], true at hidden tokens.
+        begins: bool [B, L], true at the first token of each hidden span. It tells touching spans apart.
     """
 
     tokens: NDArray[np.int64]
@@ -44,13 +44,13 @@ class HiddenSpans(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences of encoder and decoder of some texts.
+    """The sequences of encoder and decoder for B texts.
 
     Attributes:
-        tokens: int64 [B, S], of the encoder.
-        decoder_tokens: int64 [B, T].
-        targets: int64 [B, T], what the decoder is to say.
-        padding, decoder_padding: bool [B, S] and [B, T].
+        tokens: int64 [B, S], input of the encoder.
+        decoder_tokens: int64 [B, T], input of the decoder.
+        targets: int64 [B, T], tokens that the decoder is to predict.
+        padding, decoder_padding: bool [B, S] and [B, T], true at padding.
     """
 
     tokens: NDArray[np.int64]
@@ -61,40 +61,48 @@ class Sequences(NamedTuple):
 
 
 def check_room(data: Data, n_tokens: int, n_hidden: int, n_spans: int, key: str) -> None:
-    """Refuse lengths of the decoder, or numbers of sentinels, that do not hold the spans of a text.
+    """Refuse a decoder length or a number of sentinels that is too small for the hidden spans of a text.
 
     Args:
-        n_tokens, n_hidden, n_spans: of the text, hidden of it, and the spans that these are in.
-        key: of [data], for the length of spans.
+        data: the section [data] of the configuration.
+        n_tokens: tokens of the text.
+        n_hidden: hidden tokens.
+        n_spans: hidden spans.
+        key: key of [data] that sets the length of spans, for the message.
 
     Raises:
-        ValueError: the equation, and the keys to change.
+        ValueError: one of them is too small; the message has the equation and the keys to change.
     """
-    what = f"the {n_hidden} tokens in {counted(n_spans, 'span')} that are hidden of {n_tokens}"
+    spans = f"the {n_hidden} tokens in {counted(n_spans, 'span')} that are hidden of {n_tokens}"
     keys = f"[data] seq_len, [data] mask_prob, [data] {key}"
-    n_said = n_hidden + n_spans + 1
-    if n_said > data.decoder_length:
+    n_decoder = n_hidden + n_spans + 1
+    if n_decoder > data.decoder_length:
         raise ValueError(
-            f"decoder_seq_len={data.decoder_length} has no room for {what}, a sentinel for each span and an end: "
-            f"{n_hidden} + {n_spans} + 1 = {n_said} ([data] decoder_seq_len, {keys})"
+            f"decoder_seq_len={data.decoder_length} has no room for {spans}, a sentinel for each span and an end: "
+            f"{n_hidden} + {n_spans} + 1 = {n_decoder} ([data] decoder_seq_len, {keys})"
         )
     if n_spans > data.sentinels:
         raise ValueError(
-            f"sentinels={data.sentinels} are too few for {what}: expected {n_spans} or more ([data] sentinels, {keys})"
+            f"sentinels={data.sentinels} are too few for {spans}: expected {n_spans} or more ([data] sentinels, {keys})"
         )
 
 
 def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: int, end_of_input: bool) -> Sequences:
-    """The sequences of all texts at once, which have room in S and T, and a sentinel for each span.
+    """The sequences of encoder and decoder, for all texts at once.
 
     Args:
-        end_of_input: the encoder's sequence ends with that mark, too.
+        spans: texts and their hidden spans, which must fit in S, T and the number of sentinels.
+        marks: ids of sentinels, start, end and padding.
+        seq_len: S, length of the encoder's sequence.
+        decoder_seq_len: T, length of the decoder's sequence.
+        end_of_input: put the end mark after the encoder's sequence too.
     """
     n_rows = len(spans.tokens)
     row = np.broadcast_to(np.arange(n_rows)[:, None], spans.tokens.shape)
-    number = spans.begins.cumsum(1) - 1  # of the span that a hidden token is in
+    number = spans.begins.cumsum(1) - 1  # number of the span that a hidden token is in
     sentinels = np.array(marks.sentinels)[np.maximum(number, 0)]
 
+    # The encoder reads the text that is not hidden, and a sentinel in the place of each span's first token.
     is_read = spans.is_text & (~spans.hidden | spans.begins)
     place = is_read.cumsum(1) - 1
     tokens = np.full((n_rows, seq_len), marks.pad)
@@ -104,19 +112,20 @@ def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: i
         tokens[row[:, 0], n_read] = marks.end
         n_read = n_read + 1
 
-    # Behind the hidden tokens before it, and the sentinels of its own span and those before.
+    # The place of a hidden token among the targets: after all hidden tokens before it, and after the sentinels of its
+    # own span and of the spans before. A span's sentinel stands right before its first token.
     place = spans.hidden.cumsum(1) + number
     targets = np.full((n_rows, decoder_seq_len), marks.pad)
     targets[row[spans.begins], place[spans.begins] - 1] = sentinels[spans.begins]
     targets[row[spans.hidden], place[spans.hidden]] = spans.tokens[spans.hidden]
-    n_said = spans.hidden.sum(1) + spans.begins.sum(1)
-    targets[row[:, 0], n_said] = marks.end
+    n_targets = spans.hidden.sum(1) + spans.begins.sum(1)
+    targets[row[:, 0], n_targets] = marks.end
 
-    decoder_padding = np.arange(decoder_seq_len) > n_said[:, None]
-    before = np.concatenate([np.full((n_rows, 1), marks.start), targets[:, :-1]], 1)
+    decoder_padding = np.arange(decoder_seq_len) > n_targets[:, None]
+    shifted = np.concatenate([np.full((n_rows, 1), marks.start), targets[:, :-1]], 1)
     return Sequences(
         tokens=tokens,
-        decoder_tokens=np.where(decoder_padding, marks.pad, before),
+        decoder_tokens=np.where(decoder_padding, marks.pad, shifted),
         targets=targets,
         padding=np.arange(seq_len) >= n_read[:, None],
         decoder_padding=decoder_padding,
