@@ -27,7 +27,7 @@ from dtmega.checkpoint.weights import load_weights
 from dtmega.config import RunEnd
 from dtmega.cores import Cores
 from dtmega.data.loader import StepBatch, TrainBatches
-from dtmega.data.text import open_text, read_again
+from dtmega.data.text import open_text, repetition_notes
 from dtmega.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.loss_scale import LossScale
 from dtmega.metrics import Metrics, describe_run, several
@@ -188,7 +188,7 @@ def begin(
     if left_open:
         why = "as it began" if loaded else f"bfloat16 is {'' if mesh.has_fast_bfloat16(device) else 'not '}fast here"
         lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")
-    lines += read_again(cfg, text)
+    lines += repetition_notes(cfg, text)
     metrics.message("\n".join([*lines, *text.notes, *there.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
     scale = LossScale(cfg.precision, loaded and loaded.loss_scale) if cfg.precision.params == "float16" else None

@@ -20,7 +20,7 @@ from dtmega.data.indexed import IndexedDataset, IndexedWriter
 from dtmega.data.objectives import MASKED, NEXT_TOKEN, Masked, NextToken
 from dtmega.data.record import text_of
 from dtmega.data.samples import Samples
-from dtmega.data.text import fingerprint, open_text, read_again
+from dtmega.data.text import fingerprint, open_text, repetition_notes
 from dtmega.data.tokenizer import load_tokenizer
 
 KEYS = ["--config", "bloom.toml", "--data.tokenizer", "bytes", "--data.split", "8,1,1", "--data.seq_len", "32"]
@@ -277,15 +277,15 @@ def test_an_empty_split_is_no_evaluation(tmp_path):
     [
         # 10 % of 11 documents is one of 4,000 tokens, 125 sequences, and the last one has 40 tokens, one sequence.
         (1, ""),
-        (2, "eval: 2 steps of 1 sequence, and test has 1: read again ([eval] steps)"),
-        (126, "eval: 126 steps of 1 sequence, and valid has 125, test has 1: read again ([eval] steps)"),
+        (2, "eval: 2 steps of 1 sequence, but test has 1: repeats samples ([eval] steps)"),
+        (126, "eval: 126 steps of 1 sequence, but valid has 125, test has 1: repeats samples ([eval] steps)"),
     ],
 )
 def test_an_evaluation_that_is_longer_than_a_split_is_said(tmp_path, steps, note):
     flags = [*KEYS, "--data.path", write(tmp_path / "text"), "--data.split", "9,1,1", "--eval.steps", str(steps)]
     flags += ["--batch.micro_batch_size", "1", "--batch.global_batch_size", "1"]
     cfg = config.load(flags)
-    assert read_again(cfg, open_text(cfg, NEXT_TOKEN)) == ([note] if note else [])
+    assert repetition_notes(cfg, open_text(cfg, NEXT_TOKEN)) == ([note] if note else [])
 
 
 # -------------------------------------------------------------------------------------------------------------- BERT
@@ -373,7 +373,9 @@ def test_a_bert_reads_its_samples_again_after_an_epoch_of_them(tmp_path):
     held = text.samples("valid").n_samples
     assert 2 <= held < 8  # one document of 90 tokens, of which a sample has 29 or fewer
     each = "2 steps of 4 sequences"
-    assert read_again(cfg, text) == [f"eval: {each}, and valid has {held}, test has {held}: read again ([eval] steps)"]
+    assert repetition_notes(cfg, text) == [
+        f"eval: {each}, but valid has {held}, test has {held}: repeats samples ([eval] steps)"
+    ]
 
 
 def test_the_samples_of_a_bert_have_the_number_that_the_identity_names(tmp_path):

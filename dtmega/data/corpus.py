@@ -120,14 +120,15 @@ def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
     version = ".".join(map(str, sys.version_info[:3]))
     form = f"-sentences-v{SENTENCES_FORMAT}" if in_sentences else ""
     prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
-    if not _is_whole(prefix, tokenizer):
+    if not _is_intact(prefix, tokenizer):
         with Lock(Path(f"{prefix}.lock")):
-            if not _is_whole(prefix, tokenizer):  # another process may have built it while this one waited
+            if not _is_intact(prefix, tokenizer):  # another process may have built it while this one waited
                 _build(prefix, tokenizer, in_sentences)
     return prefix
 
 
-def _is_whole(prefix: str, tokenizer: Tokenizer) -> bool:
+def _is_intact(prefix: str, tokenizer: Tokenizer) -> bool:
+    """True if the pair is there, undamaged and not empty, in the tokenizer's dtype."""
     try:
         dataset = IndexedDataset(prefix)
     except ValueError:

@@ -1,8 +1,8 @@
-"""The order of documents in an epoch. A long one is made once per node, in a file that every process there maps.
+"""The order of documents in an epoch. A long order is made once per node, in a file that all processes there map.
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
-With 20 million documents an order is 240 MB; `shared_file.py` says how it is kept.
+The order of 20 million documents takes 240 MB. `shared_file.py` describes the file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed import CHUNK, IndexedDataset
 from dtmega.data.shared_file import SharedFile, index_path, index_state
 
-LONG = 1 << 20  # documents from which on an order is worth a file: below, it is at most 12 MB and made in 0.1 s
+LONG = 1 << 20  # documents from which an order is kept in a file; a shorter one has 12 MB at most and takes 0.1 s
 
 
 class Order(NamedTuple):
-    """The documents of one epoch.
+    """The order of the documents in one epoch.
 
     Attributes:
-        documents: [n] in the order of the stream, counted from the part's first.
-        starts: [n + 1] tokens of the epoch before each document, then all of them.
+        documents: uint32 or int64 [n], the documents in the order of the stream, numbered from 0 for the part's first.
+        starts: int64 [n + 1], tokens of the epoch before each of these documents, then all tokens of the epoch.
     """
 
     documents: NDArray[Any]
@@ -37,10 +37,10 @@ class Order(NamedTuple):
 
 
 def permutation(n: int, key: str) -> NDArray[Any]:
-    """The numbers 0 to n - 1 in an order that is a function of (n, key); 4 bytes each as long as they fit."""
+    """The numbers 0 to n - 1, shuffled by a function of (n, key); uint32 [n], or int64 if they do not fit."""
     numbers = np.arange(n, dtype=_number_dtype(n))
     seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), "<u4")
-    # RandomState, because NEP 19 froze its stream forever; a Generator may change with numpy's version.
+    # RandomState, because NEP 19 froze its stream for ever; a Generator's may change with numpy's version.
     np.random.RandomState(seed).shuffle(numbers)
     return numbers
 
@@ -50,7 +50,14 @@ def _number_dtype(n: int) -> np.dtype[Any]:
 
 
 def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """The order of documents (start, stop) of the data set's document index, a function of (stream, epoch)."""
+    """The order of documents (start, stop) of a data set in an epoch, a function of (stream, epoch).
+
+    Args:
+        dataset: the data set.
+        documents: (start, stop) in its document index.
+        stream: name of the random stream.
+        epoch: number of the epoch, from 0.
+    """
     n = documents[1] - documents[0]
     if n >= LONG:
         try:
@@ -67,9 +74,10 @@ def _shuffled(n: int, stream: str, epoch: int) -> NDArray[Any]:
 
 
 def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """The end of each document, which is the start of the next one, in pieces."""
+    """The starts of all documents but the first, and the end of the last, in pieces of CHUNK."""
     n = len(order)
-    # The file is read along, and only the lengths, in as few bytes as they need, are then looked up out of order.
+    # The index is read from front to back. Only the lengths, in as few bytes as they need, are looked up in random
+    # order.
     lengths = np.concatenate([_lengths(dataset, first + i, first + min(i + CHUNK, n)) for i in range(0, n, CHUNK)])
     end = 0
     for i in range(0, n, CHUNK):
@@ -79,13 +87,15 @@ def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterato
 
 
 def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
-    """Tokens of the documents from start to stop, in the smallest dtype that holds them."""
+    """Tokens in each document from start to stop - 1, in the smallest dtype that holds them."""
     lengths = np.diff(dataset.first_token(np.arange(start, stop + 1)))
     return lengths.astype(np.min_scalar_type(lengths.max()))
 
 
 def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
-    """The order in the cache directory: int64 starts [n + 1], documents [n].
+    """The order in the cache directory, memory-mapped; made if it is not there.
+
+    The file holds `starts`, then `documents`.
 
     Raises:
         OSError, ValueError: no cache directory, or no room in it.
@@ -109,9 +119,9 @@ def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str,
 
 
 def _remove_old(name: str, epoch: int) -> None:
-    """Delete what a killed process left behind, and epochs before the last one, which no later step reads."""
+    """Delete the files of epochs before the previous one, which no later step reads; those of killed processes too."""
     for path in cache_dir().glob(f"order-{name}-*"):
-        found = re.fullmatch(rf"order-{name}-(\d+)\.bin(\.lock|\.\w+\.tmp)?", path.name)
-        if found and int(found[1]) < epoch - 1:
+        match = re.fullmatch(rf"order-{name}-(\d+)\.bin(\.lock|\.\w+\.tmp)?", path.name)
+        if match and int(match[1]) < epoch - 1:
             with contextlib.suppress(OSError):
                 path.unlink()

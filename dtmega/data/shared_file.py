@@ -1,11 +1,11 @@
-"""A file of arrays in the cache directory: one process of a node makes it, all of them map it.
+"""A file of arrays in the cache directory: one process of a node makes it, and all processes map it.
 
     made = SharedFile(path, made_from=index_state(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
     made.read_or_make()
     np.memmap(path, ...)
 
-The content is followed by a digest of it and of what it was made from: a file that is damaged, or of data that have
-changed, is made again. Anything in the cache directory may be deleted at any time.
+The file ends with a digest of its content and of the inputs it was made from. A file that is damaged, or whose inputs
+have changed, is made anew. Users may delete anything in the cache directory at any time.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ DIGEST_BYTES = 16
 
 
 def index_state(dataset: IndexedDataset) -> str:
-    """Path, size and time of the index: where one of them differs, it may be another data set."""
+    """Path, size and time of a data set's index. If one of them differs, it may be another data set."""
     index = index_path(dataset)
     stat = os.stat(index)
     return f"{index} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def index_path(dataset: IndexedDataset) -> str:
+    """Absolute path of a data set's index, with links resolved."""
     return os.path.realpath(f"{dataset.prefix}.idx")
 
 
 class SharedFile:
-    """One file that the processes of a node share.
+    """A file that the processes of a node share.
 
     Args:
-        made_from: all that the content is a function of.
-        pieces: makes the content, one array after the other.
-        about: a line for people, said by the process that makes it.
+        path: path of the file.
+        made_from: all inputs of the content, in words. If they change, the file is made anew.
+        pieces: function that yields the arrays of the content, one after the other.
+        about: a line for the user, printed by the process that makes the file.
     """
 
     def __init__(self, path: Path, made_from: str, pieces: Callable[[], Iterator[NDArray[Any]]], about: str) -> None:
@@ -52,29 +54,33 @@ class SharedFile:
         self._made_from = made_from.encode()
 
     def read_or_make(self) -> bool:
-        """Make the file unless it is there, whole; True if this process has made it.
+        """Make the file unless it is there and intact; True if this process made it.
 
         Raises:
-            OSError: no room, or a directory that cannot be written.
+            OSError: the disk is full, or the directory cannot be written.
         """
-        if self._is_whole():
+        if self._is_intact():
             return False
         with self._lock():
-            if self._is_whole():  # another process may have made it while this one waited
+            if self._is_intact():  # another process may have made it while this one waited
                 return False
             self._make()
             return True
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Spare the node the same work twice, no more: a file appears whole, by a rename."""
+        """Hold a lock, if possible, so that the node does not make the file twice.
+
+        Going on without the lock does no harm: a file is written under another name and then renamed.
+        """
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(OSError):  # the lock's file may be another user's
+            with contextlib.suppress(OSError):  # the lock file may belong to another user
                 held.enter_context(Lock(Path(f"{self.path}.lock")))
             yield
 
-    def _is_whole(self) -> bool:
-        # Read, not mapped: pages that a process has mapped and looked at count as its memory.
+    def _is_intact(self) -> bool:
+        """True if the file is complete and undamaged, and was made from the same inputs."""
+        # Read, not mapped, because pages that a process maps and touches count as its memory.
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             n_bytes = os.fstat(file.fileno()).st_size - DIGEST_BYTES
             digest = xxhash.xxh3_128(self._made_from)
@@ -88,6 +94,7 @@ class SharedFile:
         return False
 
     def _make(self) -> None:
+        """Write the file under a temporary name, then rename it."""
         print(f"dtmega: {self._about} in {self.path}", file=sys.stderr, flush=True)
         digest = xxhash.xxh3_128(self._made_from)
         temp = Path(f"{self.path}.{secrets.token_hex(4)}.tmp")

@@ -1,4 +1,4 @@
-"""The data of a run: the tokenizer and the samples of each split, checked whole before anything starts."""
+"""The data of a run: its tokenizer and the samples of each split, all checked before the run starts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from dtmega.data.token_ids import check_token_ids
 from dtmega.data.tokenizer import Tokenizer, load_tokenizer
 from dtmega.output import counted
 
-SAMPLED_BYTES, SAMPLES = 2**16, 64
+BLOCK_BYTES, N_BLOCKS = 2**16, 64  # of a file, the blocks that `fingerprint` reads
 
 
 class Text(NamedTuple):
-    """The samples of each split, and the vocabulary they are written in.
+    """The samples of each split, and how they become batches.
 
     Attributes:
-        objective, data: how it is read.
-        splits: "train", "valid", "test", and the sets of [data] validation by their names; None: there is none.
-        identity: TOML key -> digest or value of all that decides which tokens and which dropout step n sees. A run that
-            goes on must find it unchanged.
-        notes: lines that the run should show once.
+        objective: training objective, which made the samples.
+        data: the section [data] of the configuration.
+        tokenizer: tokenizer of the samples.
+        splits: samples of "train", "valid", "test" and the sets of [data] validation, by name; None for a split without
+            samples.
+        identity: digests or values, by TOML key, of everything that decides which tokens and which dropout step n sees.
+            A resumed run must find them unchanged.
+        notes: lines that the run should show to the user once.
     """
 
     objective: Objective
@@ -44,25 +47,32 @@ class Text(NamedTuple):
 
     @property
     def evaluated(self) -> list[str]:
-        """The splits of `splits` that validation goes through, in order."""
-        sets = (one.name for one in self.data.validation_sets)
-        return ["valid", *(name for name in sets if name != "valid")]
+        """Names of the splits that a validation reads, in order."""
+        names = [mixture.name for mixture in self.data.validation_sets]
+        return ["valid", *(name for name in names if name != "valid")]
 
     def samples(self, split: str) -> AnySamples:
-        found = self.splits[split]
-        assert found is not None
-        return found
+        """The samples of a split that has some."""
+        samples = self.splits[split]
+        assert samples is not None
+        return samples
 
     def rows(self, split: str) -> Rows:
+        """The rows of the samples of a split that has some."""
         return self.objective.rows(self.samples(split), self.data, self.tokenizer)
 
 
 def open_text(cfg: Config, objective: Objective) -> Text:
-    """Open the tokenizer and the data of the configuration; builds the default corpus on first use.
+    """Open and check the tokenizer and the data that a configuration names; build the default corpus on first use.
+
+    Args:
+        cfg: the run's configuration.
+        objective: its training objective.
 
     Raises:
-        ValueError: keys of another objective, no such tokenizer or data, damaged files, ids outside the vocabulary or
-            of another one, less than one sample, or nothing to evaluate in a split that has a weight.
+        ValueError: a key belongs to another objective; a tokenizer or data set is missing or damaged, or they do not
+            belong together; ids are outside the model's vocabulary; or a split with a weight is too short for a sample
+            or has no labels to evaluate.
     """
     check_keys(cfg.data, objective)
     check_order(cfg.data, objective)
@@ -70,53 +80,58 @@ def open_text(cfg: Config, objective: Objective) -> Text:
     objective.check(tokenizer, cfg.data)
     check_vocabulary(cfg, objective, tokenizer)
     corpora = Corpora(cfg, objective, tokenizer)
-    follows = cfg.data.order != "auto"
-    parts = parts_read(cfg.data, corpora, FORKS[cfg.data.order].rule if follows else BY_DOCUMENT)
-    splits = ordered(cfg, parts) if follows else build_samples(objective, cfg.data, parts, cfg.run.seed)
-    unknown = corpora.without_record
-    notes = [*([record.unrecorded(unknown, tokenizer)] if unknown else []), *splits.notes]
-    same = identity(cfg, objective, tokenizer, [part.dataset.prefix for part in parts["train"]])
-    if follows:
-        same |= order_identity(cfg, splits)
-    text = Text(objective, cfg.data, tokenizer, splits.samples, same, notes)
+    in_megatrons_order = cfg.data.order != "auto"
+    if in_megatrons_order:
+        parts = parts_by_split(cfg.data, corpora, FORKS[cfg.data.order].rule)
+        splits = ordered(cfg, parts)
+    else:
+        parts = parts_by_split(cfg.data, corpora, BY_DOCUMENT)
+        splits = build_samples(objective, cfg.data, parts, cfg.run.seed)
+    notes = [*splits.notes]
+    if corpora.without_record:
+        notes.insert(0, record.unrecorded(corpora.without_record, tokenizer))
+    digests = identity(cfg, objective, tokenizer, [part.dataset.prefix for part in parts["train"]])
+    if in_megatrons_order:
+        digests |= order_identity(cfg, splits)
+    text = Text(objective, cfg.data, tokenizer, splits.samples, digests, notes)
     check_losses(text, cfg)
     return text
 
 
 def check_order(data: Data, objective: Objective) -> None:
-    """Refuse an order of Megatron's that cannot be followed.
+    """Refuse one of Megatron's orders if the objective cannot follow it.
 
     Raises:
-        ValueError: says why.
+        ValueError: it cannot; the message has the reason.
     """
     if data.order != "auto" and objective.not_in_megatrons_order:
         raise ValueError(
-            f"[data] order = '{data.order}' is one of models that are trained on {NEXT_TOKEN.aim}, not on "
+            f"[data] order = '{data.order}' is only for models that are trained on {NEXT_TOKEN.aim}, not on "
             f"{objective.aim}: {objective.not_in_megatrons_order}; expected 'auto'"
         )
 
 
 def check_vocabulary(cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
-    """Check that the model has a row for every id of a sample.
+    """Check that the model's embedding has a row for every id that a sample may have.
 
     Raises:
-        ValueError: it has not.
+        ValueError: `[model] vocab_size` is too small.
     """
-    n_own = tokenizer.vocab_size
+    n_ids = tokenizer.vocab_size
     n_added = objective.n_added(tokenizer, cfg.data)
-    if n_own + n_added <= cfg.model.vocab_size:
+    if n_ids + n_added <= cfg.model.vocab_size:
         return
-    added = f" and {n_added} marks that it lacks: {n_own} + {n_added} = {n_own + n_added}" if n_added else ""
+    added = f" and {n_added} marks that it lacks: {n_ids} + {n_added} = {n_ids + n_added}" if n_added else ""
     key = ", [data] sentinels" if n_added else ""
     raise ValueError(
-        f"vocab_size={cfg.model.vocab_size} is smaller than the {n_own} ids of tokenizer "
+        f"vocab_size={cfg.model.vocab_size} is smaller than the {n_ids} ids of tokenizer "
         f"'{cfg.data.tokenizer}'{added}: take the model's own tokenizer, or raise the size, "
-        f"where it is not that of a [model] path ([model] vocab_size, [data] tokenizer{key})"
+        f"unless the model is read from a [model] path ([model] vocab_size, [data] tokenizer{key})"
     )
 
 
-def parts_read(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
-    """The parts of corpora that each split has."""
+def parts_by_split(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[CorpusPart]]:
+    """The parts of corpora that each split reads, from [data] path or from mixtures, and the extra validation sets."""
     mixture = data.train_mixture
     if mixture is None:
         parts = parts_of(data, [corpora.open(path) for path in data.paths], rule)
@@ -124,14 +139,16 @@ def parts_read(data: Data, corpora: Corpora, rule: SplitRule) -> dict[str, list[
         parts = {"train": parts_of_mixture(mixture, corpora.open, rule)}
         if data.test_mixture:
             parts["test"] = parts_of_mixture(data.test_mixture, corpora.open, rule)
-    return parts | {one.name: parts_of_mixture(one, corpora.open, rule) for one in data.validation_sets}
+    for mixture in data.validation_sets:
+        parts[mixture.name] = parts_of_mixture(mixture, corpora.open, rule)
+    return parts
 
 
 class Corpora:
-    """The files that a configuration names, each opened and checked once.
+    """The corpora that a configuration names, each opened and checked once.
 
     Attributes:
-        without_record: prefixes of files that nothing says to be in this tokenizer.
+        without_record: prefixes of corpora without a record of their tokenizer.
     """
 
     def __init__(self, cfg: Config, objective: Objective, tokenizer: Tokenizer) -> None:
@@ -140,45 +157,46 @@ class Corpora:
         self.without_record: list[str] = []
 
     def open(self, path: str) -> IndexedDataset:
-        """The data set of a prefix, or the default corpus where the path is 'stdlib'.
+        """The corpus of a prefix, or the default corpus for 'stdlib'.
 
         Raises:
-            ValueError: it is missing or damaged, or cannot be read as the configuration says.
+            ValueError: the corpus is missing or damaged, or does not fit the configuration.
         """
         if path not in self._opened:
-            made_here = path == "stdlib"
+            is_default = path == "stdlib"
             sentences = self._objective.sentences
-            prefix = prepare_stdlib(self._tokenizer, in_sentences=sentences) if made_here else path
+            prefix = prepare_stdlib(self._tokenizer, in_sentences=sentences) if is_default else path
             dataset = IndexedDataset(prefix, by_sequence=self._cfg.data.order != "auto")
-            if not self._has_record(dataset, made_here):
+            if not self._check(dataset, is_default):
                 self.without_record.append(prefix)
             self._opened[path] = dataset
         return self._opened[path]
 
-    def _has_record(self, dataset: IndexedDataset, made_here: bool) -> bool:
-        """Check a file against the configuration; False where nothing says in which tokenizer it is.
+    def _check(self, dataset: IndexedDataset, is_default: bool) -> bool:
+        """Check a corpus against the configuration; False if it has no record of its tokenizer.
 
         Raises:
-            ValueError: ids outside the vocabulary, another tokenizer, sentences where documents are read, or the
-                reverse.
+            ValueError: ids are outside the vocabulary, the tokenizer is another one, or the text is split into
+                sentences where documents are expected, or the reverse.
         """
         cfg, objective, tokenizer = self._cfg, self._objective, self._tokenizer
-        # The record first: ids outside the vocabulary are most often another tokenizer's, which it names.
-        has_record = made_here or record.check_tokenizer(dataset, cfg.data, tokenizer)
+        # The record comes first: ids outside the vocabulary are mostly those of another tokenizer, which it names.
+        has_record = is_default or record.check_tokenizer(dataset, cfg.data, tokenizer)
+        # If the objective adds ids after the tokenizer's last one, none of these may occur in a text.
         n_ids = tokenizer.vocab_size if objective.n_added(tokenizer, cfg.data) else cfg.model.vocab_size
         check_token_ids(dataset, n_ids)
-        if not made_here:
+        if not is_default:
             record.check_sentences(dataset, objective.sentences)
         return has_record
 
 
 def check_losses(text: Text, cfg: Config) -> None:
-    """Check that a token bears a loss in what an evaluation reads of the validation and of the test split.
+    """Check that the samples that an evaluation reads have at least one label, in each split that is evaluated.
 
-    As a rule the first sample that is looked at has one. Without any, the mean would be of nothing.
+    Without any, the mean loss would be 0 / 0. Mostly the first sample has one, so this is quick.
 
     Raises:
-        ValueError: names the split, and why.
+        ValueError: no sample has a label; the message names the split.
     """
     n_samples = cfg.eval.steps * cfg.batch.global_batch_size
     for split in (*text.evaluated, "test"):
@@ -189,31 +207,36 @@ def check_losses(text: Text, cfg: Config) -> None:
             settings = ", ".join(f"{key}={str(getattr(cfg.data, key)).lower()}" for key in text.objective.reads)
             raise ValueError(
                 f"[data] split: no token of the {n_samples} samples that an evaluation reads of '{split}' bears a loss "
-                f"([eval] steps={cfg.eval.steps}, [data] {settings}): split the documents otherwise, or give '{split}' "
-                f"weight 0 for no evaluation"
+                f"([eval] steps={cfg.eval.steps}, [data] {settings}): change the split, or give '{split}' weight 0 for "
+                f"no evaluation"
             )
 
 
-def read_again(cfg: Config, text: Text) -> list[str]:
-    """The line to say if an evaluation is longer than a split that it reads."""
-    wanted = cfg.eval.steps * cfg.batch.global_batch_size
-    held = {name: int(part.n_samples) for name in (*text.evaluated, "test") if (part := text.splits[name])}
-    short = [f"{name} has {n:,}" for name, n in held.items() if n < wanted]
+def repetition_notes(cfg: Config, text: Text) -> list[str]:
+    """A line for the user if an evaluation reads a split more than once, because it has more samples; else no line."""
+    n_read = cfg.eval.steps * cfg.batch.global_batch_size
+    short = []
+    for name in (*text.evaluated, "test"):
+        samples = text.splits[name]
+        if samples and int(samples.n_samples) < n_read:
+            short.append(f"{name} has {int(samples.n_samples):,}")
     if not short:
         return []
     each = counted(cfg.batch.global_batch_size, "sequence")
-    return [f"eval: {counted(cfg.eval.steps, 'step')} of {each}, and {', '.join(short)}: read again ([eval] steps)"]
+    return [
+        f"eval: {counted(cfg.eval.steps, 'step')} of {each}, but {', '.join(short)}: repeats samples ([eval] steps)"
+    ]
 
 
 def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: list[str]) -> dict[str, Any]:
-    """`Text.identity`. Place and name of the files do not count."""
-    same = ("weights", "seq_len", "split", *objective.reads)
+    """The content of `Text.identity`. Files count by their content, not by their name or place."""
+    keys = ("weights", "seq_len", "split", *objective.reads)
     mixture = cfg.data.train_mixture
     shares = {"[data] train": [list(share[:3]) for share in mixture.shares]} if mixture else {}
     return {
         "[data] path": [fingerprint(prefix) for prefix in prefixes],
         "[data] tokenizer": tokenizer.fingerprint,
-        **{f"[data] {key}": getattr(cfg.data, key) for key in same},
+        **{f"[data] {key}": getattr(cfg.data, key) for key in keys},
         **shares,
         "[run] seed": cfg.run.seed,
         "order": objective.order,
@@ -221,7 +244,7 @@ def identity(cfg: Config, objective: Objective, tokenizer: Tokenizer, prefixes: 
 
 
 def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
-    """The order of samples that is followed, and what it depends on beside seed, data and length."""
+    """The further entries of `Text.identity` for a run in one of Megatron's orders."""
     train = splits.samples["train"]
     assert train is not None
     return {
@@ -232,18 +255,19 @@ def order_identity(cfg: Config, splits: Splits) -> dict[str, Any]:
 
 
 def fingerprint(prefix: str) -> str:
-    """16 hex digits of the sizes of .idx and .bin and of SAMPLES blocks spread over each: quick for terabytes.
+    """16 hex digits made of the sizes of .idx and .bin and of N_BLOCKS blocks spread over each file.
 
-    Of a file up to SAMPLES x SAMPLED_BYTES = 4 MiB that is all. Of a larger one, what lies between the blocks can
-    change unseen: 200,000 tokens of 20 million did. It tells one data set from another, and does not find damage.
+    This is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole. In a larger file,
+    changes between the blocks go unnoticed (a test changed 200,000 of 20 million tokens so): the fingerprint tells one
+    data set from another, but does not find damage.
     """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):
         size = os.path.getsize(prefix + suffix)
         digest.update(f"{suffix} {size} ".encode())
-        last = max(0, size - SAMPLED_BYTES)
+        last_start = max(0, size - BLOCK_BYTES)
         with open(prefix + suffix, "rb") as file:
-            for start in sorted({last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
+            for start in sorted({last_start * i // (N_BLOCKS - 1) for i in range(N_BLOCKS)}):
                 file.seek(start)
-                digest.update(file.read(SAMPLED_BYTES))
+                digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
