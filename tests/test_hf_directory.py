@@ -494,7 +494,7 @@ def test_a_family_without_heads_trains_from_weights_and_is_refused_without(tmp_p
     transformers.MambaConfig(hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
     cfg = resolved(tmp_path)
     assert cfg.model.n_heads == 0
-    with pytest.raises(ValueError, match=r"A_log' of .* are not drawn alike on every layout: .* Start with weights"):
+    with pytest.raises(ValueError, match=r"A_log' of .* cannot be drawn alike on every layout, .* Start from weights"):
         check(cfg, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
     with_weights = cfg.model_copy(update={"model": cfg.model.model_copy(update={"init_from": "elsewhere"})})
     check(with_weights, mesh.resolve(cfg.mesh, 1), torch.device("cpu"))
@@ -511,7 +511,7 @@ def test_a_stored_buffer_computes_in_float32_as_it_does_in_transformers_or_bf16_
     checked("deepseek_v3", "bfloat16")
     checked("apertus", "float32")
     with pytest.raises(
-        ValueError, match=r"act_fn.beta' of 'apertus' is stored .* expected float32 \(\[precision\] params\)"
+        ValueError, match=r"act_fn.beta' of 'apertus' is a stored buffer, .* expected float32 \(\[precision\] params\)"
     ):
         checked("apertus", "bfloat16")
 

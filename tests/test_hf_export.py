@@ -432,7 +432,7 @@ def test_generate_refuses_a_directory_that_has_changed(tmp_path, finished, capsy
             {"model_type": "deepseek_v4"},
             r"'model.layers.0.mlp.gate.tid2eid' is int64, and stored numbers are expected to be floats",
         ),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "is of quantised weights"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "says that weights are quantised"),
     ],
 )
 def test_a_model_of_other_tensors_than_a_checkpoint_holds_is_refused(tmp_path, keys, message):

@@ -1,29 +1,31 @@
-"""The wing for models of `transformers`: their classes, names and files stay, what trains and cuts them is here.
+"""Trains and cuts models of `transformers`, whose classes, parameter names and files stay as they are.
 
-An annex: nothing of the core but `dtmega/families.py` imports it, and a first reader may skip it.
+This package is an annex: `dtmega/families.py` is the only module of the core that imports it, and a first reader may
+skip it.
 
-    families.py      the facts about each family, as data
-    directory.py     DIR -> its configuration and model; initial.py: the values that the family starts with
-    model.py         that model as the trainer has it, whole or one stage of a pipeline
+    families.py      facts about each family, as data
+    directory.py     the configuration and the model of a directory DIR; initial.py: the family's initial values
+    model.py         that model for the trainer, whole or as one stage of a pipeline
     resolve.py       the keys of a configuration that DIR decides
-    files/           directories of transformers: config.json, safetensors, export; also of models that are written here
-    record.py        the answers of the wing to what the trainer asks of a family; joins model.py and tp/
-    tp/              a model cut over ranks, and the proof that it is the same: works without the trainer
+    files/           directories of transformers: config.json, safetensors, export; also for our own models
+    record.py        what the trainer asks of a family, answered for this one; joins model.py and tp/
+    tp/              cuts a model over ranks, and proves that it computes the same; works without the trainer
 
-Read them in that order; then, of tp/:
+Read them in that order, and then in tp/:
 
-    styles.py, packed.py, experts.py, vocab.py    how one module is cut: words beside those of `plans/styles.py`
-    regions.py, dropout.py, logits.py             what happens between modules, before them and behind them
-    plan.py, native.py, generic.py                from a model to a table of these: our rows, transformers' own, none
-    parallel.py, load.py                          the table applied; then each rank reads its part of the files
-    tiny.py, verify.py, command.py                a small clone, cut, against one process
+    styles.py, packed.py, experts.py, vocab.py    how one module is cut: styles in addition to `plans/styles.py`
+    regions.py, dropout.py, logits.py             what happens before, between and after the cut modules
+    plan.py, native.py, generic.py                the table of styles for a model: from our rows, from transformers' own
+                                                  plan, or without either
+    parallel.py, load.py                          applies the table; then each rank reads its part of the files
+    tiny.py, verify.py, command.py                compares a small clone that is cut with one process
 
-In a loop of your own:
+In a training loop of your own:
 
     print(plan_for(model, tp=2))                  # the table first
     mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
-    print(verify_plan(model, mesh))               # a small clone, cut, against one process
-    model = parallelize_hf(model, mesh)           # then train it as you would: loss, backward, clip_grad_norm_, AdamW
+    print(verify_plan(model, mesh))               # compares a small clone that is cut with one process
+    model = parallelize_hf(model, mesh)           # then train as usual: loss, backward, clip_grad_norm_, AdamW
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HFPlan", "Read", "Verification", "load_hf", "parallelize_hf", "plan_for", "verify_plan"]
 
+# Public name -> the module of tp/ that defines it.
 _HOMES = {
     "HFPlan": "plan",
     "Read": "load",
@@ -52,7 +55,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, when it is first asked for: whoever reads a directory needs nothing of tp/."""
+    """Import the module of a public name on first use, because reading a directory needs nothing of tp/."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"dtmega.hf.tp.{_HOMES[name]}"), name)

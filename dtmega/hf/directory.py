@@ -1,4 +1,4 @@
-"""A directory of `transformers` as the trainer finds it: config.json, the model made of it, and initial values."""
+"""Reads a directory of `transformers` for the trainer: its configuration, its model, and the initial values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def read_config(path: str) -> Any:
     """The configuration that transformers makes of a directory.
 
     Raises:
-        ValueError: transformers is missing, no directory with config.json, or not of a causal language model of its
-            own.
+        ValueError: transformers is not installed, there is no config.json, or it is not that of a causal language model
+            whose code is in transformers.
     """
     with extras.needed("hf", "[model] name = 'hf'"):
         import transformers
@@ -36,13 +36,13 @@ def read_config(path: str) -> Any:
             f"([model] path)"
         )
     if "quantization_config" in plain:
-        # Its tensors are not what their names say: an fp8 weight is to be multiplied by another tensor.
-        raise ValueError(f"{file} is of quantised weights (quantization_config), which are not trained ([model] path)")
+        # Quantised tensors are not the weights themselves: an fp8 weight has to be multiplied by its scales first.
+        raise ValueError(f"{file} says that weights are quantised (quantization_config): not trainable ([model] path)")
     try:
         theirs = config_json.make_config(path, plain)
     except ValueError as error:
         raise ValueError(f"{error} ([model] path)") from None
-    # BERT and its like have causal heads too, where config.json says so.
+    # BERT and similar families have causal heads too, which `is_decoder` in their config.json switches on.
     decoder = getattr(theirs, "is_decoder", True) or theirs.model_type in families.ALWAYS_CAUSAL
     if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
@@ -53,7 +53,7 @@ def read_config(path: str) -> Any:
 
 
 def build(theirs: Any) -> Any:
-    """The model, with values not yet initialised, in fp32, without dropout and other noise."""
+    """Build the model of a configuration in fp32, uninitialised, without dropout and other noise."""
     from transformers import AutoModelForCausalLM
 
     theirs = copy.deepcopy(theirs)
@@ -63,23 +63,25 @@ def build(theirs: Any) -> Any:
 
 
 def dropouts(theirs: Any) -> dict[str, float]:
-    """Keys that say how much is dropped, or disturbed (the hidden state that a router sees)."""
+    """The rates of dropout and other noise (as on the input of a router) in a configuration, by key."""
     return {key: p for key, p in theirs.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 
 def initial_values(path: str) -> dict[str, tuple[float, float]]:
-    """(mean, std) of each parameter's normal distribution, as the family draws it.
+    """(mean, std) of the normal distribution of each parameter's initial values, which the family defines.
 
     Raises:
-        ValueError: it draws one in another way.
+        ValueError: the family initialises a parameter in another way.
     """
     with torch.device("meta"):
-        found = draws_of(build(read_config(path)))
-    for name, drawn in found.items():
-        if drawn is None:
+        draws = draws_of(build(read_config(path)))
+    distributions: dict[str, tuple[float, float]] = {}
+    for name, distribution in draws.items():
+        if distribution is None:
             raise ValueError(
-                f"'{name}' of {path} has initial values that are not drawn alike on every layout: its family has code "
-                f"of its own for them. Start with weights, which transformers makes so: AutoModelForCausalLM."
+                f"initial values for '{name}' of {path} cannot be drawn alike on every layout, because its family has "
+                f"its own code for them. Start from weights, which transformers can make: AutoModelForCausalLM."
                 f"from_config(AutoConfig.from_pretrained(DIR)).save_pretrained(DIR) ([model] path, [model] init_from)"
             )
-    return {name: drawn for name, drawn in found.items() if drawn is not None}
+        distributions[name] = distribution
+    return distributions

@@ -1,11 +1,11 @@
-"""The families of transformers that are known, as data: a row each, with all that is known of it.
+"""The families of transformers that dtmega knows, as data: one row of facts for each.
 
-A row says where the blocks stand, what a pipeline must know of the two ends, how tensor parallelism cuts each module,
-and which keys of config.json it has to look at. Names are those of `transformers` 5.x, relative to the base model
-(`model.base_model_prefix`); `*` is the number of a block. `model.py` acts on the ends, `tp/plan.py` on the words.
+A row says where the blocks are, which modules a pipeline keeps only on its first or last stage, how tensor parallelism
+cuts each module, and which keys of config.json matter for that. Names are those of `transformers` 5.x, relative to the
+base model (`model.base_model_prefix`); `*` is the number of a block. `model.py` uses the ends, `tp/plan.py` the styles.
 
-A family without `words` is cut as the plan says that transformers brings (`tp/native.py`), and a family that has no row
-at all too, but in no pipeline.
+A family without `styles` is cut by the plan that transformers itself brings (`tp/native.py`). So is a family without a
+row, but it cannot run in a pipeline.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-# Words of tensor parallelism: how a module is cut.
+# Styles of tensor parallelism: how a module is cut. `tp/plan.py` has the class for each.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-QUERIES_AND_KEYS = "queries and keys"  # in one linear: an equal share for each head, or one head of keys for all
+QUERIES_AND_KEYS = "queries and keys"  # one linear: [q, k, v] of each head in turn, or all q, then one shared k and v
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
-# Words of a pipeline: what stands in the place of a module on a stage that does not have it.
-NOTHING = "nothing"  # nobody calls it there
-PASS_ON = "pass on"  # a module that gives what it is given
-ZERO = "zero"  # a module that gives 0: learned positions, which the first stage has added already
+# Stand-ins: what replaces a module on the stages of a pipeline that do not hold it.
+NOTHING = "nothing"  # None: nothing calls the module on these stages
+PASS_ON = "pass on"  # a module that returns its input
+ZERO = "zero"  # a module that returns 0: learned positions, which the first stage has added already
 
-# Keys of config.json that say one thing, each as some families call it.
+# Keys of config.json with the same meaning, as different families call them.
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
 HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
@@ -33,50 +33,60 @@ FEED_FORWARD_KEYS = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
 POSITION_KEYS = ("max_position_embeddings", "max_seq_len")
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
-# Causal whatever `is_decoder` says, which their config.json has too.
+# Families whose models are causal whatever the key `is_decoder` in their config.json says.
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The module whose input all projections share; see `regions.EnterHeads` for the rest."""
+    """Style of an attention module, whose projections share one input; see `regions.EnterHeads`.
+
+    Attributes:
+        also: keyword arguments that are hidden states too.
+        alibi: keyword argument with a bias for each head; the first of `divide` counts the heads.
+        divide: attributes that count heads or features, which tp divides.
+        groups: attribute with the number of query heads per key head.
+        kv_heads: attribute with the number of key heads.
+    """
 
     also: tuple[str, ...] = ()
-    alibi: str | None = (
-        None  # keyword argument with a bias for each head, of which the first of `divide` counts those here
-    )
+    alibi: str | None = None
     divide: tuple[str, ...] = ()
-    groups: str | None = None  # attribute with query heads per key head
-    kv_heads: str | None = None  # attribute with the number of key heads
+    groups: str | None = None
+    kv_heads: str | None = None
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A linear that is `parts` matrices of the same size, of each of which a rank has its heads.
+    """Style of a linear that fuses matrices of the same size: a rank has its own heads of each of them.
 
     Attributes:
-        by_input: they stand side by side along the input (of what leaves the heads), not along the output.
+        parts: number of matrices.
+        by_input: True if they are side by side along the input (in the projection that leaves the heads), False if
+            along the output.
     """
 
     parts: int
     by_input: bool = False
 
 
-Word: TypeAlias = str | Attention | Packed
+StyleSpec: TypeAlias = str | Attention | Packed
 
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """The parts of a base model that not every stage of a pipeline has.
+    """The modules of a base model that only the first or only the last stage of a pipeline holds.
 
-    They are right for a family if its base model's forward does nothing but this: it calls what `first` names on the
-    tokens, makes masks and rotary tables of the hidden state's length, runs the list of blocks, and calls what `last`
-    names. Whatever else it does to the hidden state before the blocks is an attribute that `later` switches off.
+    A family can be described so if the forward of its base model does only this: call the modules of `first` on the
+    tokens, make masks and rotary tables for the hidden state's length, run the list of blocks, and call the modules of
+    `last`. Anything else that it does to the hidden state before the blocks must depend on an attribute, which `later`
+    switches off.
 
     Attributes:
-        first: children of the module that runs the blocks, which only the first stage has -> word for the others.
-        last: likewise of the last stage.
-        later: attributes of that module -> their values on every stage but the first.
+        first: name of a module that only the first stage holds -> its stand-in on the others. The modules are children
+            of the one that runs the blocks.
+        last: likewise for the last stage.
+        later: attribute of the module that runs the blocks -> its value on every stage but the first.
     """
 
     first: dict[str, str]
@@ -85,26 +95,29 @@ class PipelineEnds:
 
 
 @dataclass(frozen=True)
-class Known:
-    """All that is known of a family.
+class FamilyFacts:
+    """What dtmega knows about a family.
 
     Attributes:
-        stacks: module that runs blocks -> name of their list in it.
-        ends: what a pipeline needs to know; None: the family is not cut into stages. With it there is one stack.
-        words: module -> how tp cuts it. A line that matches nothing in a model (a norm that it has not, the decoder of
-            an encoder) is left out; a module of a block that no line names is refused. Modules outside of the blocks
-            that no line names are computed whole on every rank.
-        heads, kv_heads: keys of the config.
-        as_embedded: modules without parameters whose fp32 output is added to the embeddings, in their dtype.
-        head_blocks: number of blocks that heads are stored in, each of which tp shares.
-        sizes: keys of the config that tp must divide, besides heads.
-        refused: key of the config -> why a truthy value cannot be.
+        stacks: module that runs blocks -> name of its list of blocks.
+        ends: modules that only the first or last stage of a pipeline holds; None: the family cannot be cut into stages.
+            A family with ends has one stack.
+        styles: pattern of module names -> how tp cuts these modules. Patterns that match no module of a model are left
+            out (a norm that it lacks, the decoder of an encoder). A module inside a block that no pattern names is
+            refused; one outside of the blocks is computed whole on every rank.
+        in_embedding_dtype: modules without parameters whose fp32 output is added to the embeddings; it is cast to the
+            embeddings' dtype first.
+        heads: key of the config with the number of heads.
+        kv_heads: key of the config with the number of key heads; None: each head has its own keys.
+        head_blocks: number of blocks in which the heads are stored; tp must share the heads of each block.
+        sizes: keys of the config, besides the heads, that tp must divide.
+        refused: key of the config -> reason why it must not be set.
     """
 
     stacks: dict[str, str]
     ends: PipelineEnds | None = None
-    words: dict[str, Word] = field(default_factory=dict)
-    as_embedded: tuple[str, ...] = ()
+    styles: dict[str, StyleSpec] = field(default_factory=dict)
+    in_embedding_dtype: tuple[str, ...] = ()
     heads: str = "num_attention_heads"
     kv_heads: str | None = None
     head_blocks: int = 1
@@ -113,12 +126,12 @@ class Known:
 
     @property
     def owner(self) -> str:
-        """The module that runs the blocks, of a family with one stack."""
+        """Name of the module that runs the blocks, in a family with one stack."""
         (owner,) = self.stacks
         return owner
 
 
-_WORDS_OF_LLAMA: dict[str, Word] = {
+_LLAMA_STYLES: dict[str, StyleSpec] = {
     "embed_tokens": VOCAB,
     "layers.*.input_layernorm": NORM,
     "layers.*.self_attn": Attention(groups="num_key_value_groups"),
@@ -134,65 +147,66 @@ _WORDS_OF_LLAMA: dict[str, Word] = {
     "layers.*.mlp.up_proj": COLUMN,
     "layers.*.mlp.down_proj": ROW,
 }
-_LLAMA = Known(
+_LLAMA = FamilyFacts(
     stacks={"": "layers"},
     ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}),
-    words=_WORDS_OF_LLAMA,
+    styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Its ends, and cut over tp by transformers' own plan. The factor of Gemma's embeddings is in embed_tokens; which layers
-# see a window, or have no rotation, in the layers and in layer_types, of which a stage keeps its own.
-_LIKE_LLAMA = replace(_LLAMA, words={})
+# Families with Llama's ends that transformers' own plan cuts over tp. What distinguishes them travels with the modules:
+# the factor of Gemma's embeddings is in embed_tokens; windows and layers without rotation are set in each layer and in
+# layer_types, of which a stage keeps the entries of its own layers.
+_LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
 
-def _like_gptj(projections: dict[str, Word]) -> dict[str, Word]:
-    """The words of GPT-J and what was made of it: attention and feed-forward read one norm, side by side."""
+def _gptj_styles(projections: dict[str, StyleSpec]) -> dict[str, StyleSpec]:
+    """Styles of GPT-J and its descendants, where attention and feed-forward read the same norm, in parallel."""
     return {
         "wte": VOCAB,
         "h.*.ln_1": NORM,
         "h.*.attn": Attention(divide=("num_attention_heads",)),
-        **{f"h.*.attn.{name}": word for name, word in projections.items()},
+        **{f"h.*.attn.{name}": style for name, style in projections.items()},
         "h.*.mlp": FEED_FORWARD,
         "h.*.mlp.fc_in": COLUMN,
         "h.*.mlp.fc_out": ROW,
     }
 
 
-_ENDS_OF_GPT2 = PipelineEnds(first={"wte": NOTHING, "wpe": ZERO}, last={"ln_f": PASS_ON})
-_GPTJ = Known(
+_GPT2_ENDS = PipelineEnds(first={"wte": NOTHING, "wpe": ZERO}, last={"ln_f": PASS_ON})
+_GPTJ = FamilyFacts(
     stacks={"": "h"},
     ends=PipelineEnds(first={"wte": NOTHING}, last={"ln_f": PASS_ON}),
     heads="n_head",
     sizes=("n_inner",),
-    words=_like_gptj({"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}),
+    styles=_gptj_styles({"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "out_proj": ROW}),
 )
 
 
-def _stack_of_t5(stack: str) -> dict[str, Word]:
-    """The words of T5's encoder or decoder, which are built alike."""
-    words: dict[str, Word] = {"embed_tokens": VOCAB}
+def _t5_styles(stack: str) -> dict[str, StyleSpec]:
+    """Styles of T5's encoder or decoder, which are built alike."""
+    styles: dict[str, StyleSpec] = {"embed_tokens": VOCAB}
     for attention, also in (("0.SelfAttention", ()), ("1.EncDecAttention", ("key_value_states",))):
         module = f"block.*.layer.{attention}"
-        words[module] = Attention(divide=("n_heads",), also=also)
-        words |= {f"{module}.{name}": COLUMN for name in ("q", "k", "v")}
-        words[f"{module}.o"] = ROW
-        words[f"{module}.relative_attention_bias"] = HEAD_COLUMNS
-    words |= {f"block.*.layer.{i}.layer_norm": NORM for i in range(3)}
+        styles[module] = Attention(divide=("n_heads",), also=also)
+        styles |= {f"{module}.{name}": COLUMN for name in ("q", "k", "v")}
+        styles[f"{module}.o"] = ROW
+        styles[f"{module}.relative_attention_bias"] = HEAD_COLUMNS
+    styles |= {f"block.*.layer.{i}.layer_norm": NORM for i in range(3)}
     for i in (1, 2):
         module = f"block.*.layer.{i}.DenseReluDense"
-        words[module] = FEED_FORWARD
-        words |= {f"{module}.{name}": COLUMN for name in ("wi", "wi_0", "wi_1")}
-        words[f"{module}.wo"] = ROW
-    return {f"{stack}.{name}": word for name, word in words.items()}
+        styles[module] = FEED_FORWARD
+        styles |= {f"{module}.{name}": COLUMN for name in ("wi", "wi_0", "wi_1")}
+        styles[f"{module}.wo"] = ROW
+    return {f"{stack}.{name}": style for name, style in styles.items()}
 
 
-KNOWN: dict[str, Known] = {
+KNOWN: dict[str, FamilyFacts] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "bloom": Known(
+    "bloom": FamilyFacts(
         stacks={"": "h"},
         ends=PipelineEnds(
             first={"word_embeddings": NOTHING, "word_embeddings_layernorm": PASS_ON},
@@ -201,12 +215,13 @@ KNOWN: dict[str, Known] = {
         heads="n_head",
         sizes=(),
         refused={"slow_but_exact": "it slices whole weights; leave it false"},
-        words={
+        styles={
             "word_embeddings": VOCAB,
             "h.*.input_layernorm": NORM,
-            # BloomModel.num_heads stays: it makes the slopes of all heads, of which a rank takes its own.
+            # BloomModel.num_heads is not divided: it computes the slopes of all heads, of which a rank takes its own.
             "h.*.self_attention": Attention(alibi="alibi", divide=("num_heads",)),
-            "h.*.self_attention.query_key_value": COLUMN,  # rows [head, (q, k, v), K]: a contiguous cut has whole heads
+            # Rows are [head, (q, k, v), K], so a contiguous cut keeps heads whole.
+            "h.*.self_attention.query_key_value": COLUMN,
             "h.*.self_attention.dense": ROW,
             "h.*.post_attention_layernorm": NORM,
             "h.*.mlp": FEED_FORWARD,
@@ -214,13 +229,13 @@ KNOWN: dict[str, Known] = {
             "h.*.mlp.dense_4h_to_h": ROW,
         },
     ),
-    "gpt2": Known(
+    "gpt2": FamilyFacts(
         stacks={"": "h"},
-        ends=_ENDS_OF_GPT2,
+        ends=_GPT2_ENDS,
         heads="n_head",
         sizes=("n_inner",),
         refused=_NO_CROSS,
-        words={
+        styles={
             "wte": VOCAB,
             "h.*.ln_1": NORM,
             "h.*.attn": Attention(divide=("split_size",)),
@@ -232,10 +247,10 @@ KNOWN: dict[str, Known] = {
             "h.*.mlp.c_proj": CONV_ROW,
         },
     ),
-    "gpt_neox": Known(
+    "gpt_neox": FamilyFacts(
         stacks={"": "layers"},
         ends=PipelineEnds(first={"embed_in": NOTHING}, last={"final_layer_norm": PASS_ON}),
-        words={
+        styles={
             "embed_in": VOCAB,
             "layers.*.input_layernorm": NORM,
             "layers.*.post_attention_layernorm": NORM,
@@ -247,7 +262,7 @@ KNOWN: dict[str, Known] = {
             "layers.*.mlp.dense_4h_to_h": ROW,
         },
     ),
-    "opt": Known(
+    "opt": FamilyFacts(
         stacks={"decoder": "layers"},
         ends=PipelineEnds(
             first={"embed_tokens": NOTHING, "embed_positions": ZERO, "project_in": NOTHING},
@@ -255,7 +270,7 @@ KNOWN: dict[str, Known] = {
         ),
         sizes=("ffn_dim",),
         refused={"layerdrop": "ranks would skip different layers; set it to 0"},
-        words={
+        styles={
             "decoder.embed_tokens": VOCAB,
             "decoder.layers.*.self_attn_layer_norm": NORM,
             "decoder.layers.*.self_attn": Attention(divide=("num_heads",)),
@@ -268,15 +283,15 @@ KNOWN: dict[str, Known] = {
             "decoder.layers.*.fc2": ROW,
         },
     ),
-    "xglm": Known(
+    "xglm": FamilyFacts(
         stacks={"": "layers"},
-        # Its embedding multiplies by itself, and its positions are a table that is no parameter.
+        # The embedding itself scales its output; the positions are a fixed table, not a parameter.
         ends=PipelineEnds(first={"embed_tokens": NOTHING, "embed_positions": ZERO}, last={"layer_norm": PASS_ON}),
-        as_embedded=("embed_positions",),
+        in_embedding_dtype=("embed_positions",),
         heads="attention_heads",
         sizes=("ffn_dim",),
         refused={**_NO_CROSS, "layerdrop": "ranks would skip different layers; set it to 0"},
-        words={
+        styles={
             "embed_tokens": VOCAB,
             "layers.*.self_attn_layer_norm": NORM,
             "layers.*.self_attn": Attention(divide=("num_heads", "embed_dim")),
@@ -290,20 +305,21 @@ KNOWN: dict[str, Known] = {
         },
     ),
     "gptj": _GPTJ,
-    # Trained on four cores, whose shares are still there: heads in 4 blocks, each [q | v | k] of a quarter of them.
+    # CodeGen was trained on four TPU cores, and its weights keep their order: the heads are in 4 blocks, each
+    # [q | v | k] of a quarter of the heads.
     "codegen": replace(
         _GPTJ,
         head_blocks=4,
-        words=_like_gptj({"qkv_proj": Packed(4 * 3), "out_proj": Packed(4, by_input=True)}),
+        styles=_gptj_styles({"qkv_proj": Packed(4 * 3), "out_proj": Packed(4, by_input=True)}),
     ),
-    "gpt_bigcode": Known(
+    "gpt_bigcode": FamilyFacts(
         stacks={"": "h"},
-        ends=_ENDS_OF_GPT2,
+        ends=_GPT2_ENDS,
         heads="n_head",
         kv_heads="num_key_value_heads",
         sizes=("n_inner",),
         refused=_NO_CROSS,
-        words={
+        styles={
             "wte": VOCAB,
             "h.*.ln_1": NORM,
             "h.*.attn": Attention(divide=("num_heads", "embed_dim"), groups="num_key_value_groups"),
@@ -315,12 +331,12 @@ KNOWN: dict[str, Known] = {
             "h.*.mlp.c_proj": ROW,
         },
     ),
-    "mpt": Known(
+    "mpt": FamilyFacts(
         stacks={"": "blocks"},
         ends=PipelineEnds(first={"wte": NOTHING}, last={"norm_f": PASS_ON}),
         heads="n_heads",
         sizes=(),
-        words={
+        styles={
             "wte": VOCAB,
             "blocks.*.norm_1": NORM,
             "blocks.*.attn": Attention(alibi="position_bias", divide=("n_heads",)),
@@ -334,8 +350,8 @@ KNOWN: dict[str, Known] = {
     ),
     "stablelm": replace(
         _LLAMA,
-        words={
-            **_WORDS_OF_LLAMA,
+        styles={
+            **_LLAMA_STYLES,
             "layers.*.self_attn": Attention(
                 divide=("num_heads",), groups="num_key_value_groups", kv_heads="num_key_value_heads"
             ),
@@ -345,10 +361,10 @@ KNOWN: dict[str, Known] = {
             "layers.*.self_attn.k_layernorm.norms.*": WHOLE,
         },
     ),
-    "bert": Known(
+    "bert": FamilyFacts(
         stacks={"": "encoder.layer"},
         refused={**_NO_CROSS, "chunk_size_feed_forward": "its chunks are of the whole sequence; set it to 0"},
-        words={
+        styles={
             "embeddings.word_embeddings": VOCAB,
             "encoder.layer.*.attention.self": Attention(),
             "encoder.layer.*.attention.self.query": COLUMN,
@@ -361,18 +377,18 @@ KNOWN: dict[str, Known] = {
             "encoder.layer.*.output.LayerNorm": NORM,
         },
     ),
-    "t5": Known(
+    "t5": FamilyFacts(
         stacks={"encoder": "block", "decoder": "block"},
         heads="num_heads",
         sizes=("d_ff",),
-        words={"shared": VOCAB, **_stack_of_t5("encoder"), **_stack_of_t5("decoder")},
+        styles={"shared": VOCAB, **_t5_styles("encoder"), **_t5_styles("decoder")},
     ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3"), _LIKE_LLAMA),
     **dict.fromkeys(("cohere", "cohere2", "glm", "glm4", "phi3", "smollm3"), _LIKE_LLAMA),
     **dict.fromkeys(("arcee", "ernie4_5", "exaone4", "starcoder2"), _LIKE_LLAMA),
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe", "deepseek_v3"), _LIKE_LLAMA),
     "phi": replace(_LIKE_LLAMA, ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),
-    # Its base model multiplies whatever comes in, embeddings or a hidden state.
+    # Granite's base model multiplies its input by a factor, even if that is a hidden state from the stage before.
     "granite": replace(
         _LIKE_LLAMA,
         ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}, later={"embedding_multiplier": 1.0}),

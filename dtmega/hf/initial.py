@@ -1,4 +1,7 @@
-"""The initial values of a family of `transformers`: it draws them on meta, and this notes what it does."""
+"""The distributions from which a family of `transformers` draws its initial values.
+
+The family's own code initialises a model on meta, and its draws are recorded.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @torch.no_grad()
 def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
-    """Name of a parameter -> (mean, std) of its normal distribution, one of which is 0; None: anything else.
+    """The distribution of each parameter's initial values, by its name.
 
-    The row of a padding token, which some families put to zero afterwards, is not told from the others.
+    Some families set the row of a padding token to zero after the draw; that row is not distinguished from the others.
 
     Args:
         hf: a whole model of `transformers` on meta.
+
+    Returns:
+        Name -> (mean, std) of N(mean, std), at least one of which is 0: a constant has std 0. None for a parameter that
+        is initialised in any other way.
     """
+    # transformers leaves alone whatever has this flag.
     for tensor in (*hf.modules(), *hf.parameters()):
-        tensor._is_hf_initialized = False  # what has it is left alone
+        tensor._is_hf_initialized = False
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
-    with _LookOn(names) as mode:
-        # Children first: GPT-2 scales c_proj when the layer has drawn it. Each model within the model draws its own.
+    with _DrawRecorder(names) as recorder:
+        # This visits children first, so a parameter may be drawn twice, and the last draw counts: GPT-2's layer draws
+        # c_proj again, with a smaller std.
         hf.initialize_weights()
-    return mode.found
+    return recorder.draws
 
 
-class _LookOn(TorchDispatchMode):
-    """A mode in which the draws of initial values are noted.
+class _DrawRecorder(TorchDispatchMode):
+    """A mode that records how parameters are initialised in place.
 
     Attributes:
-        found: what was done to each parameter last.
+        draws: name of each parameter -> (mean, std) of its last initialisation; None if that is anything else.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self._names = names
-        self.found: dict[str, tuple[float, float] | None] = dict.fromkeys(names.values())
+        self.draws: dict[str, tuple[float, float] | None] = dict.fromkeys(names.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = func.overloadpacket.__name__
         if args and operation.endswith("_") and (name := self._names.get(id(args[0]))):
             known = {"normal_": args[1:3], "fill_": (*args[1:2], 0.0), "zero_": (0.0, 0.0)}
+            # Mean and std that are both nonzero become None, and so does any other operation, such as uniform_.
             mean, std = known.get(operation, (1.0, 1.0))
-            self.found[name] = None if mean and std else (float(mean), float(std))
+            self.draws[name] = None if mean and std else (float(mean), float(std))
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The record of the wing: the answers to what the trainer asks of a family, for any decoder of `transformers`."""
+"""The family record of `[model] name = "hf"`: what the trainer asks of a family, for any decoder of `transformers`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from dtmega.models.show import CONTINUATION
 
 
 class Transformers:
-    """Any decoder of transformers, unmodified: [model] path is a directory with its config.json."""
+    """The family of all decoders of transformers, unmodified: [model] path is a directory with its config.json.
+
+    `dtmega/family.py` says what each method does.
+    """
 
     libraries = ("transformers",)
     directory = True
@@ -72,18 +75,19 @@ class Transformers:
         kind = whole.hf.config.model_type
         if not model.init_from and not has_weights(model.directory):
             initial_values(model.directory)
+        # transformers would round these buffers to the parameters' dtype; dtmega keeps stored buffers as they are.
         rounded = [name for name, _ in whole.stored_buffers() if not _always_fp32(whole.hf, name)]
         if rounded and cfg.precision.params != "float32":
             raise ValueError(
-                f"'{whole.full_name(rounded[0])}' of '{kind}' is stored and no parameter, and transformers computes "
-                f"with it in the dtype of the parameters; here it stays as it is: expected float32 ([precision] params)"
+                f"'{whole.full_name(rounded[0])}' of '{kind}' is a stored buffer, with which transformers computes in "
+                f"the dtype of the parameters; here it stays as it is: expected float32 ([precision] params)"
             )
         if sizes["tp"] > 1:
             try:
                 plan_for(whole.hf, sizes["tp"])
             except ValueError as error:
                 raise ValueError(f"{error} ([mesh] tp)") from None
-        in_stages = [name for name, known in KNOWN.items() if known.ends is not None]
+        in_stages = [name for name, facts in KNOWN.items() if facts.ends is not None]
         if sizes["pp"] > 1 and kind not in in_stages:
             raise ValueError(
                 f"a pipeline needs to know the ends of a model, and '{kind}' is none of {', '.join(in_stages)} "
@@ -98,7 +102,8 @@ class Transformers:
         materialize(stage.hf, device)
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        return {"hidden": hidden_state(cfg, 1, "seq_len")}  # the whole sequence, between stacks of blocks
+        # Between stages the sequence is never cut: sequence parallelism begins and ends within a stack of blocks.
+        return {"hidden": hidden_state(cfg, 1, "seq_len")}
 
     def weights(self, model: config.Model) -> Source | None:
         if model.init_from and not is_hf_folder(model.init_from):
@@ -128,12 +133,13 @@ class Transformers:
         with torch.device("meta"):
             built = HF(model)
         tensors = {built.full_name(name): tensor.detach() for name, tensor in built.stored_tensors()}
-        saved = theirs.as_saved(source, built.hf, tensors)
+        as_saved = theirs.as_saved(source, built.hf, tensors)
+        # Buffers do not count: one in fp32 must not make from_pretrained load a bfloat16 model in fp32.
         dtype = widest(source.tensors[built.full_name(name)][0] for name, _ in built.named_parameters())
         config_values = {"architectures": [type(built.hf).__name__], "dtype": dtype}
-        export.export(saved, folder, config_values, Path(model.directory), tokenizer, **options)
+        export.export(as_saved, folder, config_values, Path(model.directory), tokenizer, **options)
 
 
 def _always_fp32(hf: Any, name: str) -> bool:
-    """True if transformers computes in float32 with a tensor, whatever the dtype of the parameters."""
+    """True if transformers computes in float32 with this tensor, whatever the dtype of the parameters."""
     return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())

@@ -1,4 +1,4 @@
-"""The keys of a configuration that a directory of transformers decides, and the check that it did not change."""
+"""Fills in the keys of a configuration that a directory of transformers decides, and notices if it changes later."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from dtmega.hf.files import config_json
 from dtmega.hf.files.tensors import has_weights
 from dtmega.hf.model import blocks_of, longest
 
-IDLE = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
+# Keys of config.json that change no number of a training.
+KEYS_WITHOUT_EFFECT = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
 
 
 def resolve(cfg: config.Config) -> config.Config:
-    """The configuration with sizes and tokenizer that the directory of [model] path has.
+    """Fill in the sizes and the tokenizer that the directory of [model] path has.
 
     Raises:
-        ValueError: no such directory, not a causal language model, code of its own, a size that config.json
-            contradicts, what the trainer cannot give a model of transformers.
+        ValueError: the directory is missing, brings code of its own or is not of a causal language model; a size of the
+            configuration contradicts config.json; or a key asks for something that a model of transformers cannot do.
     """
     directory = cfg.model.directory
     theirs = read_config(directory)
@@ -31,7 +32,7 @@ def resolve(cfg: config.Config) -> config.Config:
         values = sizes(directory)
     except ValueError:
         raise
-    except Exception as error:  # of a family's own code, or what is no plain decoder has not
+    except Exception as error:  # raised by the family's own code, or by a model that is not a plain decoder
         raise ValueError(
             f"{directory}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
             f"{type(error).__name__}: {error} ([model] path)"
@@ -48,14 +49,16 @@ def resolve(cfg: config.Config) -> config.Config:
             f"a product of means over a microbatch, which would change with the layout; it is not part of the loss "
             f"here. Set it to false (router_aux_loss_coef alone changes nothing) ([model] path)"
         )
-    most = longest(theirs)
-    if most and cfg.data.seq_len > most:
+    max_length = longest(theirs)
+    if max_length and cfg.data.seq_len > max_length:
         key = next(key for key in families.POSITION_KEYS if getattr(theirs, key, None))
-        raise ValueError(f"seq_len={cfg.data.seq_len} is more than the {key}={most} of {directory} ([data] seq_len)")
+        raise ValueError(
+            f"seq_len={cfg.data.seq_len} is more than the {key}={max_length} of {directory} ([data] seq_len)"
+        )
     for key in ("reset_position_ids", "reset_attention_mask"):
         if getattr(cfg.data, key):
             raise ValueError(f"[data] {key} is not for name = 'hf': the model computes positions and masks itself")
-    changed: dict[str, config.Section] = {"model": cfg.model.model_copy(update=values)}
+    sections: dict[str, config.Section] = {"model": cfg.model.model_copy(update=values)}
     if "tokenizer" not in cfg.data.model_fields_set:
         tokenizer = Path(directory, "tokenizer.json")
         if not tokenizer.is_file():
@@ -63,25 +66,26 @@ def resolve(cfg: config.Config) -> config.Config:
                 f"{directory} has no tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) may "
                 f"make one, [data] tokenizer names another"
             )
-        changed["data"] = cfg.data.model_copy(update={"tokenizer": str(tokenizer)})
-    return cfg.model_copy(update=changed)
+        sections["data"] = cfg.data.model_copy(update={"tokenizer": str(tokenizer)})
+    return cfg.model_copy(update=sections)
 
 
 def notes(model: config.Model) -> list[str]:
-    """Lines about what the trainer does otherwise than config.json says, or the user might not know."""
+    """Lines for the user: where training departs from config.json, or does something unexpected."""
     directory = model.directory
-    drops = [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]
-    found = [f"{directory}: without its dropout ({', '.join(drops)})"] if drops else []
+    lines = []
+    if drops := [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]:
+        lines.append(f"{directory}: without its dropout ({', '.join(drops)})")
     if not model.init_from and not has_weights(directory):
-        found.append(f"{directory} has no weights: initial values are drawn from [run] seed")
-    return found
+        lines.append(f"{directory} has no weights: initial values are drawn from [run] seed")
+    return lines
 
 
 def sizes(directory: str) -> dict[str, int]:
-    """Keys of the [model] section that the directory decides.
+    """The keys of the [model] section that the directory decides, with their values.
 
     Raises:
-        ValueError: as `read_config`, or the model has stored what is no float.
+        ValueError: as `read_config`; or the model stores a tensor that is not of floats.
     """
     theirs = read_config(directory)
     with torch.device("meta"):
@@ -104,19 +108,20 @@ def sizes(directory: str) -> dict[str, int]:
 
 
 def digest(directory: str) -> str:
-    """The digest of all that config.json says and a number hangs on."""
-    said = {k: v for k, v in config_json.read_plain(directory).items() if k not in IDLE}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+    """A digest of config.json, without the keys that change no number."""
+    values = {k: v for k, v in config_json.read_plain(directory).items() if k not in KEYS_WITHOUT_EFFECT}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def reread_directory(model: config.Model, trained: str) -> config.Model:
-    """The section with what the directory says today.
+    """The [model] section with the sizes that the directory has today.
 
     Args:
-        trained: the `digest` of the directory that was trained; '' where it is not known.
+        model: section that was resolved before.
+        trained: `digest` of the directory at the time of training; '' if it is not known.
 
     Raises:
-        ValueError: as `resolve`, or config.json is another one.
+        ValueError: as `resolve`; or config.json has changed since training.
     """
     values = sizes(model.directory)
     today = digest(model.directory)

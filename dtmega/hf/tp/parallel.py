@@ -37,8 +37,8 @@ def plan_for(
     """
     plan.check(model, "meta")
     family = model.config.model_type
-    with_words = [name for name, known in families.KNOWN.items() if known.words]
-    if family in with_words:
+    with_styles = [name for name, known in families.KNOWN.items() if known.styles]
+    if family in with_styles:
         made = family_plan(model, tp, sequence_parallel, loss_parallel)
     elif tp == 1 or getattr(model.config, "base_model_tp_plan", None):
         made = native_plan(model, tp, loss_parallel, rest_whole=generic or tp == 1)
@@ -46,7 +46,7 @@ def plan_for(
         made = generic_plan(model, tp, loss_parallel)
     else:
         raise ValueError(
-            f"no plan for model_type '{family}': it is none of {', '.join(with_words)}, and its config has no "
+            f"no plan for model_type '{family}': it is none of {', '.join(with_styles)}, and its config has no "
             f"base_model_tp_plan; parallelize_hf(..., generic=True) computes any model on DTensors, slowly"
         )
     made.parameters = plan.parameters(made, model)
