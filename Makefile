@@ -6,6 +6,7 @@
 # make docs-serve [PORT=8000]                   show them at http://127.0.0.1:8000, with a search
 # make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
 # make test-oldest                              the tests on the oldest torch that pyproject.toml allows, in a venv of 5 GB
+# make mutants ARGS="--only ops/loss.py"        small changes of one module that no test of it notices (tools/mutants.py)
 # make bench [ARGS="--only step"]               speed beside other programs: prints a table, writes benchmarks.json and .png
 PYTHON ?= python3
 PORT ?= 8000
@@ -15,7 +16,7 @@ OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 # Tests start some hundred processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test types tests docs docs-serve site notebook test-extras test-full test-oldest bench
+.PHONY: train test types tests docs docs-serve site notebook test-extras test-full test-oldest mutants bench
 
 train: .venv/installed
 	.venv/bin/python train.py --config bloom.toml $(ARGS)
@@ -72,6 +73,10 @@ test-oldest:
 	.venv-oldest/bin/pip install --disable-pip-version-check -c .venv-oldest/constraints.txt \
 		'torch==$(OLDEST_TORCH).*' -e '.[test]'
 	.venv-oldest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+mutants: .venv/installed-test
+	.venv/bin/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[mutants]'
+	.venv/bin/python tools/mutants.py $(ARGS)
 
 bench: .venv/installed-bench
 	.venv/bin/python -m benchmarks $(ARGS)

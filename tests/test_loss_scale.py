@@ -90,6 +90,15 @@ def test_the_scale_is_megatrons_after_each_step(window: int, hysteresis: int, sh
     assert max(seen) > 64.0
 
 
+def test_a_new_scale_doubles_after_one_whole_window_without_an_overflow():
+    ours = LossScale(config.Precision(params="float16", initial_loss_scale=64.0, loss_scale_window=3))
+    scales = []
+    for _ in range(6):
+        ours.update(overflowed=False)
+        scales.append(ours.scale)
+    assert scales == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0]
+
+
 def test_the_defaults_are_megatrons():
     defaults = config.Precision()
     ours = defaults.initial_loss_scale, defaults.loss_scale_window, defaults.hysteresis, defaults.min_loss_scale
