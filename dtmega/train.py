@@ -78,7 +78,7 @@ def begin(
         ending: what is to be told of the run's end; None: nothing.
     """
     ending = job.Ending() if ending is None else ending
-    with found.early_end_told(config.run_dir_of(argv), ending, first=startup.rank == 0):
+    with found.early_end_recorded(config.run_dir_of(argv), ending, first=startup.rank == 0):
         with startup.step("configuration") as step:
             asked = families.resolve(config.load(argv))
             device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
@@ -114,19 +114,19 @@ def begin(
             closing.enter_context(ending.told_in(run_dir, partial(resume.newest_of_run, run_dir)))
             for claim in claims:
                 closing.callback(claim.close)
-            there = found.find(cfg, text.identity, digest)
-            closing.callback(found.remove_probe, cfg, there)
-            step.tell = there._asdict()
+            candidate_paths = found.find_candidates(cfg, text.identity, digest)
+            closing.callback(found.remove_probe, cfg, candidate_paths)
+            step.tell = candidate_paths._asdict()
             if cfg.pipeline.draw:
                 draw_schedule(cfg, sizes["pp"], data_size)
 
-    there = found.Found(**step.told)
+    candidate_paths = found.CandidatePaths(**step.told)
     with startup.step("checkpoints") as step:
-        candidates = found.see(cfg, there)
+        candidates = found.open_candidates(cfg, candidate_paths)
         if startup.rank == 0:  # for all: processors may differ
-            step.tell = found.params(cfg, candidates, mesh.has_fast_bfloat16(device))
+            step.tell = found.params_dtype(cfg, candidates, mesh.has_fast_bfloat16(device))
         init = None if candidates else families.of(cfg.model).weights(cfg.model)
-        step.same = found.digests([*candidates, init])
+        step.same = found.manifest_digests([*candidates, init])
 
     left_open = asked.precision.params == "auto"
     asked, cfg = with_params_dtype(asked, step.told), with_params_dtype(cfg, step.told)
@@ -145,7 +145,7 @@ def begin(
     with startup.step("checkpoint"):
         checkpoints = Checkpoints(cfg, device)
         closing.callback(checkpoints.close)
-        loaded = checkpoints.load(candidates, model.stored_tensors(), optimizer, there.damage, startup)
+        loaded = checkpoints.load(candidates, model.stored_tensors(), optimizer, candidate_paths.damage, startup)
         if init is not None:
             load_weights(init, startup.at_work(model.stored_tensors()), cfg.model.vocab_size)
         elif loaded is None:
@@ -189,7 +189,7 @@ def begin(
         why = "as it began" if loaded else f"bfloat16 is {'' if mesh.has_fast_bfloat16(device) else 'not '}fast here"
         lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")
     lines += repetition_notes(cfg, text)
-    metrics.message("\n".join([*lines, *text.notes, *there.damage]))
+    metrics.message("\n".join([*lines, *text.notes, *candidate_paths.damage]))
     spikes = Spikes(cfg.train.skip_spikes, recent)
     scale = LossScale(cfg.precision, loaded and loaded.loss_scale) if cfg.precision.params == "float16" else None
     run = Run(
@@ -279,9 +279,7 @@ def train(run: Run, at: Progress) -> int:
         whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
         stopping = "" if whole else SIGNALLED
     if stopping:
-        metrics.message(
-            f"stopped after step {at.step} of {total_steps}: {stopping}; {resume.command_that_goes_on(cfg)}"
-        )
+        metrics.message(f"stopped after step {at.step} of {total_steps}: {stopping}; {resume.how_to_resume(cfg)}")
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
         return run.ending.because(job.STUCK, f"not saved: {unsaved}")

@@ -1,8 +1,8 @@
-"""Tiny runs whose checkpoints are kept under tests/data, as the dtmega of their day wrote them.
+"""Tiny runs whose checkpoints are kept under tests/data, to see that later code resumes them with the same losses.
 
 `python -m tests.kept_runs NAME` makes tests/data/NAME with the code as it is: the checkpoint of step CUT of a run of
-STEPS steps, and metrics.jsonl with the losses of all of them. A kept run is never made again: that an older one goes
-on, or is refused with its reason, is what it is kept for.
+STEPS steps, and metrics.jsonl with the losses of all of them. Once a released version has written a kept run, it is
+never made again.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from dtmega.checkpoint.staging import Stager
 from dtmega.loss_scale import ScaleState
 
 CPU = torch.device("cpu")
-IDENTITY = {"data": "xxh3 of it", "seed": 1}
+IDENTITY = {"data": "xxh3 of it", "order": 1, "seed": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -711,7 +711,7 @@ def test_what_torchrun_starts_again_does_not_start_anew_twice(root, monkeypatch)
         (IDENTITY | {"seed": 2}, "seed was 1, is 2"),
         (IDENTITY | {"data": "another"}, "data was xxh3 of it, is another"),
         (IDENTITY | {"tokenizer": "bytes"}, "tokenizer was None, is bytes"),
-        ({"seed": 1}, "data was xxh3 of it, is None"),
+        ({"order": 1, "seed": 1}, "data was xxh3 of it, is None"),
     ],
 )
 def test_another_seed_data_or_tokenizer_is_refused_unless_that_is_allowed(root, identity, message):

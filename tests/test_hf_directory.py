@@ -12,24 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli
-import tomli_w
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
 from dtmega import config, families, mesh, train
-from dtmega.checkpoint import resume
 from dtmega.hf import resolve as hf_resolve
 from dtmega.hf.directory import read_config
 from dtmega.hf.initial import draws_of
 from dtmega.hf.model import HF
 from dtmega.models.initial import init_weights
 from dtmega.parallelize import check
-from tests import hf_models, keys, layouts
+from tests import hf_models, layouts
 from tests.hf_models import Case
-from tests.test_strangers import forge
 
 LLAMA = Case("llama", tied=False)
 
@@ -282,31 +278,6 @@ def test_a_run_whose_config_json_has_changed_is_not_gone_on_with(
     said(home, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     capsys.readouterr()
     assert run(home, tmp_path / "run", train__steps=3) == 2
-    assert "the digest of config.json in [model] path was '" in capsys.readouterr().err
-
-
-def as_an_earlier_version_wrote_it(run_dir: Path) -> None:
-    """All keys of all families in [model], and the digest among them."""
-    folder = run_dir / "checkpoints" / "step-00000001"
-    state = resume.state_of(resume.open_checkpoint(str(folder)))
-    every = {row.key: row.default for row in keys.read() if row.section == "model"}
-    model = every | state.config["model"] | {"elements": [1000, 9000], "digest": state.digest}
-    forge(folder, {"config": state.config | {"model": model}, "digest": ""})
-    written = tomli.loads((run_dir / "config.toml").read_text())
-    (run_dir / "config.toml").write_text(tomli_w.dumps(written | {"model": model}))
-
-
-def test_a_run_of_an_earlier_version_goes_on_from_its_own_config_toml_while_its_directory_is_the_same(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert run(home, tmp_path / "run") == 0
-    as_an_earlier_version_wrote_it(tmp_path / "run")
-    on = ["--config", str(tmp_path / "run" / "config.toml"), "--train.steps"]
-    assert train.main([*on, "2"]) == 0
-    assert "resumed at step 1" in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
-    said(home, rms_norm_eps=0.1)
-    assert train.main([*on, "2"]) == 2
     assert "the digest of config.json in [model] path was '" in capsys.readouterr().err
 
 

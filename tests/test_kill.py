@@ -156,7 +156,7 @@ def test_everything_is_on_the_disk_before_it_is_published_and_that_before_the_ol
 
 
 def write_in_place() -> None:
-    Checkpoints._aside = lambda self, step: resume.name(step)
+    Checkpoints._unpublished = lambda self, step: resume.name(step)
 
 
 def test_a_save_that_is_not_written_aside_is_found_out(crashes):

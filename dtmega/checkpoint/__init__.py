@@ -1,13 +1,17 @@
-"""Saved states of a run: complete or not there, verified on read, and never unpickled.
+"""Checkpoints of a run: complete or absent, verified on every read, and never unpickled.
 
-    manifest.py      the description of a checkpoint: JSON, with a digest of every block of bytes
-    files.py         the file operations it is made of, on a disk or under a URL
-    reader.py        a finished one to read, verified on the way
-    tensor_files.py  tensors of any layout to and from it, on torch.distributed.checkpoint
-    run.py           the checkpoints of a run as it goes: save, publish, keep the newest
-    resume.py        the checkpoint that a run goes on from, if it may
-    found.py         the folders it writes and the checkpoints it goes on from: claimed by one rank, seen by all
-    weights.py       weights to start from, whoever saved them
+    manifest.py      description of a checkpoint: JSON, with a digest of every block of bytes
+    cover.py         check that the stored boxes of a tensor cover it exactly
+    files.py         file operations that checkpoints need, on a disk or under a URL
+    reader.py        a finished checkpoint, verified while it is read
+    tensor_files.py  tensors of any layout, written and read through torch.distributed.checkpoint
+    pieces.py        tensors of which one rank holds several boxes, for the same
+    staging.py       copies in host memory, which an asynchronous save writes
+    run.py           checkpoints of a running training: save, publish, keep the newest
+    resume.py        the checkpoint that a run resumes from, and whether it may
+    changes.py       configuration keys that may change when a run resumes
+    found.py         at the start: rank 0 claims the folders and finds the checkpoints, all ranks open the same ones
+    weights.py       initial weights, from a checkpoint or from another program's files
 
 What users do with checkpoints by hand is in convert/.
 """

@@ -1,9 +1,9 @@
-"""The keys of the configuration that may differ when a run goes on: each is free, printed or refused.
+"""Configuration keys that may change when a run resumes: each key is free, printed or refused.
 
-free      no number of the run depends on it: where, how fast, how often, on which layout
-printed   the recipe, which people change on purpose: the run goes on and says what it changes
-refused   all others: with another model, data or seed it would be another run. A new key is
-          refused until it is placed.
+free      no number of the run depends on it: paths, intervals, speed, layout
+printed   the recipe, which people change on purpose: the run resumes and prints each change
+refused   every other key: with another model, data or seed it would be a different run. A new key
+          is refused until somebody adds it to one of the tables below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FREE: dict[str, tuple[str, ...]] = {
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
-# The keys that move the learning rate or the end of the run come first, then the rest of the recipe.
+# Keys that move the learning rate or the end of the run. The line of the last of them also says what all changes do.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),
@@ -57,12 +57,18 @@ PRINTED: dict[str, tuple[str, ...]] = {
         *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
 }
-# Refused by what is in the file, which may move: the data's identity and the digest of the model's directory tell.
+# Paths. Files may move, so their names are not compared: the identity of the data and the digest of the model directory
+# notice other content, and `resume.check_same` refuses it.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_samples", "tokenizer"), "model": ("path",)}
 
 
 class Change(NamedTuple):
-    """A key whose value is another one than in the checkpoint."""
+    """A key whose value differs from the one in the checkpoint.
+
+    Attributes:
+        was: value in the checkpoint.
+        now: value in the present configuration.
+    """
 
     section: str
     key: str
@@ -74,6 +80,7 @@ class Change(NamedTuple):
         return f"[{self.section}] {self.key}"
 
     def within(self, table: Mapping[str, tuple[str, ...]]) -> bool:
+        """True if the table (section -> keys) lists this key."""
         return self.key in table.get(self.section, ())
 
 
@@ -84,11 +91,12 @@ def kind_of(section: str, key: str) -> Treatment:
 
 
 def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[Change]:
-    """Keys of one section that differ; those whose content counts are not among them.
+    """The changes within one section, without the keys of BY_CONTENT.
 
     Args:
-        then: the section as a checkpoint keeps it. A key that it lacks is newer than it, and counts as its default; one
-            that it alone has is gone, and counts for nothing.
+        then: the section as the checkpoint recorded it. A key that is missing there was added to dtmega later and
+            counts as its default; a key that exists only there has been removed from dtmega and is ignored.
+        now: the section of the present configuration.
     """
     for key, field in type(now).model_fields.items():
         change = Change(section, key, then.get(key, field.default), getattr(now, key))
@@ -97,9 +105,13 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
 
 def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
-    """Keys of this kind, in all sections."""
-    every = (differing(section, then.get(section, {}), getattr(now, section)) for section in Config.model_fields)
-    return [change for found in every for change in found if kind_of(change.section, change.key) == kind]
+    """The changes of this kind, in all sections."""
+    changes: list[Change] = []
+    for section in Config.model_fields:
+        for change in differing(section, then.get(section, {}), getattr(now, section)):
+            if kind_of(change.section, change.key) == kind:
+                changes.append(change)
+    return changes
 
 
 def lines(
@@ -109,42 +121,53 @@ def lines(
     samples: int,
     overflowed: tuple[int, int] = (0, 0),
 ) -> list[str]:
-    """The lines, one for each key, that a run with a changed recipe says when it goes on after so many steps.
+    """Lines that a resumed run prints about its changed recipe, one per key.
 
-    The last key that moves the learning rate or the end of the run also says what they all come to.
+    The line of the last key in COURSE ends with what all changes together do to the remaining steps and to the
+    learning rate.
 
     Args:
-        overflowed: steps and samples among them that did not move the learning rate.
+        then: the configuration recorded in the checkpoint, by section.
+        now: the present configuration.
+        steps: number of steps that the run has done.
+        samples: number of samples that the run has read.
+        overflowed: numbers of steps and samples among these during which the learning rate stood still, because
+            float16 could not hold a gradient.
     """
     printed = changed(then, now, "printed")
     of_course = [change for change in printed if change.within(COURSE)]
-    found = []
+    change_lines = []
     for change in printed:
         line = f"changed since the checkpoint: {change.section}.{change.key} {change.was} → {change.now}"
         if change in of_course[-1:]:
             consequences = "; ".join(_consequences(printed, now, steps, samples, overflowed))
             line += f": {consequences}" if consequences else ""
-        found.append(line)
-    return found
+        change_lines.append(line)
+    return change_lines
 
 
 def _consequences(
     printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
 ) -> list[str]:
+    """What these changes do to the number of remaining steps and to the learning rate, in words."""
+    # The present configuration with the old recipe put back: its end and its rate are those that the run had.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was
     try:
         before = Config.model_validate(values)
-    except ValidationError:  # that recipe is refused today
+    except ValidationError:  # a combination that this dtmega refuses
         return []
-    ends = before.end(steps, samples), now.end(steps, samples)
-    # Before the first step there is no rate: that of the first one.
+    end_before, end_now = before.end(steps, samples), now.end(steps, samples)
+    # The learning rate is defined from step 1 on, so a run that has done no step shows the rate of its first one.
     done = max(steps - overflowed[0], 1), samples - overflowed[1]
-    rates = [optim.rate_at(cfg, *done, end) for cfg, end in zip((before, now), ends, strict=True)]
-    left_before, left = (end.steps - steps for end in ends)
-    texts = {
-        f"{left} steps are left, not {left_before}": left != left_before,
-        f"the learning rate goes from {rates[0]:.3g} to {rates[1]:.3g}": rates[0] != rates[1],
-    }
-    return [text for text, holds in texts.items() if holds]
+    rate_before = optim.rate_at(before, *done, end_before)
+    rate_now = optim.rate_at(now, *done, end_now)
+    remaining_before = end_before.steps - steps
+    remaining = end_now.steps - steps
+    consequences = []
+    if remaining != remaining_before:
+        consequences.append(f"{remaining} steps are left, not {remaining_before}")
+    if rate_now != rate_before:
+        consequences.append(f"the learning rate goes from {rate_before:.3g} to {rate_now:.3g}")
+    return consequences

@@ -1,4 +1,4 @@
-"""Check that the boxes that a tensor is stored in make the whole tensor, each element once."""
+"""Check that the stored boxes of a tensor cover it exactly, each element once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ Sizes = tuple[int, ...]
 
 
 def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
-    """Tell whether each element of a tensor is in exactly one of the boxes. Linear in their number.
+    """True if each element of a tensor is in exactly one of the boxes. Takes time linear in the number of boxes.
 
-    Boxes cover a whole exactly once if their signed corners add up to those of the whole. The sign of a corner is the
-    product of +1 for each dim where it is the lower end, -1 where it is the upper: that is the mixed difference of a
-    sum of boxes, which determines the sum.
+    Each corner of a box gets a sign: the product, over the cut dims, of +1 at the lower end and -1 at the upper end.
+    Summed over all boxes, the signed corners are the mixed difference of "how many boxes hold this element", and
+    determine it. So the boxes cover the tensor exactly once if and only if their signed corners add up to those of the
+    whole tensor.
 
     Args:
-        boxes: (offsets, sizes), as many numbers as the tensor has dims; none is empty.
+        shape: shape of the tensor.
+        boxes: (offsets, sizes) of each box, one number per dim of the tensor. No box is empty.
 
     Raises:
-        ValueError: cut along more than MAX_CUT_DIMS dims, each of which doubles the work.
+        ValueError: the tensor is cut along more than MAX_CUT_DIMS dims, each of which doubles the work.
     """
     cut = [d for d, n in enumerate(shape) if any((offsets[d], sizes[d]) != (0, n) for offsets, sizes in boxes)]
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"expected a tensor cut along at most {MAX_CUT_DIMS} dims, got {len(cut)}")
     whole = ((0,) * len(shape), shape)
+    # All corners cancel if the boxes make the tensor: those of the boxes are added, those of the tensor subtracted.
+    signed_boxes = [*((1, box) for box in boxes), (-1, whole)]
     corners: Counter[Sizes] = Counter()
-    for sign, (offsets, sizes) in [*((1, box) for box in boxes), (-1, whole)]:
+    for sign, (offsets, sizes) in signed_boxes:
         for ends in itertools.product((0, 1), repeat=len(cut)):
             corner = tuple(offsets[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
             corners[corner] += sign * (-1) ** sum(ends)

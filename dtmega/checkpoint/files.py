@@ -1,7 +1,8 @@
-"""The file operations a checkpoint is made of: on a disk (`Disk`), or under an fsspec URL (`Remote`).
+"""File operations that checkpoints need: on a disk (`Disk`), or under an fsspec URL (`Remote`).
 
-Every event goes through one method here, so a test can kill the process at each of them. On a disk a folder is written
-aside and renamed, which is one event; under a URL nothing renames in one, so a folder counts from its manifest on.
+Each change of the file system is a call of one method here, so that a test can kill the process at any of them. On a
+disk a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores have no
+atomic rename of a folder, so under a URL a folder counts as a checkpoint once its manifest is there, written last.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def open_root(root: str) -> Disk | Remote:
     """Open the place that holds the checkpoints of a run: a folder, or a URL such as s3://bucket/run.
 
     Raises:
-        ValueError: no library for that URL, or it cannot be reached.
+        ValueError: the library for this URL is not installed, or the place cannot be reached.
     """
     if "://" not in root:
         return Disk(root)
@@ -39,7 +40,7 @@ def open_root(root: str) -> Disk | Remote:
 
 
 class Disk:
-    """Folders of one local (or shared) file system, by name under `root`."""
+    """The folders below `root` on a local (or shared) file system, by their names."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -51,23 +52,32 @@ class Disk:
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The bytes of each regular file; links are not followed."""
+        """File name -> size in bytes, for the regular files of a folder. Symbolic links are left out.
+
+        Raises:
+            Damaged: the folder cannot be listed.
+        """
         try:
-            found = [(e.name, e.stat(follow_symlinks=False)) for e in os.scandir(self.root / folder)]
+            stats = {e.name: e.stat(follow_symlinks=False) for e in os.scandir(self.root / folder)}
         except OSError as error:
             raise Damaged(f"{self.path(folder)}: {error.strerror}") from None
-        return {name: s.st_size for name, s in found if stat.S_ISREG(s.st_mode)}
+        return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def make(self, folder: str) -> None:
-        """An empty folder, whatever a killed save left there."""
+        """Make an empty folder, in place of whatever a killed save left under this name."""
         durable.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
-        """A new file to write to; on the disk, and not in a cache only, when the block ends."""
+        """A new binary file to write to. When the block ends, its bytes are on the disk and not only in a cache."""
         return durable.created(self.root / folder / name)
 
     @contextlib.contextmanager
     def open(self, folder: str, name: str) -> Iterator[Any]:
+        """A file to read, unbuffered.
+
+        Raises:
+            Damaged: the file is missing, unreadable or a symbolic link.
+        """
         try:
             fd = os.open(self.root / folder / name, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
@@ -76,13 +86,15 @@ class Disk:
             yield file
 
     def sync(self, folder: str) -> None:
-        """Put the names in a folder on the disk."""
+        """Make the names in a folder survive a power cut; "" stands for `root`."""
         durable.sync_folder(self.root / folder)
 
     def rename(self, folder: str, to: str) -> None:
+        """Rename a folder in one atomic event; `sync("")` makes the new name survive a power cut."""
         os.rename(self.root / folder, self.root / to)
 
     def move(self, folder: str, into: str) -> None:
+        """Move a folder into the folder `into`, and return when that survives a power cut."""
         durable.make_folder(self.root / into)
         os.rename(self.root / folder, self.root / into / folder)
         durable.sync_folder(self.root / into)
@@ -92,21 +104,24 @@ class Disk:
         durable.remove_folder(self.root / folder)
 
     def free_bytes(self) -> int | None:
+        """Free space of the file system in bytes; None if it cannot be found out."""
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
         return None
 
 
 class Remote:
-    """The same under a URL, but for `sync` and `rename`: a file is durable when it is closed, a folder counts from its
-    manifest on.
+    """The methods of `Disk` for folders under a URL, except `sync` and `rename`.
+
+    Neither is needed: a file is durable once it is closed, and a folder is a checkpoint once it has a manifest.
     """
 
     def __init__(self, url: str) -> None:
         fs, root = url_to_fs(url)
         assert isinstance(fs, fsspec.AbstractFileSystem)
         self._fs, self.root, self._url = fs, root, url.rstrip("/")
-        self.folders()  # reachable? Not made: to look for a checkpoint leaves nothing behind
+        # Fails now if the place cannot be reached. Nothing is made there: looking for a checkpoint leaves no trace.
+        self.folders()
 
     def path(self, folder: str) -> str:
         return f"{self._url}/{folder}"
@@ -137,7 +152,8 @@ class Remote:
             with self._fs.open(path, "wb") as file:
                 yield file
         except BaseException:
-            # Closed on the way here: half a manifest is there as if it were whole.
+            # Leaving the `with` has closed the file, so what was written so far, such as half a manifest, is there
+            # under its name.
             with contextlib.suppress(Exception):
                 self._fs.rm(path)
             raise
@@ -158,7 +174,7 @@ class Remote:
     def remove(self, folder: str) -> None:
         self._fs.invalidate_cache()
         if self._fs.exists(self._at(folder)):
-            # The manifest first: half a folder must not look like a whole one.
+            # The manifest goes first: a folder whose removal is cut off must not count as a checkpoint.
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._at(folder, NAME))
             with contextlib.suppress(FileNotFoundError):
@@ -168,11 +184,13 @@ class Remote:
         return None
 
     def _ls(self, folder: str) -> list[dict[str, Any]]:
-        self._fs.invalidate_cache()  # of listings, which do not have what other ranks wrote since
+        # fsspec caches listings, which would lack what other ranks have written since.
+        self._fs.invalidate_cache()
         return self._fs.ls(self._at(folder), detail=True)
 
     def _at(self, *names: str) -> str:
-        return "/".join([self.root, *filter(None, names)])  # an object store takes a//b for another name than a/b
+        # Empty names are left out: for an object store, a//b and a/b are different names.
+        return "/".join([self.root, *filter(None, names)])
 
 
 def _base(path: str) -> str:

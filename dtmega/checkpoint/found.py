@@ -1,7 +1,8 @@
-"""The folders a run writes and the checkpoints it goes on from: claimed and found by rank 0, seen by all, or refused.
+"""The start of a run: rank 0 claims its folders and finds the checkpoints to resume from; all ranks open the same ones.
 
-Rank 0 claims, then looks: another process may still be writing the checkpoint to go on from. The others open the
-paths that it tells them; that they see the same files is checked, as every rank writes its part of a checkpoint.
+Rank 0 claims the folders before it looks into them, because another process may still be writing the checkpoint to
+resume from. The other ranks open the paths that rank 0 sends them. Every rank writes its part of a checkpoint, so each
+also checks that it sees the files of rank 0.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from dtmega.job import Claim
 from dtmega.startup import Refused
 
 
-class Found(NamedTuple):
-    """The things that rank 0 found or made, for the other ranks.
+class CandidatePaths(NamedTuple):
+    """Results of rank 0's search for checkpoints, which it sends to the other ranks.
 
     Attributes:
-        paths: of checkpoints to go on from, the newest first.
-        damage: what is wrong with others, one line each.
-        probe: a folder that it has made where checkpoints are written, for the other ranks to see.
+        paths: checkpoints that the run may resume from, the newest first.
+        damage: a line for each checkpoint that is damaged.
+        probe: name of a folder that rank 0 has made among the checkpoints, to see whether the other ranks see it.
     """
 
     paths: list[str]
@@ -39,10 +40,10 @@ class Found(NamedTuple):
 
 
 def claims(cfg: config.Config) -> Iterator[Claim]:
-    """The right to write in the run directory, and where the checkpoints are; the caller closes them.
+    """Claim the run directory, then the folder of the checkpoints if that is another one. The caller closes the claims.
 
     Raises:
-        ValueError: somebody else has one of them, or it cannot be written.
+        ValueError: another process has claimed one of them, or it is not writable.
     """
     run_dir, root = Path(cfg.run.dir), resume.root_of(cfg)
     yield Claim(run_dir)
@@ -53,14 +54,15 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 
 @contextlib.contextmanager
-def early_end_told(run_dir: Path | None, ending: job.Ending, *, first: bool) -> Iterator[None]:
-    """Tell of what ends this block in the `exit.json` of the run in this directory, in which nothing is claimed yet.
+def early_end_recorded(run_dir: Path | None, ending: job.Ending, *, first: bool) -> Iterator[None]:
+    """Record an exception of this block in the run's `exit.json`, although the run directory is not claimed yet.
 
-    Nothing is written where no run has been, and where another process has the right to write.
+    Nothing is written if the directory has never held a run, or while another process has claimed it.
 
     Args:
-        run_dir: None if it cannot be told.
-        first: this is the first rank, which writes for all.
+        run_dir: the run directory; None if the command line does not say which it is.
+        ending: takes the exit code and the reason.
+        first: True on the first rank, which writes for all.
     """
     try:
         yield
@@ -69,6 +71,7 @@ def early_end_told(run_dir: Path | None, ending: job.Ending, *, first: bool) -> 
             ending.because(error.exit_code, error.reason)
         else:
             ending.because(job.FAILED, job.described(error))
+        # A lock file shows that a run has been here. A ValueError of `Claim` means that another process runs here now.
         if first and run_dir is not None and (run_dir / job.LOCK).exists():
             with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
                 ending.go_on_from(run_dir, partial(resume.newest_of_run, run_dir))
@@ -77,76 +80,95 @@ def early_end_told(run_dir: Path | None, ending: job.Ending, *, first: bool) -> 
 
 
 def check_is_trained(cfg: config.Config, init: Source | None) -> None:
-    """Refuse to evaluate values that are drawn from the seed.
+    """Refuse to evaluate a model with random initial values.
 
     Args:
-        init: the weights that a new run would start with.
+        cfg: the run's configuration.
+        init: weights that a new run would start with; None if it would draw them from the seed.
 
     Raises:
         ValueError: there is neither a checkpoint nor such weights.
     """
-    own = resume.finished(open_root(resume.root_of(cfg))) if cfg.checkpoint.resume == "auto" else []
-    if not own and not resume.named_checkpoints(cfg) and init is None:
+    own_checkpoints = resume.finished(open_root(resume.root_of(cfg))) if cfg.checkpoint.resume == "auto" else []
+    if not own_checkpoints and not resume.named_checkpoints(cfg) and init is None:
         raise ValueError(
             f"nothing to evaluate: expected a checkpoint in {resume.root_of(cfg)}, or weights to start with, got none "
             f"([eval] only; [run] dir, [checkpoint] dir, resume; [model] init_from)"
         )
 
 
-def find(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> Found:
-    """Find the checkpoints to go on from, on rank 0, and leave a probe where checkpoints are written.
+def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> CandidatePaths:
+    """Find the checkpoints to resume from, and make a probe where checkpoints are written. Called on rank 0.
+
+    Args:
+        cfg: the run's configuration.
+        identity: identity of the run's data, as `resume.State.identity`.
+        digest: digest of the model directory; '' if the model is not read from one.
 
     Raises:
-        ValueError: as `resume.find_checkpoints`; or nothing can be written where checkpoints are.
+        ValueError: as `resume.find_checkpoints`, or the folder of the checkpoints is not writable.
     """
     checkpoints, damage = resume.find_checkpoints(cfg, identity, digest)
-    return Found([checkpoint.path for checkpoint in checkpoints], damage, _leave_probe(open_root(resume.root_of(cfg))))
+    probe = _make_probe(open_root(resume.root_of(cfg)))
+    return CandidatePaths([checkpoint.path for checkpoint in checkpoints], damage, probe)
 
 
-def see(cfg: config.Config, found: Found) -> list[Checkpoint]:
-    """The checkpoints that rank 0 found, opened on this rank.
+def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Checkpoint]:
+    """Open on this rank the checkpoints that rank 0 found, the newest first.
 
     Raises:
-        ValueError: this rank does not see it.
+        ValueError: this rank does not see the files of rank 0.
     """
     files = open_root(resume.root_of(cfg))
     advice = "all ranks need one file system there ([run] dir, [checkpoint] dir)"
-    if found.probe not in files.folders():
+    if by_rank_0.probe not in files.folders():
         raise ValueError(f"cannot see what rank 0 has written in {files.path('')}: {advice}")
+    paths = by_rank_0.paths
     try:
-        return [Checkpoint(*resume.split_path(path)) for path in found.paths]
+        return [Checkpoint(*resume.split_path(path)) for path in paths]
     except Damaged as error:
-        raise ValueError(f"cannot read what rank 0 has found, {', '.join(found.paths)}: {error}; {advice}") from None
+        raise ValueError(f"cannot read what rank 0 has found, {', '.join(paths)}: {error}; {advice}") from None
 
 
-def params(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
-    """[precision] params, which `auto` leaves to the run that goes on here, and of a new one to the device."""
+def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
+    """The value of [precision] params. With `auto`, a resumed run keeps its own and a new run takes the device's best.
+
+    Args:
+        cfg: the run's configuration.
+        candidates: checkpoints to resume from, the newest first; none for a new run.
+        fast_bfloat16: True if the device computes fast in bfloat16.
+    """
     if cfg.precision.params != "auto":
         return cfg.precision.params
     began_with = resume.state_of(candidates[0]).config.get("precision", {}).get("params") if candidates else None
-    if began_with in ("float32", "bfloat16", "float16"):  # a converted one may have none
+    # A converted checkpoint may have no [precision].
+    if began_with in ("float32", "bfloat16", "float16"):
         return began_with
     return "bfloat16" if fast_bfloat16 else "float32"
 
 
-def digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
-    """Path -> digest of the manifest, in which all ranks must agree; of those that are checkpoints."""
-    opened = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
-    return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in opened if isinstance(c, Checkpoint)}
+def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
+    """Path -> digest of the manifest, for those of the sources that are checkpoints. All ranks must agree in them."""
+    unwrapped = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
+    checkpoints = [source for source in unwrapped if isinstance(source, Checkpoint)]
+    return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in checkpoints}
 
 
-def remove_probe(cfg: config.Config, found: Found) -> None:
-    """Remove the probe. Where a library behind a URL fails, the next start clears it up."""
+def remove_probe(cfg: config.Config, by_rank_0: CandidatePaths) -> None:
+    """Remove the probe. If the library behind a URL fails at that, the next start removes it."""
     with contextlib.suppress(Exception):
-        open_root(resume.root_of(cfg)).remove(found.probe)
+        open_root(resume.root_of(cfg)).remove(by_rank_0.probe)
 
 
-def _leave_probe(files: Disk | Remote) -> str:
-    probe = f".tmp-step-probe-{uuid4().hex}"  # a name that the next start cleans up if this one is killed
+def _make_probe(files: Disk | Remote) -> str:
+    """Make a folder with a file in it, which other ranks see only if they share this file system; returns its name."""
+    # The next start removes folders with this prefix (`resume.set_aside_newer`), in case this one is killed.
+    probe = f".tmp-step-probe-{uuid4().hex}"
     try:
         files.make(probe)
         with files.create(probe, "probe") as file:
             file.write(b"is this one file system?")
-    except Exception as error:  # whatever the library behind a URL raises
+    # Libraries behind URLs raise exceptions of any type.
+    except Exception as error:
         raise ValueError(f"cannot write to {files.path('')}: {error} ([run] dir, [checkpoint] dir)") from None
     return probe

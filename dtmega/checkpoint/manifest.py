@@ -1,10 +1,11 @@
-"""The description of a checkpoint, `manifest.json`: written last, checked before anything else is believed.
+"""The description of a checkpoint, `manifest.json`: written last, and verified before anything else is read.
 
     {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
 
-Tensors are raw little-endian bytes in `data-00000.bin`, ...; each chunk of one carries a digest per BLOCK_BYTES, so
-that a rank that needs some rows reads and verifies little more than these. A digest finds damage; it is no signature.
-Everything that comes out of `parse` is typed, in bounds and of plausible size: readers allocate by it without fear.
+Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per BLOCK_BYTES, so
+that a rank that needs some rows reads and verifies little more than these. A digest detects damage; it is no signature.
+Everything that `parse` returns has the right type, lies within its file and has a plausible size, so that readers may
+allocate memory by it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dtmega.strangers import parse_object
 FORMAT = 1
 NAME = "manifest.json"
 BLOCK_BYTES = 4 * 2**20
-MAX_BYTES = 2**30  # of a manifest; BLOOM-176B's, with its digests, is 20 MB
+MAX_BYTES = 2**30  # largest manifest that is read; that of BLOOM-176B, with its digests, has 20 MB
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
 DATA_FILE = re.compile(r"data-\d{5}\.bin")
@@ -40,23 +41,23 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not what was written; says file, entry and reason. An older one may serve."""
+    """A checkpoint that differs from what was saved; names file, entry and reason. An older one may be intact."""
 
     exit_code = job.DAMAGED
 
 
 class OtherFormat(ValueError):
-    """A checkpoint that is whole, and was written by another version of dtmega."""
+    """An intact checkpoint in the format of another version of dtmega."""
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor and where its bytes are.
+    """A box of a tensor, and the place of its bytes.
 
     Attributes:
-        offsets, sizes: the box, one number per dim.
-        file, start: `sizes` elements, row by row, from byte `start` of that file.
-        digests: xxh3-128, in hex, of each BLOCK_BYTES from there (the last one shorter).
+        offsets, sizes: the box within the tensor, one number per dim.
+        file, start: data file and byte at which the box's elements begin, stored row by row.
+        digests: xxh3-128 in hex of each BLOCK_BYTES of the chunk; the last block may be shorter.
     """
 
     offsets: tuple[int, ...]
@@ -68,7 +69,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """One whole tensor; its chunks cover it, each element once."""
+    """A whole tensor, whose chunks cover it, each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -81,13 +82,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint, all but the bytes of its tensors.
+    """The content of a checkpoint, except for the bytes of its tensors.
 
     Attributes:
-        step: of the run.
-        state: JSON of whoever saved it.
-        files: name -> bytes.
-        tensors: by name in the whole model.
+        step: number of the optimizer step after which the checkpoint was saved.
+        state: JSON object of the program that saved the checkpoint; a run keeps `resume.State` in it.
+        files: data file -> its size in bytes.
+        tensors: name in the checkpoint, such as `model/NAME` -> entry.
     """
 
     step: int
@@ -97,15 +98,17 @@ class Manifest:
 
 
 def digest(data: Any) -> str:
+    """The xxh3-128 of some bytes, in hex."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def block_digests(data: memoryview) -> tuple[str, ...]:
-    """The digest of each BLOCK_BYTES of contiguous bytes."""
+    """The digests of contiguous bytes, one per BLOCK_BYTES."""
     return tuple(digest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
 
 
 def dump(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`: the content, followed by its own digest."""
     content = {
         "format": FORMAT,
         "step": manifest.step,
@@ -120,7 +123,7 @@ def dump(manifest: Manifest) -> bytes:
             for name, entry in manifest.tensors.items()
         },
     }
-    # Not NaN: JSON has none, and a strict reader elsewhere must be able to read this.
+    # NaN is refused: JSON has none, and strict readers in other languages must be able to read this.
     body = b'{"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     return body + _tail(body)
 
@@ -130,15 +133,18 @@ def _tail(body: bytes) -> bytes:
 
 
 def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
-    """The manifest in these bytes, if it fits the data files that are there.
+    """Read the bytes of a `manifest.json`, and check them against the data files beside it.
 
     Args:
-        sizes: bytes of each file beside it.
+        raw: content of the file.
+        sizes: size in bytes of each file in the folder.
 
     Raises:
-        Damaged: not what `dump` wrote, or a file is missing, of another size, or claimed twice.
-        OtherFormat: written by another version of dtmega.
+        Damaged: `dump` has not written these bytes, a data file is missing or of another size, or two chunks share
+            bytes.
+        OtherFormat: another version of dtmega has written the manifest.
     """
+    # All digests are equally long, so the tail of any content has the length of the tail of none.
     body = raw[: -len(_tail(b""))]
     if raw != body + _tail(body):
         raise Damaged(f"{NAME}: its digest does not match its content")
@@ -177,11 +183,11 @@ def _entry(entry: dict[str, Any]) -> Entry:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Check that each tensor is there whole and once, and that no byte is used twice.
+    """Check that the chunks cover each tensor exactly once, and that no two chunks share bytes.
 
     Raises:
-        Damaged: a chunk is outside of its tensor or its file; a tensor is not there whole and once; a byte is used
-            twice.
+        Damaged: a chunk lies outside its tensor or its file, the chunks of a tensor leave a gap or overlap, or two
+            chunks share bytes.
     """
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, entry in manifest.tensors.items():
@@ -208,11 +214,11 @@ def _check_places(manifest: Manifest) -> None:
 
 
 def _fits(chunk: StoredChunk, shape: Sequence[int]) -> bool:
-    """Tell whether a chunk lies within a tensor of this shape."""
+    """True if a chunk lies within a tensor of this shape."""
     if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
         return False
     ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-    return all(end <= whole for end, whole in zip(ends, shape, strict=True))
+    return all(end <= n for end, n in zip(ends, shape, strict=True))
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors of which a rank holds several boxes (GPT-2's [q | k | v] over tp), for torch's checkpoint planners."""
+"""Tensors of which one rank holds several boxes (GPT-2's [q | k | v] over tp), for torch's checkpoint planners."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from dtmega.shards import boxes, in_parts
 
 
 class Pieces:
-    """A tensor of which a rank holds several boxes, as torch's planners can plan it; of a DTensor they assume one."""
+    """A tensor of which this rank holds several boxes, in the form that torch's planners ask for.
+
+    torch plans one box per rank for a DTensor. The two methods with double underscores are its protocol for tensors
+    that bring their own boxes (`torch.distributed.checkpoint.planner_helpers`).
+    """
 
     def __init__(self, tensor: DTensor) -> None:
         self.size = tensor.size
@@ -37,15 +41,19 @@ class Pieces:
         ]
 
     def at(self, index: MetadataIndex) -> Tensor:
+        """The part of this rank in the box that begins at the index's offset."""
         assert index.offset is not None
         return self._parts[index.offset]
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tensors, with those that are held in several boxes as `Pieces`."""
     return {n: Pieces(t) if isinstance(t, DTensor) and in_parts(t) else t for n, t in tensors.items()}
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
+    """torch's planner of a save, which also plans `Pieces`."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -55,18 +63,21 @@ class PiecesSavePlanner(DefaultSavePlanner):
         super().set_up_planner(_as_pieces(state_dict), storage_meta, is_coordinator)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        whole = self.state_dict[index.fqn]
-        return whole.at(index) if isinstance(whole, Pieces) else super().lookup_object(index)
+        tensor = self.state_dict[index.fqn]
+        return tensor.at(index) if isinstance(tensor, Pieces) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
+    """torch's planner of a load, which also plans `Pieces`."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)  # which knows tensors only
+        # torch's own set-up handles tensors only, so the pieces take their places afterwards.
+        super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = _as_pieces(state_dict)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        whole = self.state_dict[index.fqn]
-        return whole.at(index) if isinstance(whole, Pieces) else super().lookup_tensor(index)
+        tensor = self.state_dict[index.fqn]
+        return tensor.at(index) if isinstance(tensor, Pieces) else super().lookup_tensor(index)

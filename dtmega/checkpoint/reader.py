@@ -1,4 +1,4 @@
-"""A finished checkpoint, to read: nothing is believed before its digest matches."""
+"""A finished checkpoint, opened for reading: no bytes are used before their digest has been verified."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from dtmega.checkpoint import manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import Damaged, StoredChunk
 
-SPARE_FILES = 256  # of the files that a process may open: room for all that are no data files
+SPARE_FILES = 256  # file descriptors that `hold` leaves for everything else that the process opens
 
 
 class Checkpoint:
-    """A finished folder, as a `Source`; nothing is read before its digest can be checked.
+    """A finished checkpoint, as a `Source` of its tensors.
+
+    Args:
+        files: place that holds the checkpoint's folder.
+        folder: name of the folder there.
 
     Attributes:
-        bytes_read: from data files, by this object.
+        path: path or URL of the folder.
+        manifest: description of the content.
+        bytes_read: number of bytes that this object has read from data files.
+
+    Raises:
+        Damaged: the manifest is missing or damaged, or it does not fit the data files.
     """
 
     def __init__(self, files: Disk | Remote, folder: str) -> None:
-        """Read the manifest of a folder.
-
-        Raises:
-            Damaged: no readable manifest, or it does not fit the files.
-        """
         self.files, self.folder, self.path, self.bytes_read = files, folder, files.path(folder), 0
         sizes = files.sizes(folder)
         if manifest.NAME not in sizes:
@@ -43,12 +47,16 @@ class Checkpoint:
         self._held: dict[str, Any] = {}
 
     def hold(self) -> Checkpoint:
-        """Open every data file now: a run that goes on may delete the checkpoint while it is read.
+        """Open every data file now, because a run that is going on may delete the checkpoint while it is being read.
 
-        Under a URL nothing can be held, nor on a disk more files than a process may open.
+        Does nothing under a URL, where an open file does not keep its content, and nothing if there are more data files
+        than a process may open.
+
+        Returns:
+            This checkpoint.
 
         Raises:
-            Damaged: a file is not there.
+            Damaged: a data file is missing.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = len(self.manifest.files) + SPARE_FILES
@@ -56,48 +64,69 @@ class Checkpoint:
             return self
         if soft != resource.RLIM_INFINITY and wanted > soft:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        with ExitStack() as opened:
-            self._held = {
-                name: opened.enter_context(self.files.open(self.folder, name)) for name in self.manifest.files
-            }
-            weakref.finalize(self, opened.pop_all().close)
+        with ExitStack() as closing:
+            held = {name: closing.enter_context(self.files.open(self.folder, name)) for name in self.manifest.files}
+            # All files are open. From here on they live as long as this object.
+            self._held = held
+            weakref.finalize(self, closing.pop_all().close)
         return self
 
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of each tensor."""
         return {name: (entry.dtype, entry.shape) for name, entry in self.manifest.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor, verified.
+        """Read a tensor or a part of it, and verify the blocks that hold it.
+
+        Args:
+            name: name of the tensor in the checkpoint.
+            index: slices of step 1, one per dim; None for the whole tensor.
 
         Raises:
-            Damaged: names file and entry.
+            Damaged: a block does not match its digest; names file and tensor.
         """
         entry = self.manifest.tensors[name]
-        bounds = [s.indices(n) for s, n in zip(index or [slice(None)] * len(entry.shape), entry.shape, strict=True)]
-        result = torch.empty([stop - start for start, stop, _ in bounds], dtype=entry.dtype)
+        slices = index or [slice(None)] * len(entry.shape)
+        bounds = [s.indices(n) for s, n in zip(slices, entry.shape, strict=True)]
+        starts = [start for start, _, _ in bounds]
+        stops = [stop for _, stop, _ in bounds]
+        result = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=entry.dtype)
         for chunk in entry.chunks:
-            # The box that both have, seen from the chunk and from the result.
-            low = [max(start, o) for (start, _, _), o in zip(bounds, chunk.offsets, strict=True)]
-            high = [min(stop, o + n) for (_, stop, _), o, n in zip(bounds, chunk.offsets, chunk.sizes, strict=True)]
+            # The overlap of the chunk and the part, from `low` to `high` in the coordinates of the whole tensor.
+            low = [max(start, o) for start, o in zip(starts, chunk.offsets, strict=True)]
+            high = [min(stop, o + n) for stop, o, n in zip(stops, chunk.offsets, chunk.sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-                here = tuple(slice(a - start, b - start) for a, b, (start, _, _) in zip(low, high, bounds, strict=True))
-                result[here] = self.read_chunk(name, chunk, there)
+                in_chunk = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+                in_result = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, starts, strict=True))
+                result[in_result] = self.read_chunk(name, chunk, in_chunk)
         return result
 
     def read_chunk(self, name: str, chunk: StoredChunk, box: tuple[slice, ...]) -> Tensor:
-        """Read a box of a chunk, and verify the blocks that hold its rows."""
+        """Read a box of a chunk, and verify the blocks that hold its rows.
+
+        Args:
+            name: name of the tensor that the chunk belongs to.
+            chunk: entry of the chunk in the manifest.
+            box: slices within the chunk, one per dim.
+
+        Raises:
+            Damaged: a block does not match its digest; names file and tensor.
+        """
+        # A chunk is stored row by row, so whole rows of dim 0 are one range of bytes. Digests are of whole blocks, so
+        # the range read is widened to block boundaries.
         dtype = self.manifest.tensors[name].dtype
         rows = box[0] if box else slice(0, 1)
         row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
         total = math.prod(chunk.sizes) * dtype.itemsize
-        first, last = rows.start * row_bytes // manifest.BLOCK_BYTES, -(-rows.stop * row_bytes // manifest.BLOCK_BYTES)
+        first = rows.start * row_bytes // manifest.BLOCK_BYTES
+        last = -(-rows.stop * row_bytes // manifest.BLOCK_BYTES)
         start, stop = first * manifest.BLOCK_BYTES, min(last * manifest.BLOCK_BYTES, total)
         raw = torch.empty(stop - start, dtype=torch.uint8)
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
         with self._open(chunk.file) as file:
             file.seek(chunk.start + start)
+            # The file is unbuffered: one call may read less than was asked for, and 0 bytes mean the end of the file.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n
@@ -109,16 +138,17 @@ class Checkpoint:
             )
         skip = rows.start * row_bytes - start
         wanted = raw[skip : skip + (rows.stop - rows.start) * row_bytes].view(dtype)
+        # A tensor without dims is stored as one row of one element.
         if not box:
             return wanted[0]
         return wanted.view(rows.stop - rows.start, *chunk.sizes[1:])[(slice(None), *box[1:])]
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        """Open a data file, or use it where it is held open.
+        """A data file to read: the one that `hold` has opened, or else opened for this block.
 
         Raises:
-            Damaged: it is not there.
+            Damaged: the file is missing, perhaps because the run has deleted the whole checkpoint.
         """
         with ExitStack() as closing:
             try:
@@ -130,7 +160,11 @@ class Checkpoint:
             yield file
 
     def verify(self) -> None:
-        """Read every byte. Raises `Damaged`."""
+        """Read every tensor.
+
+        Raises:
+            Damaged: a block does not match its digest.
+        """
         for name in self.manifest.tensors:
             for chunk in self.manifest.tensors[name].chunks:
                 self.read_chunk(name, chunk, tuple(slice(0, n) for n in chunk.sizes))

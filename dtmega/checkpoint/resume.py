@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: the newest intact one, a named one, or none; and whether it may."""
+"""The checkpoint that a run resumes from: the newest intact one, a named one, or none; and whether it may do so."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ Count = Annotated[int, Field(ge=0, lt=2**60)]
 
 
 class Progress(NamedTuple):
-    """The counts of what a run has consumed. Batches, learning rate and dropout are functions of these.
+    """Counts of what a run has consumed. Batches, learning rate and dropout are functions of these counts.
 
     Attributes:
-        skipped: steps that changed no weight.
-        overflowed: those of them that were skipped because float16 could not hold a gradient, and their samples. The
-            learning rate did not move in them.
+        step: number of steps done, including skipped ones.
+        samples: number of samples read.
+        skipped: number of steps that changed no weight.
+        overflowed, overflowed_samples: how many of the skipped steps were skipped because float16 could not hold a
+            gradient, and how many samples these steps read. The learning rate did not move during them.
     """
 
     step: Count = 0
@@ -43,33 +45,34 @@ class Progress(NamedTuple):
 
 
 START = Progress()
-# The identity of a run of another program, of whose data nothing is known here.
+# Identity of a run that another program began: nothing is known here about its data.
 ELSEWHERE = {"origin": "another program"}
 
 
 class State(BaseModel):
-    """The things that a run saves beside its tensors.
+    """What a checkpoint records about its run, besides the tensors.
 
     Attributes:
-        progress: what is done, as counts.
-        updates: of the weights; what AdamW calls `step`.
-        recent: (loss, gradient norm) of the last steps, where [train] skip_spikes looks at them.
-        loss_scale: float16's; None in another precision.
-        identity: what the numbers depend on beside weights: digests of data and tokenizer, the seed, ...; empty where
-            there are weights only.
-        config: of the run, resolved; by section.
-        digest: of the directory that the model is read from; '' where there is none.
-        layout, versions: where it was written, and by what; for people.
+        progress: counts of steps and samples done.
+        updates: number of updates of the weights, which AdamW calls `step`.
+        recent: (loss, gradient norm) of the last steps, if [train] skip_spikes needs them.
+        loss_scale: state of float16's loss scale; None in other precisions.
+        identity: everything besides the weights that decides the run's numbers, such as digests of data and tokenizer,
+            and the seed; empty in a checkpoint that holds weights only.
+        config: the run's resolved configuration, by section.
+        digest: digest of the directory that the model is read from; '' if there is no such directory.
+        layout: number of processes, and size of each axis of the mesh; for people.
+        versions: versions of dtmega, torch and Python that wrote the checkpoint; for people.
     """
 
     model_config = ConfigDict(extra="forbid")
     progress: Progress
     updates: Count
     recent: list[tuple[float, ...]]
-    loss_scale: ScaleState | None = None
+    loss_scale: ScaleState | None
     identity: dict[str, Any]
     config: dict[str, dict[str, Any]]
-    digest: str = ""
+    digest: str
     layout: dict[str, int]
     versions: dict[str, str]
 
@@ -86,7 +89,7 @@ class State(BaseModel):
         digest: str = "",
         layout: Mapping[str, int] | None = None,
     ) -> State:
-        """The versions of this dtmega, torch and Python."""
+        """A state with the versions of dtmega, torch and Python that are running; the arguments are its attributes."""
         versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return cls(
             progress=progress,
@@ -102,122 +105,143 @@ class State(BaseModel):
 
 
 def name(step: int) -> str:
+    """The folder name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: str) -> int:
-    """The step of a checkpoint's name."""
+    """The step in a checkpoint's folder name."""
     return int(folder.partition("-")[2])
 
 
 def finished(files: Disk | Remote) -> list[str]:
-    """The complete checkpoints, oldest first."""
-    found = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
-    return found if isinstance(files, Disk) else [folder for folder in found if manifest.NAME in files.sizes(folder)]
+    """The folder names of the complete checkpoints, oldest first."""
+    folders = [folder for folder in files.folders() if FINISHED.fullmatch(folder)]
+    # On a disk the final name is given last; under a URL the manifest is written last.
+    if isinstance(files, Disk):
+        return folders
+    return [folder for folder in folders if manifest.NAME in files.sizes(folder)]
 
 
 def root_of(cfg: config.Config) -> str:
+    """The folder or URL where a run writes its checkpoints."""
     return cfg.checkpoint.dir or str(Path(cfg.run.dir, "checkpoints"))
 
 
 def split_path(path: str) -> tuple[Disk | Remote, str]:
-    """A checkpoint's path -> what holds it, and its name in there."""
+    """A checkpoint's path -> its parent folder, opened, and its name there."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
 
 
 def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
-    """The checkpoint at `path`, or the newest intact one of the run (or of the folder of checkpoints) that is there.
+    """The checkpoint at `path`; or, if `path` is a run or a folder of checkpoints, its newest intact one.
 
-    A run directory whose `config.toml` has `[checkpoint] dir` has them there, and nowhere else. The run may go on, and
-    delete on a disk what is being read.
+    If `config.toml` of a run directory sets `[checkpoint] dir`, the checkpoints are looked for there and nowhere else.
+    On a disk the data files are held open, because the run may be going on and delete the checkpoint meanwhile.
 
     Args:
-        step: take the one of this step, of a run.
+        path: folder or URL of a checkpoint, a run directory, or a folder of checkpoints.
+        step: step of the checkpoint to open; None for the newest intact one.
 
     Raises:
-        ValueError: nothing like that there.
-        Damaged: nothing intact.
+        ValueError: there is no checkpoint, or none of this step.
+        Damaged: none of the checkpoints is intact.
     """
     files, folder = split_path(path)
     if folder in files.folders() and manifest.NAME in files.sizes(folder):
         return Checkpoint(files, folder).hold()
     damage: list[str] = []
     for root in _roots(path):
-        if step is not None and (there := finished(open_root(root))):
-            return _of_step(open_root(root), there, step)
-        newest = _newest(open_root(root), damage)
+        if step is not None and (folders := finished(open_root(root))):
+            return _open_step(open_root(root), folders, step)
+        newest = _open_newest(open_root(root), damage)
         if newest is not None:
             return newest
     if damage:
         raise Damaged("\n".join(damage))
-    raise ValueError(_nothing_there(path))
+    raise ValueError(_no_checkpoint(path))
 
 
 def _roots(path: str) -> list[str]:
-    """The places where the checkpoints are of the run, or of the folder of checkpoints, at a path."""
-    elsewhere = _dir_of_run(path)
-    return [elsewhere] if elsewhere else [f"{path}/checkpoints", path]
+    """The places to look for checkpoints of a run directory, or of a folder of checkpoints, in this order."""
+    separate_dir = _checkpoint_dir_of_run(path)
+    return [separate_dir] if separate_dir else [f"{path}/checkpoints", path]
 
 
-def _nothing_there(path: str) -> str:
-    if elsewhere := _dir_of_run(path):
+def _no_checkpoint(path: str) -> str:
+    """The message that there is no checkpoint at a path."""
+    if separate_dir := _checkpoint_dir_of_run(path):
         return (
-            f"{path}/config.toml has its checkpoints in {elsewhere} ([checkpoint] dir; relative to the working "
+            f"{path}/config.toml has its checkpoints in {separate_dir} ([checkpoint] dir; relative to the working "
             f"directory, {Path.cwd()}), and there are none"
         )
     return f"{path} is neither a checkpoint nor a run directory with one"
 
 
 def newest_of_run(run_dir: Path) -> tuple[int, str]:
-    """Step and path of the newest checkpoint of the run in a directory, not opened; (0, "") if there is none."""
+    """Step and path of the run's newest checkpoint, which is not opened; (0, "") if there is none."""
     try:
-        files = open_root(_dir_of_run(str(run_dir)) or str(run_dir / "checkpoints"))
-        there = finished(files)
-    except Exception:  # whatever the library behind a URL raises
+        files = open_root(_checkpoint_dir_of_run(str(run_dir)) or str(run_dir / "checkpoints"))
+        folders = finished(files)
+    # Libraries behind URLs raise exceptions of any type.
+    except Exception:
         return 0, ""
-    return (step_of(there[-1]), files.path(there[-1])) if there else (0, "")
+    return (step_of(folders[-1]), files.path(folders[-1])) if folders else (0, "")
 
 
-def _of_step(files: Disk | Remote, there: list[str], step: int) -> Checkpoint:
-    if name(step) not in there:
-        steps = ", ".join(str(step_of(folder)) for folder in there)
+def _open_step(files: Disk | Remote, folders: list[str], step: int) -> Checkpoint:
+    """Open the checkpoint of a step.
+
+    Args:
+        files: the place of the checkpoints.
+        folders: names of all complete checkpoints there.
+        step: number of the step.
+
+    Raises:
+        ValueError: there is no checkpoint of this step.
+    """
+    if name(step) not in folders:
+        steps = ", ".join(str(step_of(folder)) for folder in folders)
         raise ValueError(f"{files.path('')} has no checkpoint of step {step}: expected one of {steps}")
     return Checkpoint(files, name(step)).hold()
 
 
-def _newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
-    """The newest intact one, to read; what is wrong with others is added to `damage`."""
+def _open_newest(files: Disk | Remote, damage: list[str]) -> Checkpoint | None:
+    """Open the newest intact checkpoint; None if there is none. Appends to `damage` a line for each damaged one."""
     damaged: set[str] = set()
+    # The folders are listed anew each time, because the run may be saving and deleting meanwhile.
     while folders := [folder for folder in finished(files) if folder not in damaged]:
+        newest = folders[-1]
         try:
-            return Checkpoint(files, folders[-1]).hold()
+            return Checkpoint(files, newest).hold()
         except Damaged as error:
-            if folders[-1] in finished(files):  # else the run has deleted it since, and there is a newer one
-                damaged.add(folders[-1])
-                damage.append(f"{files.path(folders[-1])}: {error}")
+            # If the folder is gone, the run has deleted the checkpoint, and a newer one is there.
+            if newest in finished(files):
+                damaged.add(newest)
+                damage.append(f"{files.path(newest)}: {error}")
     return None
 
 
-def _dir_of_run(run_dir: str) -> str:
-    """`[checkpoint] dir` of the run in this directory; '' where there is none, or no run."""
+def _checkpoint_dir_of_run(run_dir: str) -> str:
+    """The value of `[checkpoint] dir` in a run's `config.toml`; '' if it is not set, or there is no run."""
     try:
         table = read_toml(Path(run_dir, "config.toml"))
     except ValueError:
         return ""
     section = table.get("checkpoint")
-    found = section.get("dir") if isinstance(section, dict) else None
-    return found if isinstance(found, str) else ""
+    checkpoint_dir = section.get("dir") if isinstance(section, dict) else None
+    return checkpoint_dir if isinstance(checkpoint_dir, str) else ""
 
 
 def named_checkpoints(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
-    """The checkpoint that `[checkpoint] resume` names, or those of the run that it names, the newest first.
+    """The checkpoint that `[checkpoint] resume` names, or all checkpoints of the run that it names, newest first.
 
     Returns:
-        [] where it names neither.
+        Pairs of the place of a checkpoint and its name there; [] if `resume` is "auto" or "none".
 
     Raises:
-        ValueError: there is nothing like that.
+        ValueError: there is no checkpoint at that path.
     """
     path = cfg.checkpoint.resume
     if path in ("auto", "none"):
@@ -226,25 +250,37 @@ def named_checkpoints(cfg: config.Config) -> list[tuple[Disk | Remote, str]]:
     if folder in files.folders() and (FINISHED.fullmatch(folder) or manifest.NAME in files.sizes(folder)):
         return [(files, folder)]
     for root in map(open_root, _roots(path)):
-        if there := finished(root):
-            return [(root, of_a_step) for of_a_step in there[::-1]]
-    raise ValueError(f"{_nothing_there(path)} ([checkpoint] resume)")
+        if folders := finished(root):
+            return [(root, folder) for folder in folders[::-1]]
+    raise ValueError(f"{_no_checkpoint(path)} ([checkpoint] resume)")
 
 
 def find_checkpoints(
     cfg: config.Config, identity: Mapping[str, Any], digest: str = ""
 ) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoints that `[checkpoint] resume` allows to go on from, the newest first; what is wrong with others.
+    """The checkpoints that the run may resume from according to `[checkpoint] resume`.
+
+    Args:
+        cfg: the run's configuration.
+        identity: identity of the run's data, as `State.identity`.
+        digest: digest of the model directory; '' if the model is not read from one.
+
+    Returns:
+        The checkpoints, newest first, and a line for each checkpoint whose manifest is damaged.
 
     Raises:
-        ValueError: no such folder, or of a run with another model, other data, tokenizer or seed.
-        Damaged: there are checkpoints, and no manifest of one can be read.
+        ValueError: the named checkpoint does not exist, or the newest checkpoint belongs to a run with another model,
+            other data, another tokenizer or seed.
+        Damaged: there are checkpoints, but the manifest of none can be read.
     """
-    resume, restarted = cfg.checkpoint.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    own = open_root(root_of(cfg))
-    places = [(own, folder) for folder in finished(own)[::-1]] if resume == "auto" or restarted else []
+    requested = cfg.checkpoint.resume
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    own_root = open_root(root_of(cfg))
+    places = []
+    if requested == "auto" or restarted:
+        places = [(own_root, folder) for folder in finished(own_root)[::-1]]
     places += named_checkpoints(cfg)
-    found, damage = [], []
+    candidates, damage = [], []
     for files, folder in places:
         try:
             checkpoint = Checkpoint(files, folder)
@@ -252,91 +288,109 @@ def find_checkpoints(
         except Damaged as error:
             damage.append(f"damaged: {files.path(folder)}: {error}")
             continue
-        # What torchrun starts again goes on with what the attempt before it has saved, whose [checkpoint] resume was
-        # the same; what else is there is what that attempt was to leave behind, and may not have set aside yet.
-        if resume == "auto" or files is not own or written_under == resume:
-            found.append(checkpoint)
-    if damage and not found:
+        # Without "auto", the run's own folder is read only if torchrun has restarted the job. Then the checkpoints of
+        # the attempt before count, which were saved under the same [checkpoint] resume. The others there are older
+        # ones that the run was told not to resume from; that attempt may have died before it set them aside.
+        if requested == "auto" or files is not own_root or written_under == requested:
+            candidates.append(checkpoint)
+    if damage and not candidates:
         raise Damaged("\n".join(damage))
-    if found:
-        check_same(found[0], cfg, identity, digest)
-    return found, damage
+    # The newest one decides: older ones may hold the data from before a change that [checkpoint] allow_changed_data
+    # allowed.
+    if candidates:
+        check_same(candidates[0], cfg, identity, digest)
+    return candidates, damage
 
 
 def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str, Any], digest: str = "") -> None:
-    """Refuse to go on from a checkpoint of another run.
+    """Refuse to resume from a checkpoint of another run.
+
+    Args:
+        checkpoint: the checkpoint to resume from.
+        cfg: the run's configuration.
+        identity: identity of the run's data, as `State.identity`.
+        digest: digest of the model directory; '' if the model is not read from one.
 
     Raises:
-        ValueError: a run with this configuration cannot go on from there; names what differs.
+        ValueError: a run with this configuration cannot resume there; names what differs.
     """
     state = state_of(checkpoint)
-    anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"
+    how_to_start_anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"
     if not state.identity:
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
+
+    # Another model or recipe is refused in any case. Other data or another seed may be allowed, so they come last.
     refused = changes.changed(state.config, cfg, "refused")
     of_data = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
     others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in of_data]
     if state.digest != digest:
         others.append(f"the digest of config.json in [model] path was '{state.digest}', is '{digest}'")
     if others:
-        raise ValueError(f"{checkpoint.path} is of another run: {'; '.join(others)} ({anew})")
+        raise ValueError(f"{checkpoint.path} is of another run: {'; '.join(others)} ({how_to_start_anew})")
     if state.identity == ELSEWHERE:
         if not cfg.checkpoint.allow_changed_data:
             raise ValueError(
                 f"{checkpoint.path} is of a run of another program, on data that cannot be compared with these: to go "
-                f"on, [checkpoint] allow_changed_data = true ({anew})"
+                f"on, [checkpoint] allow_changed_data = true ({how_to_start_anew})"
             )
         return
-    order = state.identity.get("order", 1)  # runs that do not name it are from before it was ever changed
-    if order != identity.get("order", order):
+
+    order_before, order = state.identity.get("order"), identity.get("order")
+    if order_before != order:
         raise ValueError(
-            f"{checkpoint.path} is of a run that reads its samples in order number {order}, this dtmega in number "
-            f"{identity['order']}: the order of samples has changed, so finish that run with the version that wrote it "
-            f"({anew})"
+            f"{checkpoint.path} is of a run that reads its samples in order number {order_before}, this dtmega in "
+            f"number {order}: the order of samples has changed, so finish that run with the version that wrote it "
+            f"({how_to_start_anew})"
         )
     differing = {change.name: (change.was, change.now) for change in of_data}
+    # The keys of both: a part of the identity may be new, and another may be gone.
     for key in {**state.identity, **identity}:
-        there, here = state.identity.get(key), identity.get(key)
-        if there != here:
-            differing[key] = there, here
+        was, now = state.identity.get(key), identity.get(key)
+        if was != now:
+            differing[key] = was, now
     if differing and not cfg.checkpoint.allow_changed_data:
-        lines = "; ".join(f"{key} was {there}, is {here}" for key, (there, here) in differing.items())
+        lines = "; ".join(f"{key} was {was}, is {now}" for key, (was, now) in differing.items())
         raise ValueError(
             f"{checkpoint.path} is of a run on other data: {lines} (to go on all the same: [checkpoint] "
-            f"allow_changed_data = true; {anew})"
+            f"allow_changed_data = true; {how_to_start_anew})"
         )
 
 
 def state_of(checkpoint: Checkpoint) -> State:
+    """The state recorded in a checkpoint's manifest.
+
+    Raises:
+        Damaged: the manifest holds something else.
+    """
     try:
-        state = State.model_validate(checkpoint.manifest.state)
+        return State.model_validate(checkpoint.manifest.state)
     except ValidationError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
-    earlier = state.config.get("model", {}).get("digest")  # where earlier versions kept it
-    return state.model_copy(update={"digest": earlier}) if isinstance(earlier, str) else state
 
 
-def command_that_goes_on(cfg: config.Config) -> str:
-    """The command to give after a run has stopped and saved."""
-    named = {"auto": "", "none": "start anew"}.get(cfg.checkpoint.resume, f"go back to {cfg.checkpoint.resume}")
-    if not named:
+def how_to_resume(cfg: config.Config) -> str:
+    """Advice for the end of a run that has stopped early and saved: the command that resumes it."""
+    resume = cfg.checkpoint.resume
+    if resume == "auto":
         return "the same command goes on from there"
-    return f"with --checkpoint.resume auto the same command goes on from there; as it is, it would {named}"
+    otherwise = "start anew" if resume == "none" else f"go back to {resume}"
+    return f"with --checkpoint.resume auto the same command goes on from there; as it is, it would {otherwise}"
 
 
 def set_aside_newer(cfg: config.Config, step: int) -> None:
-    """Move checkpoints of later steps out of the way of a run that starts again from `step`; nothing is deleted.
+    """Move the checkpoints of steps after `step`, from which the run restarts, into a folder `superseded-N`.
 
-    Leftovers of killed saves are deleted.
+    Otherwise the next start would resume from them. Leftovers of killed saves are deleted.
     """
     files = open_root(root_of(cfg))
     for folder in files.folders():
         if folder.startswith((".tmp-step-", ".old-step-")):
-            with contextlib.suppress(Exception):  # what cannot be deleted takes room, no more
+            # A leftover that cannot be deleted only takes space.
+            with contextlib.suppress(Exception):
                 files.remove(folder)
     newer = [folder for folder in finished(files) if step_of(folder) > step]
     if newer:
-        there = files.folders()
-        n = next(n for n in itertools.count(1) if f"superseded-{n}" not in there)
+        existing = files.folders()
+        n = next(n for n in itertools.count(1) if f"superseded-{n}" not in existing)
         for folder in newer:
             files.move(folder, f"superseded-{n}")

@@ -1,9 +1,9 @@
-"""The checkpoints of one run as it goes: complete or not there, the newest few kept, read back on any layout.
+"""The checkpoints of a running training: complete or absent, the newest few kept, readable on any layout.
 
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
-Written to `.tmp-step-00000100`, published by one rename when everything in it is on the disk. Under a URL there is no
-such rename: there the manifest is written last, and a folder without one does not count.
+A checkpoint is written to `.tmp-step-00000100` and published by one rename, after everything in it is on the disk.
+Under a URL there is no atomic rename: there the manifest is written last, and a folder without one does not count.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class SaveOutcome(NamedTuple):
     """The result of one save.
 
     Attributes:
-        step: that was saved.
-        stall_s: how long training stood still for it.
-        error: why there is no new checkpoint; '' if there is one.
-        warning: what is wrong with one that is there.
+        step: number of the step that was saved.
+        stall_s: seconds during which training stood still for the save.
+        error: reason why there is no new checkpoint; '' if there is one.
+        warning: reason why a power cut may undo the new checkpoint; '' as a rule.
     """
 
     step: int
@@ -48,22 +48,24 @@ class SaveOutcome(NamedTuple):
 
 
 class Checkpoints:
-    """The saves of a run, one at a time. All ranks call every method at the same step.
+    """Saves the checkpoints of a run, one at a time, and loads one. All ranks call every method at the same step.
+
+    With [checkpoint] mode "async", `save` copies the tensors, a thread writes the copies while training continues, and
+    `poll` publishes the checkpoint between two later steps.
 
     Args:
-        cfg: with [checkpoint] mode "async" the tensors are copied, and written in a thread while training goes on; what
-            it wrote is published by `poll`, between two steps.
-        device: what the default process group communicates on.
+        cfg: the run's configuration.
+        device: device of the tensors that the default process group communicates.
 
     Attributes:
-        newest: the path of the newest complete one of the run, read or written here; '' while there is none.
+        newest: path of the run's newest complete checkpoint that was loaded or saved here; '' while there is none.
     """
 
     def __init__(self, cfg: config.Config, device: torch.device) -> None:
         self.newest = ""
         self._files, self._device = open_root(root_of(cfg)), device
         self._keep, self._named = cfg.checkpoint.keep, Path(cfg.checkpoint.resume).name
-        # Its own group: a save in a thread and the training loop must not mix their messages.
+        # A separate group: messages of a save in a thread must not mix with those of the training loop.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=cfg.run.collective_timeout_s()))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
@@ -72,10 +74,15 @@ class Checkpoints:
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
-        """Save now, or begin to. Returns the saves that have ended: this one or, of an asynchronous run, the last."""
+        """Save, or begin an asynchronous save.
+
+        Returns:
+            The saves that have ended meanwhile: this one or, if saving is asynchronous, the one before.
+        """
         ended, step = self.wait(), state.progress.step
-        started = time.perf_counter()  # what `wait` took is in the outcome of the last save
-        arguments = self._files, self._aside(step)
+        # The clock starts here: the outcome of the previous save already has the time that `wait` took.
+        started = time.perf_counter()
+        arguments = self._files, self._unpublished(step)
         if self._stager is None:
             done: Future[Manifest | None] = Future()
             try:
@@ -90,7 +97,11 @@ class Checkpoints:
         return ended
 
     def poll(self) -> list[SaveOutcome]:
-        """Publish what a thread has finished writing, on all ranks or on none."""
+        """Publish the checkpoint if the threads of all ranks have written it; on all ranks or on none.
+
+        Returns:
+            The save that has ended, if one has.
+        """
         if self._in_flight is None:
             return []
         done = torch.tensor(int(self._in_flight[2].done()), device=self._device)
@@ -98,7 +109,11 @@ class Checkpoints:
         return self.wait() if done.item() else []
 
     def wait(self) -> list[SaveOutcome]:
-        """Wait for the thread, then publish as `poll` does."""
+        """Wait until the threads of all ranks have written, publish the checkpoint, and delete the oldest ones.
+
+        Returns:
+            The save that has ended; [] if there was none.
+        """
         if self._in_flight is None:
             return []
         started = time.perf_counter()
@@ -108,7 +123,8 @@ class Checkpoints:
         warning = ""
         try:
             written = future.result()
-            if written is not None:  # on rank 0
+            # Only rank 0 has the manifest, so only rank 0 publishes.
+            if written is not None:
                 warning = self._publish(written)
                 if not warning:
                     self._purge(name(step), self._keep)
@@ -117,18 +133,20 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 error += self._free()
                 self._remove_unfinished(step)
-        # Rank 0 alone knows how it went.
-        told = [error, warning]
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        if not told[0]:
+        # Only rank 0 knows whether publishing worked.
+        messages = [error, warning]
+        dist.broadcast_object_list(messages, src=0, group=self._group)
+        error, warning = messages
+        if not error:
             self.newest = self._files.path(name(step))
-        return [SaveOutcome(step, stall_s + time.perf_counter() - started, *told)]
+        return [SaveOutcome(step, stall_s + time.perf_counter() - started, error, warning)]
 
     def _remove_unfinished(self, step: int) -> None:
-        """Remove what a failed save of this step has left; the next one tries again where that fails."""
+        """Remove the files of a failed save. If that fails, the next start or a save of this step removes them."""
         with contextlib.suppress(Exception):
-            if self._aside(step) not in finished(self._files):
-                self._files.remove(self._aside(step))
+            # Under a URL a save writes under the final name, where an older checkpoint may be complete.
+            if self._unpublished(step) not in finished(self._files):
+                self._files.remove(self._unpublished(step))
 
     def load(
         self,
@@ -138,26 +156,29 @@ class Checkpoints:
         damage: list[str],
         pace: tensor_files.Pace | None = None,
     ) -> State | None:
-        """Fill parameters and optimizer from the first intact candidate; None if there are none.
+        """Fill parameters and optimizer from the first intact candidate.
 
         Args:
-            candidates: the same on all ranks.
-            parameters: of this rank; two of one name are both filled.
-            damage: what was found damaged so far, one line each; more are added.
-            pace: where loading may take long, and the ranks watch each other.
+            candidates: checkpoints to try in this order, the same on all ranks.
+            parameters: names and parameters of this rank. If a name comes twice, both parameters are filled.
+            optimizer: optimizer of these parameters; its state is replaced.
+            damage: lines about the damaged checkpoints found so far. Lines about damaged candidates are appended.
+            pace: tells the other ranks that this one is still reading; None if nobody waits for it.
+
+        Returns:
+            The state recorded in the checkpoint; None if there are no candidates.
 
         Raises:
-            Damaged: none is intact.
-            ValueError: a tensor is missing or of another shape, for any rank; on all of them.
+            Damaged: there are candidates, but none is intact.
+            ValueError: on all ranks, if any rank misses a tensor or needs it in another shape.
         """
         parameters = list(parameters)
         for checkpoint in candidates:
             try:
                 state = state_of(checkpoint)
                 targets = self._targets(checkpoint, parameters, optimizer, state.updates)
-                tensor_files.load_tensors(
-                    checkpoint, {n: copies[0] for n, copies in targets.items()}, self._group, pace
-                )
+                first_copies = {n: copies[0] for n, copies in targets.items()}
+                tensor_files.load_tensors(checkpoint, first_copies, self._group, pace)
             except Damaged as error:
                 damage.append(f"damaged: {checkpoint.path}: {error}")
                 continue
@@ -170,55 +191,72 @@ class Checkpoints:
             raise Damaged("\n".join(damage))
         return None
 
-    def _targets(self, checkpoint: Checkpoint, *rest: Any) -> dict[str, list[Tensor]]:
-        """The tensors to fill, or any rank's refusal: the others would wait for it in the collectives of loading."""
-        targets, mine = dict[str, list[Tensor]](), ""
+    def _targets(
+        self,
+        checkpoint: Checkpoint,
+        parameters: Iterable[tuple[str, Tensor]],
+        optimizer: torch.optim.Optimizer,
+        n_updates: int,
+    ) -> dict[str, list[Tensor]]:
+        """The tensors to fill, as `_targets` returns them.
+
+        Raises:
+            ValueError: on all ranks, if any rank cannot take its tensors from this checkpoint. Otherwise the others
+                would wait for that rank in the collectives of loading.
+        """
+        targets = dict[str, list[Tensor]]()
+        refusal = ""
         try:
-            targets = _targets(checkpoint, *rest)
+            targets = _targets(checkpoint, parameters, optimizer, n_updates)
         except ValueError as error:
-            mine = str(error)
+            refusal = str(error)
         refusals: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(refusals, mine, group=self._group)
+        dist.all_gather_object(refusals, refusal, group=self._group)
         if any(refusals):
             raise ValueError(next(filter(None, refusals)))
         return targets
 
     def purge_strays(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """Delete the checkpoints that the last save was killed before it could delete. For rank 0.
+        """Delete the checkpoints that the last start was killed before it could delete. Called on rank 0.
 
         Args:
-            before: the configuration that the newest checkpoint was saved under. What it was to keep stays, even if
-                this start is to keep less.
+            before: the configuration recorded in the newest checkpoint. If that run was to keep more checkpoints than
+                this one, they stay.
         """
-        there = finished(self._files)
-        if there:
+        folders = finished(self._files)
+        if folders:
             keep = before.get("checkpoint", {}).get("keep", self._keep)
-            self._purge(there[-1], max(keep, self._keep))
+            self._purge(folders[-1], max(keep, self._keep))
 
     def close(self) -> None:
+        """End the thread that writes."""
         self._thread.shutdown()
 
-    def _aside(self, step: int) -> str:
+    def _unpublished(self, step: int) -> str:
+        """The name under which the checkpoint of a step is written, until it is published."""
         return f".tmp-{name(step)}" if isinstance(self._files, Disk) else name(step)
 
     def _publish(self, written: Manifest) -> str:
-        """Publish a folder that is written: from here on it is a checkpoint.
+        """Write the manifest into a folder of data files, and give the folder its final name.
 
         Returns:
-            Why a power cut may undo that; '' as a rule.
+            Reason why a power cut may undo that; '' as a rule.
 
         Raises:
-            Failed: whatever the disk, or the library behind a URL, has against it; the other ranks are waiting for it.
+            Failed: for any exception of the disk or of the library behind a URL. The other ranks wait for the outcome,
+                so that nothing else may leave this method.
         """
-        files, aside = self._files, self._aside(written.step)
+        files, unpublished = self._files, self._unpublished(written.step)
         try:
-            with files.create(aside, manifest.NAME) as file:
+            with files.create(unpublished, manifest.NAME) as file:
                 file.write(manifest.dump(written))
+            # All names in the folder are on the disk before the folder counts as a checkpoint.
             if isinstance(files, Disk):
-                files.sync(aside)
-                files.rename(aside, name(written.step))
+                files.sync(unpublished)
+                files.rename(unpublished, name(written.step))
         except Exception as error:
             raise Failed(f"{type(error).__name__}: {error}") from error
+        # From here on the checkpoint is there. Only its name may not be on the disk yet.
         try:
             if isinstance(files, Disk):
                 files.sync("")
@@ -227,13 +265,16 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all but the newest `keep`. One that cannot be deleted takes room, no more."""
+        """Delete all checkpoints but the newest `keep`. One that cannot be deleted only takes space."""
         files = self._files
         with contextlib.suppress(Exception):
-            olds = [folder for folder in finished(files) if folder != newest][: -keep + 1 or None]
-            for old in olds:
+            others = [folder for folder in finished(files) if folder != newest]
+            # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0], which `or None` makes [:].
+            for old in others[: -keep + 1 or None]:
+                # The command that was given names this checkpoint in [checkpoint] resume, and may be given again.
                 if old == self._named:
-                    continue  # the same command needs it again
+                    continue
+                # On a disk the folder loses its name first: a kill must not leave half a checkpoint under that name.
                 with contextlib.suppress(Exception):
                     if isinstance(files, Disk):
                         files.rename(old, f".old-{old}")
@@ -241,24 +282,30 @@ class Checkpoints:
                     files.remove(old)
 
     def _free(self) -> str:
+        """The free space, for the message of a save that failed."""
         free = self._files.free_bytes()
         return "" if free is None else f" ({free:,} bytes free)"
 
 
 def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors to save: `model/NAME`, and for each tensor of its optimizer state `optimizer/KEY/NAME`.
+    """The tensors to save: `model/NAME`, and `optimizer/KEY/NAME` for each tensor of the parameter's optimizer state.
 
-    What is not trained has no such state. A count of updates, one number for all, is in `State`.
+    Frozen parameters have no optimizer state. The number of updates is the same for all parameters, and is saved once,
+    in `State`.
+
+    Args:
+        stored: name -> parameter or buffer, as this rank holds it.
+        optimizer: optimizer of those of them that are trained.
     """
     trained = {n: p for n, p in stored.items() if p.requires_grad}
-    # A module that FSDP has left gathered would give parameters the optimizer never saw.
+    # If FSDP has left a module gathered, `stored` has whole parameters, which the optimizer does not know.
     assert not optimizer.state or all(p in optimizer.state for p in trained.values())
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"parameters have been updated {counts} times"
-    found: dict[str, Tensor] = {f"model/{n}": p.detach() for n, p in stored.items()}
+    tensors: dict[str, Tensor] = {f"model/{n}": p.detach() for n, p in stored.items()}
     for n, p in trained.items():
-        found |= {f"optimizer/{key}/{n}": t for key, t in optimizer.state.get(p, {}).items() if key != "step"}
-    return found
+        tensors |= {f"optimizer/{key}/{n}": t for key, t in optimizer.state.get(p, {}).items() if key != "step"}
+    return tensors
 
 
 def _targets(
@@ -267,9 +314,19 @@ def _targets(
     optimizer: torch.optim.Optimizer,
     n_updates: int,
 ) -> dict[str, list[Tensor]]:
-    """The tensors to fill, by the names of `tensors_of`; makes the optimizer's state for that."""
-    there = checkpoint.manifest.tensors
-    kinds = sorted({n.split("/")[1] for n in there if n.startswith("optimizer/")})
+    """The tensors to fill, by the names of `tensors_of`. Replaces the optimizer's state by zeros to be filled.
+
+    Args:
+        checkpoint: the checkpoint to load.
+        stored: names and parameters of this rank; a name may come twice.
+        optimizer: optimizer of these parameters.
+        n_updates: number of updates that the weights have had.
+
+    Raises:
+        ValueError: the checkpoint does not have a tensor, or has it in another shape.
+    """
+    saved = checkpoint.manifest.tensors
+    kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})
     targets: dict[str, list[Tensor]] = {}
     optimizer.state.clear()
     for n, p in stored:
@@ -278,21 +335,21 @@ def _targets(
         for kind, moment in moments.items():
             targets.setdefault(f"optimizer/{kind}/{n}", []).append(moment)
         if moments:
-            # Adam counts its updates, SGD does not.
+            # torch's Adam keeps the number of updates in its state, SGD does not.
             counted = {"step": torch.tensor(float(n_updates), device=p.device)} if "exp_avg" in kinds else {}
             optimizer.state[p] = {**counted, **moments}
     for n, copies in targets.items():
-        name = n.split("/")[-1]
-        if n not in there and n != f"model/{name}" and f"model/{name}" in there:
+        parameter = n.split("/")[-1]
+        if n not in saved and n != f"model/{parameter}" and f"model/{parameter}" in saved:
             raise ValueError(
-                f"{checkpoint.path} has no moments of '{name}', which was frozen then and is trained now: freeze it, "
-                f"or start a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
+                f"{checkpoint.path} has no moments of '{parameter}', which was frozen then and is trained now: freeze "
+                f"it, or start a new run from these weights ([model] init_from, [checkpoint] resume = 'none')"
             )
-        if n not in there:
+        if n not in saved:
             raise ValueError(f"{checkpoint.path} is of another model: it has no '{n}' ([model])")
-        if there[n].shape != tuple(copies[0].shape):
+        if saved[n].shape != tuple(copies[0].shape):
             raise ValueError(
-                f"{checkpoint.path} is of another model: '{n}' is {list(there[n].shape)} there, "
+                f"{checkpoint.path} is of another model: '{n}' is {list(saved[n].shape)} there, "
                 f"{list(copies[0].shape)} here ([model])"
             )
     return targets

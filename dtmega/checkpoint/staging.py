@@ -1,4 +1,4 @@
-"""A copy in host memory of what a save writes in a thread, so that training may go on and change the tensors."""
+"""Copies of tensors in host memory: a thread writes the copies while training changes the tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dtmega.shards import local
 
 
 class Stager:
-    """Buffers by name, of this rank's parts: allocated at the first save, and written over at each later one.
+    """Host buffers for the parts of tensors that this rank holds: allocated at the first save, then reused.
 
-    torch's `DefaultStager` forgets its buffers after each use in torch 2.11, and fails at the second.
+    torch's `DefaultStager` is not used: in torch 2.11 it drops its buffers after each use, and fails at the second.
     """
 
     def __init__(self) -> None:
@@ -21,18 +21,21 @@ class Stager:
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the CPU, of the same layout, with the values of now. The copies of the last call are overwritten.
+        """Copy tensors to the CPU, with the same layout. Overwrites the copies of the previous call.
 
-        A name has the same shape and layout each time. What is on a GPU is copied to pinned memory; the copies have
-        ended when this returns.
+        All copies are complete when this returns. Tensors on a GPU are copied to pinned memory.
+
+        Args:
+            tensors: name -> tensor. At every call a name must have the same shape and layout.
         """
-        waits = False
+        any_on_gpu = False
         for name, tensor in tensors.items():
             on_gpu = local(tensor).is_cuda
             if name not in self._buffers:
                 self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
             local(self._buffers[name]).copy_(local(tensor), non_blocking=on_gpu)
-            waits |= on_gpu
-        if waits:
+            any_on_gpu |= on_gpu
+        # One wait for all copies: the next optimizer step would change the tensors while they are being copied.
+        if any_on_gpu:
             torch.cuda.current_stream().synchronize()
         return {name: self._buffers[name] for name in tensors}

@@ -1,8 +1,8 @@
-"""Tensors of any layout to and from a checkpoint's folder, on torch.distributed.checkpoint.
+"""Write and read tensors of any layout in a checkpoint's folder, with the planning of torch.distributed.checkpoint.
 
-torch plans: which rank writes which box of which tensor (a replicated one once), and on load which saved boxes make
-up what a rank holds now. Reading and writing are ours: raw bytes with digests and a JSON manifest, because torch's own
-files are unpickled on load and notice no flipped bit (docs/reliability.md).
+torch plans which rank writes which box of which tensor (a replicated tensor is written once), and on load which saved
+boxes make up the part that a rank holds now. Reading and writing are dtmega's own: raw bytes with digests and a JSON
+manifest, because torch's files are unpickled on load, and a flipped bit in them goes unnoticed (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ T = TypeVar("T")
 
 
 class Pace(Protocol):
-    """A way for ranks that read for long to say so to the others, who would give them up: `startup.Startup`."""
+    """Signs of life of a rank that reads for long, without which the others would give it up: `startup.Startup`."""
 
     def at_work(self, items: Iterable[T]) -> Iterator[T]: ...
 
     def wait_for_all(self) -> None: ...
 
 
-class Alone:
-    """The pace of ranks that are not waited for."""
+class NobodyWaits:
+    """The pace of a rank that nobody waits for: it reports nothing."""
 
     def at_work(self, items: Iterable[T]) -> Iterator[T]:
         return iter(items)
@@ -56,17 +56,30 @@ class Alone:
 
 
 class Failed(Exception):
-    """A save failed; says why, for each rank that knows."""
+    """A save that failed, with the reasons of all ranks on which it failed."""
 
 
 class DataFile:
-    """One data file as it is written: tensors one after the other, digested on the way."""
+    """A data file that is being written: one tensor after the other, digested block by block.
+
+    Attributes:
+        name: name of the file.
+        n_bytes: number of bytes written so far.
+    """
 
     def __init__(self, name: str, file: Any) -> None:
         self.name, self.n_bytes, self._file = name, 0, file
 
     def add(self, tensor: Tensor, offsets: Iterable[int]) -> StoredChunk:
-        """Append `tensor`, the box at `offsets` of a larger one."""
+        """Append a box of a tensor.
+
+        Args:
+            tensor: content of the box.
+            offsets: place of the box within the whole tensor, one number per dim.
+
+        Returns:
+            The box's entry for the manifest.
+        """
         data = _bytes(tensor.detach().cpu().contiguous())
         digests = []
         for i in range(0, len(data), BLOCK_BYTES):
@@ -86,15 +99,27 @@ def save(
     state: dict[str, Any],
     group: dist.ProcessGroup,
 ) -> Manifest | None:
-    """Write data files into `folder`, made empty. All ranks call it; rank 0 gets the manifest, not written yet.
+    """Make a folder and write the data files of all ranks into it. All ranks call this.
+
+    Args:
+        files: place of the checkpoints.
+        folder: name of the folder there; leftovers under this name are deleted.
+        tensors: name in the checkpoint -> tensor, as this rank holds it.
+        step: number of the step, for the manifest.
+        state: state of the run as JSON, for the manifest.
+        group: process group of all ranks, used by nobody else meanwhile.
+
+    Returns:
+        The manifest on rank 0, where it is still to be written; None on other ranks.
 
     Raises:
-        Failed: on every rank, if any could not write.
+        Failed: on every rank, if any rank could not write.
     """
     writer = _Writer(files, folder, step, state)
     try:
         state_dict_saver.save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
-    except CheckpointException as error:  # a BaseException in torch
+    # torch derives it from BaseException, so that `except Exception` would not catch it.
+    except CheckpointException as error:
         raise Failed(_reasons(error)) from None
     return writer.manifest
 
@@ -102,15 +127,21 @@ def save(
 def load_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, pace: Pace | None = None
 ) -> None:
-    """Fill tensors in place, each rank with what it holds. All ranks call it, with the names that are theirs.
+    """Fill tensors in place, on each rank the parts that it holds. All ranks call this.
+
+    Args:
+        checkpoint: the checkpoint to read.
+        tensors: name in the checkpoint -> tensor to fill. Ranks of different pipeline stages have different names.
+        group: process group of all ranks.
+        pace: tells the other ranks that this one is still reading; None if nobody waits for it.
 
     Raises:
-        Damaged: on every rank, if any read what does not match its digest.
+        Damaged: on every rank, if any rank has read a block that does not match its digest.
     """
     try:
         state_dict_loader.load(
             dict(tensors),
-            storage_reader=_Reader(checkpoint, pace or Alone()),
+            storage_reader=_Reader(checkpoint, pace or NobodyWaits()),
             planner=PiecesLoadPlanner(),
             process_group=group,
         )
@@ -119,14 +150,18 @@ def load_tensors(
 
 
 def _reasons(error: CheckpointException) -> str:
-    """The errors that the ranks ran into, each once."""
+    """The errors of all ranks, each text once."""
     expected = Damaged, OSError
     causes = {str(e) if isinstance(e, expected) else f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
     return "; ".join(sorted(causes))
 
 
 class _Writer(StorageWriter):
-    """Each rank's data file `data-RANK.bin`; the coordinator puts the manifest together."""
+    """The writing half of a save: each rank writes `data-RANK.bin`, and the coordinator (rank 0) makes the manifest.
+
+    Attributes:
+        manifest: the manifest, on the coordinator, after `finish`.
+    """
 
     manifest: Manifest | None = None
 
@@ -140,19 +175,26 @@ class _Writer(StorageWriter):
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Where a dim is shorter than the axis that cuts it, some ranks hold nothing of it.
-        items = [
-            item
-            for item in plan.items
-            if (d := item.tensor_data) is not None and (math.prod(d.chunk.sizes) or not math.prod(d.size))
-        ]
+        """Drop empty boxes: if a dim is shorter than the axis that cuts it, some ranks hold nothing of the tensor."""
+        items = []
+        for item in plan.items:
+            data = item.tensor_data
+            if data is None:
+                continue
+            # A tensor that has no elements at all keeps its empty box, so that it stands in the manifest.
+            has_elements = math.prod(data.chunk.sizes) > 0
+            tensor_is_empty = math.prod(data.size) == 0
+            if has_elements or tensor_is_empty:
+                items.append(item)
         return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder and name the data file of each rank. Runs on the coordinator, before any rank writes."""
         self._files.make(self._folder)
         return [dataclasses.replace(plan, storage_data=f"data-{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's data file; ranks that hold nothing write none."""
         results = []
         if plan.items:
             with self._files.create(self._folder, plan.storage_data) as file:
@@ -169,16 +211,18 @@ class _Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the manifest from the chunks that all ranks have written. Runs on the coordinator."""
         chunks: dict[str, list[StoredChunk]] = defaultdict(list)
-        files: dict[str, int] = defaultdict(int)
-        for result in (result for each in results for result in each):
-            chunks[result.index.fqn].append(result.storage_data)
-            files[result.storage_data.file] += result.size_in_bytes
+        file_sizes: dict[str, int] = defaultdict(int)
+        for results_of_rank in results:
+            for result in results_of_rank:
+                chunks[result.index.fqn].append(result.storage_data)
+                file_sizes[result.storage_data.file] += result.size_in_bytes
         tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             tensors[name] = Entry(entry.properties.dtype, tuple(entry.size), tuple(chunks[name]))
-        self.manifest = Manifest(self._step, self._state, dict(files), tensors)
+        self.manifest = Manifest(self._step, self._state, dict(file_sizes), tensors)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -186,6 +230,8 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
+    """The reading half of a load: each rank reads and verifies the boxes that make up its parts."""
+
     def __init__(self, checkpoint: Checkpoint, pace: Pace) -> None:
         self._checkpoint, self._pace = checkpoint, pace
 
@@ -193,6 +239,7 @@ class _Reader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest's tensors and chunks, in torch's types."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -218,16 +265,17 @@ class _Reader(StorageReader):
             for item in self._pace.at_work(plan.items):
                 self._read_item(item, planner)
         finally:
-            # Before torch's collective, which would time out while the slowest rank still reads.
+            # torch's next collective would time out while the slowest rank still reads, so the ranks meet here first.
             self._pace.wait_for_all()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read_item(self, item: ReadItem, planner: LoadPlanner) -> None:
-        name, at = item.storage_index.fqn, item.storage_index.index
-        assert at is not None
-        chunk = self._checkpoint.manifest.tensors[name].chunks[at]
+        """Read the part of one stored chunk that goes into one tensor of this rank."""
+        name, number = item.storage_index.fqn, item.storage_index.index
+        assert number is not None
+        chunk = self._checkpoint.manifest.tensors[name].chunks[number]
         box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
         target = planner.resolve_tensor(item).detach()
         target.copy_(self._checkpoint.read_chunk(name, chunk, box))
@@ -239,5 +287,5 @@ class _Reader(StorageReader):
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous CPU tensor, not copied."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]

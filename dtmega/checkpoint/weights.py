@@ -1,4 +1,4 @@
-"""The weights of a model, whoever saved them: from a `Source` of our names, each rank what it holds."""
+"""Weights of a model from any `Source` with dtmega's names: each rank reads the parts that it holds."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ from dtmega.formats.sources import BY_TOKEN, Source
 from dtmega.shards import Box, boxes
 from dtmega.strangers import download
 
-# Keys of [model] that another run with the same weights may have otherwise.
-OF_THE_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")
+# Keys of [model] in which a run may differ from the checkpoint that it takes its initial weights from.
+FREE_FOR_NEW_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")
 
 
 class Weights:
-    """The tensors that a checkpoint holds under `model/`, as a `Source`."""
+    """The weights in a checkpoint (its tensors under `model/`), as a `Source` without that prefix."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
 
     @property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        every = self.checkpoint.tensors
-        return {name.removeprefix("model/"): every[name] for name in every if name.startswith("model/")}
+        """Name -> (dtype, shape) of each weight."""
+        tensors = self.checkpoint.tensors
+        return {name.removeprefix("model/"): tensors[name] for name in tensors if name.startswith("model/")}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         return self.checkpoint.read(f"model/{name}", index)
 
 
 def is_hf_folder(path: str) -> bool:
-    """Tell whether a folder is Hugging Face's, and not a checkpoint or a run."""
+    """True if a folder holds a Hugging Face model rather than a checkpoint or a run."""
     return any(Path(path).glob("*.safetensors")) or Path(path, "config.json").exists()
 
 
 def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
-    """The checkpoint that `[model] init_from` names, checked against the rest of [model].
+    """The weights of the checkpoint that `[model] init_from` names, if they fit the other keys of [model].
 
     Args:
-        digest: of the directory that the model is read from; '' where there is none.
+        model: the run's [model] section.
+        digest: digest of the directory that the model is read from; '' if there is no such directory.
 
     Raises:
-        ValueError: nothing there, or of another model.
-        Damaged: it is not intact.
+        ValueError: there is no checkpoint, or it belongs to another model.
+        Damaged: the checkpoint is not intact.
     """
     try:
         checkpoint = open_checkpoint(model.init_from)
@@ -60,9 +62,8 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
             f"{error}, nor a folder of Hugging Face's ([model] init_from){download(model.init_from)}"
         ) from None
     state = state_of(checkpoint)
-    there = state.config.get("model", {})
-    for change in changes.differing("model", there, model):
-        if changes.kind_of("model", change.key) == "refused" and change.key not in OF_THE_RUN:
+    for change in changes.differing("model", state.config.get("model", {}), model):
+        if changes.kind_of("model", change.key) == "refused" and change.key not in FREE_FOR_NEW_RUN:
             raise ValueError(
                 f"{checkpoint.path} is of a model with {change.key}={change.was}, not {change.now} "
                 f"([model] init_from, [model] {change.key})"
@@ -77,26 +78,28 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
 
 @torch.no_grad()
 def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
-    """Fill parameters in place, each rank with the part it holds; of two of one name, both. Casts to their dtype.
+    """Fill parameters in place, on each rank the parts that it holds, and cast to the parameters' dtypes.
 
     Args:
-        parameters: name in the whole model -> DTensor, or a whole tensor.
-        vocab: `[model] vocab_size`. Rows of BY_TOKEN beyond it are padding, of which there may be more or fewer here
-            than in the source; those that the source does not have are filled with zeros.
+        source: weights under the names of the whole model.
+        parameters: name in the whole model -> DTensor, or a whole tensor. If a name comes twice, both are filled.
+        vocab: `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows beyond it, and the source may have more
+            or fewer of them. Rows that the source lacks are filled with zeros.
 
     Raises:
-        ValueError: a parameter that the source does not have, or has in another shape.
+        ValueError: the source lacks a parameter, or has it in another shape.
     """
     for name, parameter in parameters:
         if name not in source.tensors:
             raise ValueError(f"the weights to start with have no '{name}' ([model] n_layers, [model] init_from)")
-        there = source.tensors[name][1]
-        here = tuple(parameter.shape)
-        padded_otherwise = name in BY_TOKEN and there[1:] == here[1:] and there[0] >= vocab
-        if there != here and not padded_otherwise:
-            raise ValueError(f"'{name}' is {list(there)} there, {list(here)} here ([model], [model] init_from)")
+        source_shape = source.tensors[name][1]
+        shape = tuple(parameter.shape)
+        differs_in_padding_only = name in BY_TOKEN and source_shape[1:] == shape[1:] and source_shape[0] >= vocab
+        if source_shape != shape and not differs_in_padding_only:
+            raise ValueError(f"'{name}' is {list(source_shape)} there, {list(shape)} here ([model], [model] init_from)")
         for offsets, part in boxes(parameter):
-            rows = max(0, min(part.shape[0], there[0] - offsets[0]))
+            # Number of this part's rows that the source has; the others are padding.
+            rows = max(0, min(part.shape[0], source_shape[0] - offsets[0]))
             part[rows:] = 0
             if rows:
                 part[:rows].copy_(source.read(name, Box(offsets, part[:rows]).where))

@@ -115,7 +115,8 @@ def _open(args: argparse.Namespace, startup: Startup) -> Opened:
         opened = opened or READERS[kind](first.told, args)
         model = {f"[model] {key}": value for key, value in opened.model.model_dump().items()}
         tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in opened.source.tensors.items()}
-        step.same = model | tensors | found.digests([opened.source]) | {"digest of [model] path": opened.digest}
+        directory = {"digest of [model] path": opened.digest}
+        step.same = model | tensors | found.manifest_digests([opened.source]) | directory
     return opened
 
 
