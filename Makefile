@@ -55,7 +55,7 @@ tests:
 
 test-extras: .venv/installed-extras
 	.venv/bin/python tools/check_extras.py
-	.venv/bin/pytest tests/test_report.py tests/test_report_browser.py tests/test_trackers.py tests/test_harness.py \
+	.venv/bin/pytest tests/report/test_page.py tests/report/test_browser.py tests/training/test_trackers.py tests/inference/test_lm_eval_harness.py \
 		tests/test_notebook.py
 
 test-full: test

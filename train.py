@@ -2,8 +2,8 @@
 
 import sys
 
-from dtmega import begin
+from dtmega.cli import entry
 
 # The processes that read data import this file, too, but nothing of the trainer.
 if __name__ == "__main__":
-    begin.train(sys.argv[1:])
+    entry.train(sys.argv[1:])

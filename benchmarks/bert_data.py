@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from dtmega.config import Data
-from dtmega.data.corpus import prepare_stdlib
-from dtmega.data.denoising.pairs import PairSamples
-from dtmega.data.idx_file import HEADER, MAGIC
-from dtmega.data.indexed import IndexedDataset
-from dtmega.data.objectives import MASKED, SEPARATE_SPANS, SPANS, Objective
-from dtmega.data.tokenizer import load_tokenizer
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.idx_file import HEADER, MAGIC
+from dtmega.data.objectives.denoising.pairs import PairSamples
+from dtmega.data.objectives.objective import MASKED, SEPARATE_SPANS, SPANS, Objective
+from dtmega.data.preparing.corpus import prepare_stdlib
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
 
 SEQ_LEN = 512
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtmega.data.idx_file import HEADER, MAGIC
+from dtmega.data.indexed_files.idx_file import HEADER, MAGIC
 
 
 def write_corpus(prefix: Path, n_documents: int, longest: int) -> None:

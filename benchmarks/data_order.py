@@ -21,8 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpora import write_corpus
-from dtmega.data.indexed import IndexedDataset
-from dtmega.data.samples import Samples
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.sampling.samples import Samples
 
 
 def own_bytes() -> int:

@@ -2,10 +2,10 @@
 
     python benchmarks/faults.py [kills | damage | all]
 
-What tests/test_kill.py and tests/test_damage.py do at some points, here at all: two ranks of a small BLOOM cut by
-FSDP2, on this machine's CPU. A kill counts if the other rank ends by itself and one process then finds the step it must
-find, to the bit, clears up and saves the next; a damage if the message names it and the older checkpoint is loaded, to
-the bit. Exit code 1 if one does not.
+What tests/checkpoint/test_kill.py and tests/checkpoint/test_damage.py do at some points, here at all: two ranks of a
+small BLOOM cut by FSDP2, on this machine's CPU. A kill counts if the other rank ends by itself and one process then
+finds the step it must find, to the bit, clears up and saves the next; a damage if the message names it and the older
+checkpoint is loaded, to the bit. Exit code 1 if one does not.
 """
 
 import argparse
@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from tests.checkpoint.test_damage import Victim
+from tests.checkpoint.test_kill import MODES, PUBLISHES, RANKS, Crash
 from tests.faults import alone
 from tests.ranks import Forks
-from tests.test_damage import Victim
-from tests.test_kill import MODES, PUBLISHES, RANKS, Crash
 
 
 def holds(what: str, check: Callable[..., object], *args: object) -> bool:

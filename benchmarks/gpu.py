@@ -6,7 +6,7 @@
     python benchmarks/gpu.py hf bloom-560m --compiled              transformers' model of that size on as many tokens
 
 What is timed is the trainer's own `train_step`, after three steps that compile and warm up; times are medians of the
-clock, which a step ends with a synchronisation for. MFU is model FLOPs (`dtmega/cost.py`) by the datasheet's
+clock, which a step ends with a synchronisation for. MFU is model FLOPs (`dtmega/ops/cost.py`) by the datasheet's
 989 TFLOP/s of an H100 or H200. The table of all that was found comes last, with what there was no time for. Without a
 GPU everything is tiny and of no interest but that it runs.
 """
@@ -34,8 +34,10 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.rows import ours, peers
-from dtmega import config, cost, families, keyed, peak
-from dtmega.step import train_step
+from dtmega import config, families
+from dtmega.ops import cost, keyed
+from dtmega.training import device_peaks
+from dtmega.training.step import train_step
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.cuda.is_available()
@@ -144,7 +146,7 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
 def report(case: str, cfg: config.Config, size: int, first_s: float, step_s: float) -> None:
     tokens = size * cfg.data.seq_len
     flops_per_token = cost.flops_per_token(families.pieces(cfg.model), cfg.data.seq_len, cfg.data.mask_prob)
-    mfu = flops_per_token * tokens / step_s / peak.reference_flops(DEVICE, cfg.precision.params)
+    mfu = flops_per_token * tokens / step_s / device_peaks.reference_flops(DEVICE, cfg.precision.params)
     say(
         case=case,
         micro_batch=size,

@@ -66,7 +66,8 @@ load_gpu(Path(found.origin).parent)
 
 import torch  # noqa: E402
 
-from dtmega import config, families, loss, softmax  # noqa: E402 (it imports torch)
+from dtmega import config, families  # noqa: E402 (it imports torch)
+from dtmega.ops import cross_entropy, softmax  # noqa: E402
 
 SHARED_BYTES = 227 * 1024  # CUDA C++ Programming Guide, compute capability 9.0
 SIZES = ("bloom-560m", "bloom-1b1", "bloom-3b", "bloom-7b1", "gpt2", "llama-3.2-1b", "llama-3-8b")
@@ -273,7 +274,7 @@ def compile_loss(n_tokens: int, hidden_size: int, vocab_size: int) -> Made:
         labels = torch.zeros(n_tokens, dtype=torch.int64, device=h.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of the address of a fake tensor
-            loss.linear_cross_entropy(h, weight, labels, compiled=True)
+            cross_entropy.linear_cross_entropy(h, weight, labels, compiled=True)
     return made
 
 
@@ -292,7 +293,7 @@ def main(names: list[str]) -> int:
         started_s = time.process_time()
         made = compile_loss(LOSS_TOKENS, 1024, vocab_size)
         describe(f"loss, V {vocab_size:,}: {made.graphs} graphs for chunks of two lengths", made, started_s)
-        logits_bytes = 2 * loss.CHUNK_TOKENS["cuda"] * vocab_size
+        logits_bytes = 2 * cross_entropy.CHUNK_TOKENS["cuda"] * vocab_size
         for way, moved, least in zip(("sums", "derivatives"), made.passes_bytes, (1, 2), strict=True):
             print(f"  {way}: {moved / logits_bytes:.3f} times the logits of a chunk, at least {least}", flush=True)
     return 0

@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpora import write_corpus
-from dtmega.data.indexed import IndexedDataset
+from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.megatron.blend import greedy
 from dtmega.data.megatron.cache import OrderName
 from dtmega.data.megatron.index import Asked

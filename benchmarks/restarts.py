@@ -26,7 +26,8 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from dtmega import config, job, mesh
+from dtmega import config, mesh
+from dtmega.distributed import exit_codes
 
 def note(name, text):
     with open(name, "a") as file:
@@ -54,7 +55,7 @@ if died < deaths:
         os._exit(1)
     dist.all_reduce(torch.ones(1))
 dist.barrier()
-job.leave(job.DONE)
+exit_codes.leave(exit_codes.DONE)
 """
 
 

@@ -10,8 +10,10 @@ import sys
 from io import TextIOWrapper
 from typing import NoReturn
 
-from dtmega import begin, commands, job, output
-from dtmega.commands import endings
+from dtmega.cli import commands, entry
+from dtmega.cli.commands import endings
+from dtmega.distributed import exit_codes
+from dtmega.files import console
 
 
 def run() -> NoReturn:
@@ -19,9 +21,9 @@ def run() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample in letters that the terminal does not have
     if sys.argv[1:2] == ["train"]:
-        begin.train(sys.argv[2:])
-    begin.tell_of_faults()
-    job.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
+        entry.train(sys.argv[2:])
+    entry.tell_of_faults()
+    exit_codes.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
 
 
 def main(argv: list[str]) -> int:
@@ -38,8 +40,8 @@ def main(argv: list[str]) -> int:
         message += f"; nothing was written to {args.output}"
     except (ValueError, OSError, KeyboardInterrupt) as error:
         message, code = endings.explained(error)
-    output.say(f"dtmega {args.command}: {message}")
-    job.tell_agent(message)
+    console.say(f"dtmega {args.command}: {message}")
+    exit_codes.tell_agent(message)
     return code
 
 

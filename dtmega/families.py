@@ -17,24 +17,24 @@ from torch import Tensor
 
 from dtmega import config
 from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
-from dtmega.cost import Piece
-from dtmega.data import exported
-from dtmega.data.exported import ExportedTokenizer
-from dtmega.data.objectives import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Objective
-from dtmega.data.tokenizer import Tokenizer
-from dtmega.family import Family, check_units, hidden_state, lengths_of
+from dtmega.data.objectives.objective import MASKED, NEXT_TOKEN, PREFIX, SEPARATE_SPANS, SPANS, Objective
+from dtmega.data.tokenizers import exported
+from dtmega.data.tokenizers.exported import ExportedTokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
 from dtmega.formats.format import Format
 from dtmega.formats.sources import Source
 from dtmega.formats.whole import as_ours, as_theirs, closest
-from dtmega.hf.files import config_json, ours
-from dtmega.hf.files import export as hf_export
-from dtmega.hf.files.tensors import TensorFiles
-from dtmega.hf.record import Transformers
-from dtmega.megatron import forms as megatron
+from dtmega.interop.hf.files import config_json, ours
+from dtmega.interop.hf.files import export as hf_export
+from dtmega.interop.hf.files.tensors import TensorFiles
+from dtmega.interop.hf.record import Transformers
+from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
 from dtmega.models import bert, bloom, count, gpt, llama, t5
+from dtmega.models.family import Family, check_units, hidden_state, lengths_of
 from dtmega.models.model import Model
 from dtmega.models.show import ANSWERS, CONTINUATION, FILLS, Show
+from dtmega.ops.cost import Piece
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.plans import apply_plan, check_plan, shard_buffers
 from dtmega.plans.bert import plan as bert_plan

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtmega import config, processor
-from dtmega.output import counted
-from dtmega.rendezvous import LARGEST_WORLD, meet, number, place
+from dtmega import config
+from dtmega.distributed.rendezvous import LARGEST_WORLD, meet, number, place
+from dtmega.files.console import counted
+from dtmega.ops.cpu import features
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
@@ -174,7 +175,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether this device multiplies bfloat16 faster than float32, by instructions or units that are made for it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return processor.HAS_FAST_BFLOAT16
+    return features.HAS_FAST_BFLOAT16
 
 
 def start(

@@ -3,7 +3,7 @@
 The story, top to bottom: configuration and data (what is wrong with them ends here, with exit code 2), process group,
 model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C
 or a closed terminal: the step is finished, saved, exit 75; the same command goes on from there, with the numbers it
-would have had anyway. All exit codes are in `dtmega/job.py`.
+would have had anyway. All exit codes are in `dtmega/distributed/exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,29 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dtmega import config, cost, durable, families, job, mesh, optim, output, pages, starts, trackers
+from dtmega import config, families, mesh
 from dtmega.checkpoint import changes, found, resume
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import load_weights
 from dtmega.config import RunEnd
-from dtmega.cores import Cores
 from dtmega.data.loader import StepBatch, TrainBatches
 from dtmega.data.text import open_text, repetition_notes
-from dtmega.evaluate import evaluate, evaluate_validation, show_sample
-from dtmega.loss_scale import LossScale
-from dtmega.metrics import Metrics, describe_run, several
-from dtmega.optim import Spikes
-from dtmega.parallelize import check, parallelize, with_micro_batch_size, with_params_dtype
+from dtmega.distributed import exit_codes
+from dtmega.distributed.agreement import Refused, Startup, same_job
+from dtmega.distributed.watchdog import SAVING, Watch
+from dtmega.files import atomic, console
+from dtmega.ops import cost, optim
+from dtmega.ops.cpu import huge_pages
+from dtmega.ops.cpu.contention import Cores
+from dtmega.ops.loss_scale import LossScale
+from dtmega.ops.optim import Spikes
 from dtmega.pipelining.draw import draw_schedule
-from dtmega.startup import Refused, Startup, same_job
-from dtmega.step import Run, check_same_batch, train_step
-from dtmega.watch import SAVING, Watch
+from dtmega.training import history, trackers
+from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
+from dtmega.training.metrics import Metrics, describe_run, several
+from dtmega.training.parallelize import check, parallelize, with_micro_batch_size, with_params_dtype
+from dtmega.training.step import Run, check_same_batch, train_step
 
 FINISHED = "finished"
 EVALUATED = "[eval] only"
@@ -44,40 +49,40 @@ SIGNALLED = "a signal asked for it"
 KILLED = "[train] kill_switch"
 
 
-@output.guarded()
+@console.guarded()
 def main(argv: list[str]) -> int:
     """Train or evaluate; returns the exit code. The process group is left to the caller."""
-    job.die_with_parent()
-    ending = job.Ending()
+    exit_codes.die_with_parent()
+    ending = exit_codes.Ending()
     with ExitStack() as closing:
         try:
             run, at = begin(argv, Startup(), closing, ending)
         except Refused as refused:
             return ending.because(refused.exit_code, refused.reason)
         if run.world.device.type == "cpu":
-            pages.keep_freed()
+            huge_pages.keep_freed()
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
         except RuntimeError as error:  # it may be torch's, of a collective whose other ranks have left
             if run.watch.signals:  # their grace time was over a moment before the watch would have ended this rank, too
                 return run.watch.stuck(f"before this: {error}")
-            if run.watch.leaving_alone(job.FAILED, job.described(error)):
+            if run.watch.leaving_alone(exit_codes.FAILED, exit_codes.described(error)):
                 raise
             return run.watch.followed(error)
         except Exception as error:
-            run.watch.leaving_alone(job.FAILED, job.described(error))
+            run.watch.leaving_alone(exit_codes.FAILED, exit_codes.described(error))
             raise
 
 
 def begin(
-    argv: list[str], startup: Startup, closing: ExitStack, ending: job.Ending | None = None
+    argv: list[str], startup: Startup, closing: ExitStack, ending: exit_codes.Ending | None = None
 ) -> tuple[Run, Progress]:
     """The start, in steps that all ranks take together. What is opened is closed by `closing`.
 
     Args:
         ending: what is to be told of the run's end; None: nothing.
     """
-    ending = job.Ending() if ending is None else ending
+    ending = exit_codes.Ending() if ending is None else ending
     with found.early_end_recorded(config.run_dir_of(argv), ending, first=startup.rank == 0):
         with startup.step("configuration") as step:
             asked = families.resolve(config.load(argv))
@@ -162,9 +167,9 @@ def begin(
             resume.set_aside_newer(cfg, at.step)
             if loaded and cfg.checkpoint.resume == "auto":  # one that goes back keeps where it could go back to
                 checkpoints.purge_strays(loaded.config)
-            with durable.replaced(Path(cfg.run.dir, "config.toml")) as file:
+            with atomic.replaced(Path(cfg.run.dir, "config.toml")) as file:
                 file.write(asked.to_toml())
-            starts.append(
+            history.append(
                 Path(cfg.run.dir),
                 step=at.step,
                 config=asked.model_dump(),
@@ -282,11 +287,11 @@ def train(run: Run, at: Progress) -> int:
         metrics.message(f"stopped after step {at.step} of {total_steps}: {stopping}; {resume.how_to_resume(cfg)}")
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
-        return run.ending.because(job.STUCK, f"not saved: {unsaved}")
+        return run.ending.because(exit_codes.STUCK, f"not saved: {unsaved}")
     checkpoint = f", {run.checkpoints.newest}" if run.checkpoints.newest else ""
     metrics.message(f"written: config.toml and metrics.jsonl in {cfg.run.dir}{checkpoint}")
     metrics.message(f"to look at it: dtmega report {shlex.quote(cfg.run.dir)}")
-    code = job.PREEMPTED if stopping == SIGNALLED else job.DONE
+    code = exit_codes.PREEMPTED if stopping == SIGNALLED else exit_codes.DONE
     return run.ending.because(code, stopping or FINISHED)
 
 
@@ -328,7 +333,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: flo
 def evaluate_only(run: Run, at: Progress) -> int:
     """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with."""
     whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test")
-    return run.ending.because(*((job.DONE, EVALUATED) if whole else (job.PREEMPTED, SIGNALLED)))
+    return run.ending.because(*((exit_codes.DONE, EVALUATED) if whole else (exit_codes.PREEMPTED, SIGNALLED)))
 
 
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:
@@ -364,10 +369,10 @@ def due(step: int, interval: int) -> bool:
 
 def run_and_leave(argv: list[str]) -> NoReturn:
     """Train, print the traceback of an unexpected error, and end this process with the exit code."""
-    with output.guarded():
+    with console.guarded():
         try:
             code = main(argv)
         except Exception:
             traceback.print_exc()
-            code = job.FAILED
-        job.leave(code)
+            code = exit_codes.FAILED
+        exit_codes.leave(code)

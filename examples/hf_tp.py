@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from dtmega.ops.shards import whole
 from dtmega.plans import parallelize_hf, plan_for
-from dtmega.shards import whole
 
 if len(sys.argv) != 3:
     print("usage: torchrun --nproc-per-node 2 examples/hf_tp.py DIR OUT", file=sys.stderr)

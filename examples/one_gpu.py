@@ -22,16 +22,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
-from dtmega import config, cost, families, mesh, optim
+from dtmega import config, families, mesh
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import TrainBatches
-from dtmega.data.objectives import NEXT_TOKEN
+from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.text import open_text
-from dtmega.data.tokenizer_json import to_json
+from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.fsdp import release
 from dtmega.models.generate import Sampling, generate
-from dtmega.parallelize import check, parallelize, with_micro_batch_size
-from dtmega.shards import local
+from dtmega.ops import cost, optim
+from dtmega.ops.shards import local
+from dtmega.training.parallelize import check, parallelize, with_micro_batch_size
 
 # %% tags=["parameters"]
 directory = "runs/one-gpu/model"

@@ -1,4 +1,4 @@
-"""What a confined child of tests/test_confined.py runs; imports nothing that takes time."""
+"""What a confined child of tests/files/test_confined.py runs; imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dtmega.data import confined
+from dtmega.files import confined
 
 
 def answering(kind: str) -> Callable[[Any], Any]:

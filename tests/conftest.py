@@ -3,12 +3,24 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 # A file stays in one process, and no long one should come last. Those that mostly wait (watch, torchrun, job) are each
 # beside one whose ranks keep both cores busy.
-LONGEST = ("parity", "watch", "hf_plans", "torchrun", "hf_train", "job", "plans", "resume", "train", "wire")
+LONGEST = (
+    "test_parity.py",
+    "distributed/test_watchdog.py",
+    "interop/hf/tp/test_plan.py",
+    "distributed/test_torchrun.py",
+    "interop/hf/test_training.py",
+    "distributed/test_exit_codes.py",
+    "plans/test_plans.py",
+    "test_resume.py",
+    "test_train.py",
+    "test_wire.py",
+)
 
 # Inductor would compile eight small programs to learn what the CPU says of itself, and a header, which takes longer
 # than it saves for a handful of kernels, and would start processes for each core.
@@ -29,11 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     # Two threads on two busy cores wait for each other longer than one of them computes.
     torch.set_num_threads(1)
-    names = [f"test_{name}.py" for name in LONGEST]
+    tests = Path(__file__).parent
     # A run collects garbage when it ends, and would look through all that is imported each time.
     gc.freeze()
     gc.enable()
-    items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
+    places = {tests / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +63,7 @@ def corpus(tmp_path_factory) -> str:
     """Documents of a counting pattern, which any model learns in a few steps, by the tokenizer `bytes`."""
     import numpy as np
 
-    from dtmega.data.indexed import IndexedWriter
+    from dtmega.data.indexed_files.dataset import IndexedWriter
 
     prefix = tmp_path_factory.mktemp("corpus") / "counting"
     end_of_document = 256

@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from dtmega import config, mesh
 from dtmega.data.loader import StepBatch
-from dtmega.optim import Spikes, build_optimizer
-from dtmega.parallelize import parallelize
-from dtmega.shards import local
-from dtmega.step import Run, train_step
+from dtmega.ops.optim import Spikes, build_optimizer
+from dtmega.ops.shards import local
+from dtmega.training.parallelize import parallelize
+from dtmega.training.step import Run, train_step
 
 MODEL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "n_heads": 4, "n_layers": 3}
 B, S = 2, 8

@@ -1,4 +1,4 @@
-"""Ranks that die on purpose, and what they die in: for test_kill.py, test_damage.py and benchmarks/faults.py.
+"""Ranks that die on purpose, and what they die in: for test_kill.py, test_damage.py and faults.py.
 
 FileEvents   every change a process makes to files, numbered; SIGKILL at one of them
 Trained      a small BLOOM whose every number tells which step it is of
@@ -26,8 +26,8 @@ from dtmega import config, mesh
 from dtmega.checkpoint import manifest, tensor_files
 from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import Checkpoints, SaveOutcome, tensors_of
-from dtmega.optim import build_optimizer
-from dtmega.parallelize import parallelize
+from dtmega.ops.optim import build_optimizer
+from dtmega.training.parallelize import parallelize
 
 BLOCK_BYTES = 256  # so that a small tensor takes several
 IDENTITY = {"data": "of these tests"}

@@ -1,4 +1,4 @@
-"""`python tests/hf_sweep.py`: every family of hf/families.py on more layouts and options than CI has time for.
+"""`python tests/hf_sweep.py`: every family of interop/hf/families.py on more layouts and options than CI has time for.
 
 Prints the table of deviations in docs/hugging-face.md and exits 1 if one is too large. About ten minutes on two cores.
 """
@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dtmega.plans import verify_plan
 from tests import hf_models, ranks
-from tests import test_hf_plans as claims
 from tests.hf_models import MODELS, Case
+from tests.interop.hf.tp import test_plan as claims
 
 # name -> sizes and names of the mesh, with sequence parallelism or not
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], bool]] = {

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dtmega import config, families, mesh
-from dtmega.hf.tp.command import on_meta
-from dtmega.parallelize import check
+from dtmega.interop.hf.tp.command import on_meta
 from dtmega.plans import verify_plan
+from dtmega.training.parallelize import check
 from tests import ranks
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hugging-face-models.md"
@@ -47,7 +47,7 @@ What `[model] name = "hf"` makes of each model type that transformers {version} 
   asked for. Another configuration of it may have heads that tp does not divide, or an option that is refused.
 - **proven**: the largest relative deviation of loss, logits and gradients that `verify-plan --tp 2` finds, in fp32 on
   CPU. A plan that transformers brings is proven so at each start, and refused if it is wrong or cannot be proven: tp is
-  empty then. Pipelines are proven by `tests/test_hf_stages.py`, one case for each family.
+  empty then. Pipelines are proven by `tests/interop/hf/test_model.py`, one case for each family.
 - **drawn**: without weights a start draws initial values. Others need weights: their families draw in ways (decays of
   Mamba, distributions that are not normal) that are not the same on every layout. Weights to start from are made by
   `from_config(...).save_pretrained(DIR)` of transformers.

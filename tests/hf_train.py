@@ -1,4 +1,4 @@
-"""Models of transformers under the trainer, on several layouts in one spawned group: for test_hf_train.py."""
+"""Models of transformers under the trainer, on several layouts in one spawned group: for test_training.py."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtmega import config, families, mesh, optim, shards, train
+from dtmega import config, families, mesh, train
 from dtmega.checkpoint.resume import Progress, State, open_checkpoint
 from dtmega.checkpoint.run import Checkpoints, tensors_of
 from dtmega.checkpoint.weights import load_weights
 from dtmega.data.loader import IGNORED, StepBatch
-from dtmega.hf.tp.verify import deviation
+from dtmega.interop.hf.tp.verify import deviation
 from dtmega.mesh import World
-from dtmega.optim import Spikes
-from dtmega.parallelize import ShardedModel, check, parallelize
-from dtmega.shards import local
-from dtmega.step import count, train_step
+from dtmega.ops import optim, shards
+from dtmega.ops.optim import Spikes
+from dtmega.ops.shards import local
+from dtmega.training.parallelize import ShardedModel, check, parallelize
+from dtmega.training.step import count, train_step
 from tests import hf_models, ranks
 from tests.hf_models import Case
 

@@ -1,6 +1,6 @@
-"""Tiny runs whose checkpoints are kept under tests/data, to see that later code resumes them with the same losses.
+"""Tiny runs whose checkpoints are kept under tests/runs, to see that later code resumes them with the same losses.
 
-`python -m tests.kept_runs NAME` makes tests/data/NAME with the code as it is: the checkpoint of step CUT of a run of
+`python -m tests.kept_runs NAME` makes tests/runs/NAME with the code as it is: the checkpoint of step CUT of a run of
 STEPS steps, and metrics.jsonl with the losses of all of them. Once a released version has written a kept run, it is
 never made again.
 """
@@ -19,11 +19,11 @@ import numpy as np
 
 from dtmega import train
 from dtmega.checkpoint import resume
-from dtmega.data.indexed import IndexedWriter
-from dtmega.data.tokenizer import load_tokenizer
+from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ROOT / "tests" / "data"
+KEPT = ROOT / "tests" / "runs"
 SMALL = ROOT / "tests" / "small.toml"
 CUT = 4
 STEPS = 8

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from dtmega import families, peak, train
+from dtmega import families, train
 from dtmega.checkpoint import resume
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.weights import Weights
-from dtmega.data.indexed import IndexedWriter
-from dtmega.megatron.translate import THEIR_T5
-from dtmega.shards import boxes
+from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.interop.megatron.translate import THEIR_T5
+from dtmega.ops.shards import boxes
+from dtmega.training import device_peaks
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -254,7 +255,7 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
     if plant is not None:
         plant()
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    peak.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
+    device_peaks.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
     with keeping_initial(folder):
         assert train.main(argv) == 0
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dtmega.data import corpus, sentences
-from dtmega.data.denoising.pairs import PairSamples
-from dtmega.data.indexed import IndexedDataset, IndexedWriter
-from dtmega.data.objectives import specials
-from dtmega.data.tokenizer import load_tokenizer
+from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.objectives.denoising.pairs import PairSamples
+from dtmega.data.objectives.objective import specials
+from dtmega.data.preparing import corpus, sentences
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("stdlib-wordpiece")
 SPECIALS = specials(TOKENIZER)

@@ -9,11 +9,11 @@
 The faults stand in `tests/planted/*.toml`, a file for each part of the house:
 
     [[fault]]
-    file = "dtmega/optim.py"
+    file = "dtmega/ops/optim.py"
     fault = "biases and norms keep the peak learning rate"
     line = 'for group in optimizer.param_groups:'
     planted = 'for group in optimizer.param_groups[:1]:'
-    tests = ["tests/test_optim.py::test_..."]
+    tests = ["tests/ops/test_optim.py::test_..."]
     quick = true
 
 `line` must stand exactly once in the file (it may be several lines, or part of one). Each of `tests` must fail: without

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dtmega import peak, train
+from dtmega import train
 from dtmega.checkpoint import resume
+from dtmega.training import device_peaks
 from tests import ranks
 from tests.layouts import DEBUG, FP32, PAIRS, ROOT, tensors
 
@@ -108,7 +109,7 @@ def _one_rank(trainings: list[Training], stores: str) -> list[list[list[int]]]:
         return honest(run, batch)
 
     train.train_step = noting
-    peak.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
+    device_peaks.matmul_flops = lambda device, dtype: 1e12  # MFU is not looked at
     for i, training in enumerate(trainings):
         seen.append([])
         if rank < training.n:

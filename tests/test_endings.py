@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from dtmega import job, peak, train
+from dtmega import train
 from dtmega.checkpoint import tensor_files
 from dtmega.checkpoint.run import Checkpoints
-from dtmega.data.indexed import IndexedWriter
+from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.distributed import exit_codes
+from dtmega.training import device_peaks
 from tests.layouts import write_text
 from tests.resumed import Record, Training, train_all
 from tests.test_faults import alone, checkpoints, replaced
@@ -90,15 +92,15 @@ WRITTEN = "written: config.toml and metrics.jsonl in {}"
 NEWEST = f"{WRITTEN}, {{}}/checkpoints/step-0000000"
 NOT_SAVED = "NOT SAVED: step {}; the newest checkpoint is older"
 SAVES = {
-    "the first fails": Saves({2}, {}, job.DONE, f"{NEWEST}4", [4]),
-    "the first fails in a thread": Saves({2}, ASYNC, job.DONE, f"{NEWEST}4", [4]),
-    "the last fails": Saves({4}, {}, job.STUCK, NOT_SAVED.format(4), [2]),
-    "the last fails in a thread": Saves({4}, ASYNC, job.STUCK, NOT_SAVED.format(4), [2]),
-    "the only one fails": Saves({4}, AT_END, job.STUCK, NOT_SAVED.format(4), []),
-    "where it is stopped": Saves({2}, {"train.exit_interval": 2}, job.STUCK, NOT_SAVED.format(2), []),
-    "none at the end": Saves(set(), EVERY_3 | NOT_FINAL, job.DONE, f"{NEWEST}3", [3]),
-    "none at the end, from a thread": Saves(set(), EVERY_3 | NOT_FINAL | ASYNC, job.DONE, f"{NEWEST}3", [3]),
-    "none at all": Saves(set(), AT_END | NOT_FINAL, job.DONE, WRITTEN, []),
+    "the first fails": Saves({2}, {}, exit_codes.DONE, f"{NEWEST}4", [4]),
+    "the first fails in a thread": Saves({2}, ASYNC, exit_codes.DONE, f"{NEWEST}4", [4]),
+    "the last fails": Saves({4}, {}, exit_codes.STUCK, NOT_SAVED.format(4), [2]),
+    "the last fails in a thread": Saves({4}, ASYNC, exit_codes.STUCK, NOT_SAVED.format(4), [2]),
+    "the only one fails": Saves({4}, AT_END, exit_codes.STUCK, NOT_SAVED.format(4), []),
+    "where it is stopped": Saves({2}, {"train.exit_interval": 2}, exit_codes.STUCK, NOT_SAVED.format(2), []),
+    "none at the end": Saves(set(), EVERY_3 | NOT_FINAL, exit_codes.DONE, f"{NEWEST}3", [3]),
+    "none at the end, from a thread": Saves(set(), EVERY_3 | NOT_FINAL | ASYNC, exit_codes.DONE, f"{NEWEST}3", [3]),
+    "none at all": Saves(set(), AT_END | NOT_FINAL, exit_codes.DONE, WRITTEN, []),
 }
 
 
@@ -110,7 +112,7 @@ def test_a_run_names_its_newest_checkpoint_and_has_an_exit_code_of_its_own_if_th
     with no_room(lost):
         assert alone(keys | more, tmp_path) == code
     ending = [last.format(tmp_path, tmp_path)]
-    if code == job.DONE:
+    if code == exit_codes.DONE:
         ending.append(f"to look at it: dtmega report {tmp_path}")
     assert capsys.readouterr().out.splitlines()[-len(ending) :] == ending
     assert checkpoints(tmp_path) == [f"step-{step:08}" for step in there]
@@ -120,7 +122,7 @@ def test_a_run_names_its_newest_checkpoint_and_has_an_exit_code_of_its_own_if_th
     newest = f"{tmp_path}/checkpoints/step-{there[-1]:08}" if there else None
     told = json.loads((tmp_path / "exit.json").read_text())
     assert (told["code"], told["checkpoint"]) == (code, newest)
-    assert told["reason"].startswith("finished" if code == job.DONE else "not saved: no room")
+    assert told["reason"].startswith("finished" if code == exit_codes.DONE else "not saved: no room")
     assert told["step"] == more.get("train.exit_interval", keys["train.steps"])
 
 
@@ -143,16 +145,18 @@ class Stops(NamedTuple):
 INTERVAL, MINUTES = "train.exit_interval", "train.exit_duration_min"
 GOES_ON = "the same command goes on from there"
 STOPS = {
-    "interval": Stops({INTERVAL: 2}, 0, job.DONE, 2, f"[train] exit_interval; {GOES_ON}"),
-    "interval, save in a thread": Stops({INTERVAL: 2} | ASYNC, 0, job.DONE, 2, f"[train] exit_interval; {GOES_ON}"),
-    "interval of the end": Stops({INTERVAL: 4}, 0, job.DONE, 4, ""),
-    "minutes": Stops({MINUTES: 2 * STEP_S / 60}, 0, job.DONE, 2, f"[train] exit_duration_min; {GOES_ON}"),
-    "signal": Stops({}, 3, job.PREEMPTED, 3, f"a signal asked for it; {GOES_ON}"),
-    "all at once": Stops({INTERVAL: 1, MINUTES: 0.1}, 1, job.PREEMPTED, 1, f"a signal asked for it; {GOES_ON}"),
+    "interval": Stops({INTERVAL: 2}, 0, exit_codes.DONE, 2, f"[train] exit_interval; {GOES_ON}"),
+    "interval, save in a thread": Stops(
+        {INTERVAL: 2} | ASYNC, 0, exit_codes.DONE, 2, f"[train] exit_interval; {GOES_ON}"
+    ),
+    "interval of the end": Stops({INTERVAL: 4}, 0, exit_codes.DONE, 4, ""),
+    "minutes": Stops({MINUTES: 2 * STEP_S / 60}, 0, exit_codes.DONE, 2, f"[train] exit_duration_min; {GOES_ON}"),
+    "signal": Stops({}, 3, exit_codes.PREEMPTED, 3, f"a signal asked for it; {GOES_ON}"),
+    "all at once": Stops({INTERVAL: 1, MINUTES: 0.1}, 1, exit_codes.PREEMPTED, 1, f"a signal asked for it; {GOES_ON}"),
     "of a run that starts anew each time": Stops(
         {INTERVAL: 3, "checkpoint.resume": "none"},
         0,
-        job.DONE,
+        exit_codes.DONE,
         3,
         f"[train] exit_interval; with --checkpoint.resume auto {GOES_ON}; as it is, it would start anew",
     ),
@@ -177,14 +181,14 @@ def test_a_run_that_is_stopped_says_why_and_is_saved_there(tmp_path, keys, capsy
     assert checkpoints(tmp_path) == [f"step-{after:08}"]
     reason = why.partition(";")[0] or "finished"
     newest = f"{tmp_path}/checkpoints/step-{after:08}"
-    assert job.Ended.read(tmp_path) == (code, reason, after, newest, ANY)
+    assert exit_codes.Ended.read(tmp_path) == (code, reason, after, newest, ANY)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped")]
     assert said == ([f"stopped after step {after} of 4: {why}"] if why else [])
 
 
 def test_a_start_that_fails_says_why_and_when_and_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys, capsys):
     assert alone(keys, tmp_path) == 0
-    finished = job.Ended.read(tmp_path)
+    finished = exit_codes.Ended.read(tmp_path)
     assert finished is not None
     path = tmp_path / "exit.json"
     for was_killed in (False, True):
@@ -197,16 +201,16 @@ def test_a_start_that_fails_says_why_and_when_and_leaves_the_run_its_step_and_it
             if was_killed:
                 path.unlink()
             before = datetime.now(timezone.utc).replace(microsecond=0)
-            assert alone(keys | wrong, tmp_path) == job.REFUSED
-            told = job.Ended.read(tmp_path)
+            assert alone(keys | wrong, tmp_path) == exit_codes.REFUSED
+            told = exit_codes.Ended.read(tmp_path)
             assert told is not None
-            assert (told.code, told.step, told.checkpoint) == (job.REFUSED, 4, finished.checkpoint)
+            assert (told.code, told.step, told.checkpoint) == (exit_codes.REFUSED, 4, finished.checkpoint)
             assert why in told.reason
             assert told.reason in capsys.readouterr().err
             assert before <= datetime.fromisoformat(told.time) <= datetime.now(timezone.utc)
     with replaced(train, "open_text", no_memory), pytest.raises(MemoryError):
         alone(keys, tmp_path)
-    assert job.Ended.read(tmp_path) == (job.FAILED, "MemoryError: 3 TiB", 4, finished.checkpoint, ANY)
+    assert exit_codes.Ended.read(tmp_path) == (exit_codes.FAILED, "MemoryError: 3 TiB", 4, finished.checkpoint, ANY)
 
 
 def no_memory(*_: object) -> None:
@@ -217,7 +221,7 @@ def test_an_evaluation_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys
     assert alone(keys, tmp_path) == 0
     older = f"{tmp_path}/checkpoints/step-00000002"
     assert alone(keys | {"eval.only": True, "checkpoint.resume": older}, tmp_path) == 0
-    assert job.Ended.read(tmp_path) == (0, "[eval] only", 4, f"{tmp_path}/checkpoints/step-00000004", ANY)
+    assert exit_codes.Ended.read(tmp_path) == (0, "[eval] only", 4, f"{tmp_path}/checkpoints/step-00000004", ANY)
 
 
 def test_a_checkpoint_that_a_killed_save_did_not_delete_is_deleted_at_the_next_start(tmp_path, keys):
@@ -244,7 +248,7 @@ def late_on_rank_1() -> Iterator[None]:
     hours = itertools.count()
     now = time.monotonic if dist.get_rank() == 0 else lambda: 3600.0 * next(hours)
     clocks = SimpleNamespace(perf_counter=time.perf_counter, monotonic=now)
-    with replaced(train, "time", clocks), replaced(peak, "matmul_flops", lambda device, dtype: 1e12):
+    with replaced(train, "time", clocks), replaced(device_peaks, "matmul_flops", lambda device, dtype: 1e12):
         yield
 
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from dtmega import config, families, parallelize, train
-from dtmega.declared import SectionClasses
-from dtmega.startup import same_job
+from dtmega import config, families, train
+from dtmega.config.schema import SectionClasses
+from dtmega.distributed.agreement import same_job
+from dtmega.training import parallelize
 from tests import layouts
 from tests.test_house import REPO, arrows, modules
 from tests.test_train import losses, run
 
 OWN = {name: family for name, family in families.FAMILIES.items() if isinstance(family, families.BuiltInFamily)}
 # Files whose subject is one family, or a format of other people's files.
-OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.hf.")
+OF_A_FAMILY = ("dtmega.models.", "dtmega.plans.", "dtmega.interop.hf.")
 
 
 def names_compared(module: str) -> list[str]:
@@ -38,7 +39,7 @@ def test_no_file_asks_which_family_it_is(module):
 
 def test_only_families_imports_the_models_and_plans_of_families():
     of_one = {f"dtmega.{room}.{name}" for room in ("models", "plans") for name in OWN}
-    of_one |= {f"dtmega.hf.{name}" for name in ("record", "model", "resolve")}
+    of_one |= {f"dtmega.interop.hf.{name}" for name in ("record", "model", "resolve")}
     asking = {module for module, targets in arrows(REPO).items() if targets & of_one}
     assert {module for module in asking if not module.startswith(OF_A_FAMILY)} == {"dtmega.families"}
 

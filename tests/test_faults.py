@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from tensorboardX.event_file_writer import EventsWriter
 
-from dtmega import job, train
+from dtmega import train
 from dtmega.checkpoint.files import Disk
+from dtmega.distributed import exit_codes
 from dtmega.models.bloom import Block
-from dtmega.optim import Spikes
-from dtmega.parallelize import ShardedModel
+from dtmega.ops.optim import Spikes
+from dtmega.training.parallelize import ShardedModel
 from tests.layouts import write_text
 from tests.resumed import KEYS, LAYOUTS, Record, Training, deviation, flags, rest, train_all, whole
 
@@ -287,7 +288,7 @@ def test_a_run_does_not_go_on_with_other_data_unless_it_may(tmp_path, small, cap
             content[1000] = 9 if content[1000] != 9 else 10
             (tmp_path / "text.bin").write_bytes(content)
         changed = moved | change
-        assert alone(changed, tmp_path / "run") == job.REFUSED
+        assert alone(changed, tmp_path / "run") == exit_codes.REFUSED
         message = capsys.readouterr().err
         assert "step-00000006 is of a run on other data: " in message
         assert said in message
@@ -302,12 +303,12 @@ def test_where_every_checkpoint_is_damaged_the_run_does_not_start_from_scratch(t
         flip(folder / what)
     before, metrics = checkpoints(tmp_path), (tmp_path / "metrics.jsonl").read_bytes()
     capsys.readouterr()
-    assert alone(small, tmp_path) == job.DAMAGED
+    assert alone(small, tmp_path) == exit_codes.DAMAGED
     message = capsys.readouterr().err
     for step in (4, 8, 12):
         assert re.search(rf"damaged: .*step-000000{step:02}: {what}: ", message)
     told = json.loads((tmp_path / "exit.json").read_text())
-    assert (told["code"], f"dtmega: {told['reason']}\n") == (job.DAMAGED, message)
+    assert (told["code"], f"dtmega: {told['reason']}\n") == (exit_codes.DAMAGED, message)
     assert checkpoints(tmp_path) == before
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
@@ -320,7 +321,7 @@ def test_damaged_data_is_named_before_anything_starts(tmp_path, small, capsys, d
         (tmp_path / "text.bin").write_bytes((tmp_path / "text.bin").read_bytes()[:-100])
     else:
         (tmp_path / "text.idx").write_bytes(b"NOTINDEX" + (tmp_path / "text.idx").read_bytes()[8:])
-    assert alone(small | {"data.path": str(tmp_path / "text")}, tmp_path / "run") == job.REFUSED
+    assert alone(small | {"data.path": str(tmp_path / "text")}, tmp_path / "run") == exit_codes.REFUSED
     assert f"text{'.bin' if damage == 'short' else '.idx'}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

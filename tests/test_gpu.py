@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtmega import config, mesh, train
-from dtmega.attention import attention
 from dtmega.checkpoint.staging import Stager
 from dtmega.data.loader import TrainBatches
-from dtmega.loss import linear_cross_entropy
-from dtmega.rule import alibi_slopes, attention_rule
-from dtmega.step import train_step
+from dtmega.ops.attention import attention
+from dtmega.ops.attention_rule import alibi_slopes, attention_rule
+from dtmega.ops.cross_entropy import linear_cross_entropy
+from dtmega.training.step import train_step
 from tests import counts, ranks
-from tests.test_attention import textbook
+from tests.ops.test_attention import textbook
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
@@ -104,8 +104,8 @@ def test_attention_and_its_gradients_are_the_textbooks(words: str, dtype: str, d
 @in_each_dtype
 def test_the_fused_loss_and_its_gradients_are_cross_entropys(dtype: str, device: str, monkeypatch: pytest.MonkeyPatch):
     kind, bound = DTYPES[dtype]
-    monkeypatch.setattr("dtmega.loss.CHUNK_TOKENS", {device: 64})  # three chunks, the last one smaller
-    monkeypatch.setattr("dtmega.loss.CHUNK_LOGITS", 0)
+    monkeypatch.setattr("dtmega.ops.cross_entropy.CHUNK_TOKENS", {device: 64})  # three chunks, the last one smaller
+    monkeypatch.setattr("dtmega.ops.cross_entropy.CHUNK_LOGITS", 0)
     n, d, v = 150, 32, 67
     labels = torch.arange(n) % v
     labels[::7] = -100

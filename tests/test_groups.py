@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import dtmega.parallelize as parallelize_room
-from dtmega import config, cost, evaluate, families, loss, mesh, step
-from dtmega.data.sums import Tally
+import dtmega.training.parallelize as parallelize_room
+from dtmega import config, families, mesh
+from dtmega.data.objectives.sums import Tally
 from dtmega.mesh import World
-from dtmega.parallelize import ShardedModel, parallelize
-from dtmega.shards import local
+from dtmega.ops import cost, cross_entropy
+from dtmega.ops.shards import local
+from dtmega.training import evaluate, step
+from dtmega.training.parallelize import ShardedModel, parallelize
 from tests import test_wire
 from tests.test_wire import Wire, settings
 
@@ -71,7 +73,7 @@ def zero_gradients(model: ShardedModel) -> None:
 
 def test_a_step_on_replicas_of_shards_of_parts_is_what_the_formula_says(monkeypatch, pretend):
     for name in ("CHUNK_TOKENS", "CHUNK_LOGITS"):
-        monkeypatch.setattr(loss, name, getattr(loss, name))  # which `counted_and_expected` changes
+        monkeypatch.setattr(cross_entropy, name, getattr(cross_entropy, name))  # which `counted_and_expected` changes
     pretend(7, 12)
     keys = {"mesh": {"dp_replicate": 3, "dp_shard": 2, "tp": 2}, "model": {"vocab_size": 32}}
     ((counted, expected),) = test_wire.counted_and_expected([settings(keys, n_layers=3, sequences=2 * 6)])
@@ -107,7 +109,7 @@ def test_what_all_ranks_tell_is_added_up_over_those_with_other_tokens_and_those_
     pretend(rank)
     world = world_of(cfg_of())
     told = torch.tensor([[2.0**r, 2.0**r] for r in range(N)], dtype=torch.float64)  # a digit for each rank
-    monkeypatch.setattr(step.drift, "gather_vectors", lambda *_: told)
+    monkeypatch.setattr(step.replica_check, "gather_vectors", lambda *_: told)
     totals, squared_norm = step.over_ranks(world, torch.zeros(1, dtype=torch.float64), torch.zeros(()))
     same_tp = [r for r in range(N) if r % 2 == rank % 2]
     same_replica = [r for r in range(N) if r // 4 % 2 == rank // 4 % 2]

@@ -80,7 +80,7 @@ ROOMS: dict[str, tuple[int, set[str]]] = {
 }
 
 # The one arrow that runs up: `from dtmega.plans import parallelize_hf`, a name that is looked for when it is asked for.
-LAZY = ("dtmega.plans", "dtmega.hf")
+LAZY = ("dtmega.plans", "dtmega.interop.hf")
 
 # What a first reader of the core may skip.
 ANNEXES = {"convert", "foreign", "hf", "megatron"}
@@ -96,7 +96,7 @@ def modules(repo: Path) -> dict[str, Path]:
 
 
 def room(module: str) -> str:
-    """dtmega.data.samples -> data, dtmega -> __init__, train -> train.py"""
+    """dtmega.data.sampling.samples -> data, dtmega -> __init__, train -> train.py"""
     parts = module.split(".")
     return "train.py" if parts == ["train"] else (*parts, "__init__")[1]
 
@@ -170,7 +170,7 @@ def test_only_families_brings_models_and_plans_together():
     graph = arrows(REPO)
     both = [m for m, targets in graph.items() if {"models", "plans"} <= {room(t) for t in targets}]
     # `parallelize` draws the values of one and sums the gradients of the other, whatever the family.
-    assert set(both) == {"dtmega.families", "dtmega.parallelize"}
+    assert set(both) == {"dtmega.families", "dtmega.training.parallelize"}
 
 
 def merging(repo: Path) -> list[str]:
@@ -211,7 +211,7 @@ def test_the_core_can_be_read_without_the_annexes():
 
 def test_the_parts_of_the_wing_for_transformers_see_each_other_downward_only():
     below = {"families": 0, "files": 0, "initial": 0, "directory": 1, "model": 2, "resolve": 3, "tp": 1, "record": 4}
-    prefix = "dtmega.hf."
+    prefix = "dtmega.interop.hf."
     seen = set()
     for module, targets in arrows(REPO).items():
         part = module.removeprefix(prefix).partition(".")[0]
@@ -223,7 +223,8 @@ def test_the_parts_of_the_wing_for_transformers_see_each_other_downward_only():
 
 
 def test_the_names_of_the_wing_that_plans_lends_are_those_of_the_wing():
-    from dtmega import hf, plans
+    from dtmega import plans
+    from dtmega.interop import hf
 
     lent = [name for name in plans.__all__ if name in hf.__all__]
     assert lent == ["load_hf", "parallelize_hf", "plan_for", "verify_plan"]
@@ -237,18 +238,18 @@ def test_a_planted_file_without_a_room_is_found(tmp_path: Path):
 @pytest.mark.parametrize(
     "text",
     [
-        "import dtmega.parallelize",
+        "import dtmega.training.parallelize",
         "from dtmega import parallelize",
-        "from dtmega.parallelize import parallelize",
+        "from dtmega.training.parallelize import parallelize",
         "from ..parallelize import parallelize",
         "from .. import parallelize",
-        "def f():\n    from dtmega.parallelize import parallelize",
-        "if TYPE_CHECKING:\n    import dtmega.parallelize as p",
+        "def f():\n    from dtmega.training.parallelize import parallelize",
+        "if TYPE_CHECKING:\n    import dtmega.training.parallelize as p",
     ],
 )
 def test_a_planted_upward_import_is_found_however_it_is_written(tmp_path: Path, text: str):
-    plant(tmp_path, {"dtmega/parallelize.py": "", "dtmega/models/bloom.py": text})
-    assert forbidden(tmp_path) == ["dtmega.models.bloom (level 2) -> dtmega.parallelize (level 3)"]
+    plant(tmp_path, {"dtmega/training/parallelize.py": "", "dtmega/models/bloom.py": text})
+    assert forbidden(tmp_path) == ["dtmega.models.bloom (level 2) -> dtmega.training.parallelize (level 3)"]
 
 
 def test_a_planted_sideways_import_is_found(tmp_path: Path):
@@ -266,16 +267,23 @@ def test_a_planted_import_of_train_is_found(tmp_path: Path):
 
 def test_downward_imports_and_sideways_ones_with_leave_are_fine(tmp_path: Path):
     text = "import torch\nfrom dtmega import config, cost"
-    plant(tmp_path, {"dtmega/config.py": "", "dtmega/cost.py": "", "dtmega/metrics.py": text})
-    assert (forbidden(tmp_path), arrows(tmp_path)["dtmega.metrics"]) == ([], {"dtmega.config", "dtmega.cost"})
+    plant(tmp_path, {"dtmega/config.py": "", "dtmega/ops/cost.py": "", "dtmega/training/metrics.py": text})
+    assert (forbidden(tmp_path), arrows(tmp_path)["dtmega.training.metrics"]) == (
+        [],
+        {"dtmega.config", "dtmega.ops.cost"},
+    )
 
 
 def test_a_planted_circle_is_found_and_names_those_in_it(tmp_path: Path):
     files = {
         "dtmega/data/__init__.py": "",
-        "dtmega/data/indexed.py": "from dtmega.data.samples import x",
-        "dtmega/data/samples.py": "from .loader import x",
+        "dtmega/data/indexed_files/dataset.py": "from dtmega.data.sampling.samples import x",
+        "dtmega/data/sampling/samples.py": "from .loader import x",
         "dtmega/data/loader.py": "def f():\n    from . import indexed",
-        "dtmega/data/tokenizer.py": "",
+        "dtmega/data/tokenizers/tokenizer.py": "",
     }
-    assert cycle(arrows(plant(tmp_path, files))) == ["dtmega.data.indexed", "dtmega.data.loader", "dtmega.data.samples"]
+    assert cycle(arrows(plant(tmp_path, files))) == [
+        "dtmega.data.indexed_files.dataset",
+        "dtmega.data.loader",
+        "dtmega.data.sampling.samples",
+    ]

@@ -25,18 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from dtmega import config, optim, peak
+from dtmega import config
 from dtmega.checkpoint.resume import State, open_checkpoint, state_of
 from dtmega.checkpoint.run import Checkpoints
-from dtmega.data.objectives import NEXT_TOKEN
+from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.text import Text, open_text
-from dtmega.parallelize import ShardedModel
-from dtmega.watch import Watch
+from dtmega.distributed.watchdog import Watch
+from dtmega.ops import optim
+from dtmega.training import device_peaks
+from dtmega.training.parallelize import ShardedModel
 from tests.layouts import DEBUG, write_text
-from tests.test_bloom import hf_name
+from tests.models.test_bloom import hf_name
+from tests.ops.test_optim import megatron
 from tests.test_faults import alone, replaced
-from tests.test_metrics import events
-from tests.test_optim import megatron
+from tests.training.test_metrics import events
 
 V, D, L, H, S = 128, 16, 1, 2, 12
 PADDED_V = 144
@@ -329,7 +331,7 @@ def noting(noted: Noted, lost: Mapping[int, str]) -> Iterator[None]:
             (os, "fsync", noting_syncs),
             (ShardedModel, "losses", noting_sums),
             (ShardedModel, "forward_backward", going_wrong),
-            (peak, "matmul_flops", lambda device, dtype: PEAK_FLOPS),
+            (device_peaks, "matmul_flops", lambda device, dtype: PEAK_FLOPS),
         ):
             stack.enter_context(replaced(owner, name, function))
         yield

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtmega import config, mesh, processor
+from dtmega import config, mesh
 from dtmega.checkpoint.run import Checkpoints
+from dtmega.ops.cpu import features
 from tests import ranks
 
 REPO = Path(__file__).parents[1]
@@ -361,5 +362,5 @@ def test_groups_of_some_ranks_made_before_are_refused_where_torch_would_wait_for
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the system does not say what the CPU has")
 def test_a_cpu_is_fast_at_bfloat16_if_it_has_tiles_or_dot_products_of_it():
     has = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
-    assert ("amx_tile" in has) is processor.HAS_TILES
+    assert ("amx_tile" in has) is features.HAS_TILES
     assert ({"amx_tile", "avx512_bf16"} & has != set()) is mesh.has_fast_bfloat16(torch.device("cpu"))

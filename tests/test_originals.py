@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtmega import config, mesh, plans
-from dtmega.data.objectives import IGNORED
-from dtmega.megatron.translate import translate
+from dtmega.data.objectives.objective import IGNORED
+from dtmega.interop.megatron.translate import translate
 from dtmega.models.bert import Bert
 from dtmega.models.bloom import Bloom
 from dtmega.models.gpt import GPT
@@ -38,7 +38,7 @@ from dtmega.models.t5 import T5
 from dtmega.plans import bert, bloom, gpt, llama, parallelize_hf, plan_for, t5
 from dtmega.plans.loss import vocab_parallel_cross_entropy
 from dtmega.plans.styles import Column, Row
-from dtmega.recompute import recompute
+from dtmega.training.recompute import recompute
 from tests import ranks
 
 HERE = Path(__file__).resolve().parent

@@ -42,8 +42,8 @@ def trained(site: Path, program: list[str], corpus: str, folder: Path) -> subpro
 
 def test_every_folder_with_modules_is_a_package_of_the_wheel_and_configs_are_beside_it():
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "dtmega").rglob("*.py")}
-    assert set(SETUPTOOLS["packages"]) == folders | {"dtmega.configs"}
-    assert (ROOT / "dtmega" / "configs").samefile(ROOT / "configs")
+    assert set(SETUPTOOLS["packages"]) == folders | {"dtmega.config.shipped"}
+    assert (ROOT / "dtmega" / "config" / "shipped").samefile(ROOT / "configs")
 
 
 def test_installed_without_the_repository_it_trains_a_configuration_by_name_without_transformers(corpus, tmp_path):
@@ -99,7 +99,7 @@ def printed(*lines: str) -> list[str]:
 
 def test_a_process_that_reads_data_imports_nothing_of_the_trainer_by_its_main_file():
     again = 'import runpy, sys; runpy.run_path("train.py", run_name="__mp_main__")'  # as multiprocessing spawns it
-    assert printed(again, 'print("dtmega.begin" in sys.modules, "torch" in sys.modules)') == ["True", "False"]
+    assert printed(again, 'print("dtmega.cli.entry" in sys.modules, "torch" in sys.modules)') == ["True", "False"]
 
 
 def test_no_garbage_is_looked_for_while_it_imports():
@@ -109,13 +109,13 @@ def test_no_garbage_is_looked_for_while_it_imports():
         "        return lambda argv, while_imported=gc.isenabled(): print(name, while_imported)",
         'sys.modules["dtmega.train"] = Trainer("dtmega.train")',
     ]
-    said = printed("import gc, sys, types", *stand_in, "from dtmega import begin; begin.train([])")
+    said = printed("import gc, sys, types", *stand_in, "from dtmega.cli import entry; entry.train([])")
     assert said == ["run_and_leave", "False"]
 
 
 def test_garbage_is_collected_while_it_trains_but_not_of_what_was_imported():
     said = "dtmega.train.run_and_leave = lambda argv: print(*argv, gc.isenabled(), gc.get_freeze_count() > 10**5)"
-    begun = 'from dtmega import begin; begin.train(["--config"])'
+    begun = 'from dtmega.cli import entry; entry.train(["--config"])'
     assert printed("import gc, dtmega.train", said, begun) == ["--config", "True", "True"]
 
 

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtmega import config, families, parallelize, step, train
-from dtmega.data.rows import IGNORED
+from dtmega import config, families, train
+from dtmega.data.objectives.rows import IGNORED
 from dtmega.data.text import open_text
 from dtmega.pipelining.tied import Tied
 from dtmega.plans import styles
+from dtmega.training import parallelize, step
 from tests import layouts
 from tests.layouts import (
     FAMILIES,
@@ -75,12 +76,12 @@ def run(tmp_path_factory, data):
 
 # Inductor writes 18 files of C++ for a block and its backward, which take a minute of a compiler that has none of them
 # yet. All that is before it (Dynamo, autograd, decompositions, the partition) is run by every `make test`, and so are
-# the two kernels of a loss in test_loss.py.
+# the two kernels of a loss in ops/test_cross_entropy.py.
 TRACED = "compile, without Inductor"
 LAYOUTS = layouts.LAYOUTS | {TRACED: layouts.LAYOUTS["compile"]}
 
-# Larger versions of layouts that stay, one whose time goes into compiling, and schedules that test_pipelining.py also
-# compares with one process, for fewer steps. V = 131 on tp 2 is in test_resume.py.
+# Larger versions of layouts that stay, one whose time goes into compiling, and schedules that
+# pipelining/test_pipelining.py also compares with one process, for fewer steps. V = 131 on tp 2 is in test_resume.py.
 FULL = {"tp 4", "dp_shard 4", "pp 4", "V 131, dp_shard 4", "V 131, dp_shard 2 x tp 2", "microbatches of 8"}
 FULL |= {"compile", "compile, tp 2", "bf16, tp 2", "V 131, tp 2", "fp16, dp_shard 2", "prefix, tp 2"}
 FULL |= {f"{family}, tp 2" for family in FAMILIES}  # which is in dp_shard 2 x tp 2

@@ -1,6 +1,6 @@
 """Claims that a reader finds the old, the new, or what it refuses after a power cut: every writer, by one recorder.
 
-Writers of checkpoints: test_kill.py. First that the recorder finds out writers that are wrong.
+Writers of checkpoints: checkpoint/test_kill.py. First that the recorder finds out writers that are wrong.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtmega import durable
-from dtmega.data import corpus, order
-from dtmega.data.indexed import IndexedDataset, IndexedWriter
-from dtmega.data.order import document_order
-from dtmega.data.token_ids import check_token_ids
-from dtmega.data.tokenizer import load_tokenizer
+from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
+from dtmega.data.indexed_files.token_ids import check_token_ids
+from dtmega.data.preparing import corpus
+from dtmega.data.sampling import order
+from dtmega.data.sampling.order import document_order
+from dtmega.data.tokenizers.tokenizer import load_tokenizer
+from dtmega.files import atomic
+from tests.data.sampling.test_samples import write_corpus
 from tests.power_cuts import Disk
-from tests.test_samples import write_corpus
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def by_hand(*steps: str) -> Callable[[Path], None]:
                     (folder / "below").mkdir(exist_ok=True)
                     os.replace(folder / "aside", folder / "below" / "a")
                 else:
-                    durable.sync_folder(folder / step)
+                    atomic.sync_folder(folder / step)
 
     return write
 

@@ -12,10 +12,10 @@ import pytest
 import tomli
 import torch
 
-from dtmega import commands as dtmega_commands
 from dtmega import config, families, mesh
+from dtmega.cli import commands as dtmega_commands
 from dtmega.data.loader import TrainBatches
-from dtmega.parallelize import check, with_micro_batch_size
+from dtmega.training.parallelize import check, with_micro_batch_size
 from tests import hf_models
 from tools import configuration_page
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dtmega import config
-from dtmega.data.indexed import IndexedWriter
-from dtmega.data.objectives import NEXT_TOKEN
+from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.data.objectives.objective import NEXT_TOKEN
 from dtmega.data.text import open_text
-from dtmega.parallelize import ShardedModel
+from dtmega.training.parallelize import ShardedModel
 from tests.layouts import write_text
 from tests.resumed import Record
 from tests.test_faults import alone

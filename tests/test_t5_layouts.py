@@ -11,19 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtmega import config, families, mesh, optim
-from dtmega.data import objectives
+from dtmega import config, families, mesh
 from dtmega.data.loader import StepBatch
+from dtmega.data.objectives import objective
 from dtmega.models.initial import init_weights
 from dtmega.models.t5 import T5
-from dtmega.optim import Spikes
-from dtmega.parallelize import check, parallelize
+from dtmega.ops import optim
+from dtmega.ops.optim import Spikes
 from dtmega.plans import apply_plan, shard_buffers, t5
-from dtmega.step import train_step
+from dtmega.training.parallelize import check, parallelize
+from dtmega.training.step import train_step
 from tests import ranks
-from tests.test_bert_plan import Wire
-from tests.test_contract import NO_PARAMETERS, differences, whole
-from tests.test_t5 import MEGATRON
+from tests.models.test_contract import NO_PARAMETERS, differences, whole
+from tests.models.test_t5 import MEGATRON
+from tests.plans.test_bert import Wire
 
 CPU = torch.device("cpu")
 V, S, T, SEQUENCES, STEPS, LR, CLIP = 131, 12, 6, 12, 2, 1e-2, 1.0
@@ -70,7 +71,7 @@ def rows(step: int) -> dict[str, Tensor]:
     return {
         "tokens": torch.randint(V, (SEQUENCES, S), generator=generator).where(text, 0),
         "decoder_tokens": said[:, :-1].where(decoder_text, 0),
-        "labels": said[:, 1:].where(decoder_text, objectives.IGNORED),
+        "labels": said[:, 1:].where(decoder_text, objective.IGNORED),
         "sample_ids": step * SEQUENCES + number.squeeze(1),
         "places": torch.arange(S).expand(SEQUENCES, S).contiguous(),
         "decoder_places": torch.arange(T).expand(SEQUENCES, T).contiguous(),
@@ -98,7 +99,7 @@ def truth(form: str) -> dict[str, Any]:
     for step in range(STEPS):
         batch = rows(step)
         optimizer.zero_grad()
-        loss = model(**batch)["lm"] / (batch["labels"] != objectives.IGNORED).sum()
+        loss = model(**batch)["lm"] / (batch["labels"] != objective.IGNORED).sum()
         loss.backward()
         if step == 0:
             found["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -133,7 +134,7 @@ def trained(form: str, keys: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         mine = microbatches(step, world.data_rank, world.data_size)
         if step == 0:
-            model.forward_backward(mine, {"tokens": int((rows(0)["labels"] != objectives.IGNORED).sum())})
+            model.forward_backward(mine, {"tokens": int((rows(0)["labels"] != objective.IGNORED).sum())})
             found["gradients"] = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         outcome = train_step(run, StepBatch(0, SEQUENCES, mine))
         found["steps"].append({"loss": outcome.loss, "grad_norm": outcome.grad_norm})

@@ -15,10 +15,14 @@ import tomli
 import torch
 import torch.distributed as dist
 
-from dtmega import config, cores, declared, job, mesh, starts, train
+from dtmega import config, mesh, train
 from dtmega.__main__ import main as command
-from dtmega.data.indexed import IndexedWriter
-from dtmega.startup import Startup
+from dtmega.config import schema
+from dtmega.data.indexed_files.dataset import IndexedWriter
+from dtmega.distributed import exit_codes
+from dtmega.distributed.agreement import Startup
+from dtmega.ops.cpu import contention
+from dtmega.training import history
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,14 +114,16 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tmp_path, corpus, capsy
 
 def test_a_run_on_cores_that_others_use_says_so_once(tmp_path, corpus, capsys, monkeypatch):
     waited_s = itertools.count(0, 10**6)
-    monkeypatch.setattr(cores, "_waited_s", lambda: next(waited_s))
+    monkeypatch.setattr(contention, "_waited_s", lambda: next(waited_s))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert run(tmp_path, corpus, train__steps=cores.TO + 2, eval__interval=0, checkpoint__final="false") == 0
+    assert run(tmp_path, corpus, train__steps=contention.TO + 2, eval__interval=0, checkpoint__final="false") == 0
     assert capsys.readouterr().out.count("other processes use this machine's cores") == 1
-    keys = {"eval__interval": 0, "train__exit_interval": cores.TO + 2}
-    run(tmp_path / "cut", corpus, train__steps=2 * cores.TO + 4, **keys)
+    keys = {"eval__interval": 0, "train__exit_interval": contention.TO + 2}
+    run(tmp_path / "cut", corpus, train__steps=2 * contention.TO + 4, **keys)
     assert capsys.readouterr().out.count("other processes use this machine's cores") == 1
-    run(tmp_path / "cut", corpus, train__steps=2 * cores.TO + 4, **keys)  # goes on, perhaps beside others than before
+    run(
+        tmp_path / "cut", corpus, train__steps=2 * contention.TO + 4, **keys
+    )  # goes on, perhaps beside others than before
     assert capsys.readouterr().out.count("other processes use this machine's cores") == 1
 
 
@@ -153,12 +159,12 @@ def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_pa
     keys |= {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "batch__rampup": "[4, 4, 24]"}
     assert run(tmp_path / "whole", corpus, **keys | {"data__num_workers": 0}) == 0
     ((code, output),) = ranks.run(1, until_sigterm, arguments(tmp_path / "cut", corpus, **keys))
-    assert code == job.PREEMPTED
+    assert code == exit_codes.PREEMPTED
     assert "stopped after step 4 of 7: a signal asked for it" in output
     assert len(losses(tmp_path / "cut")) == 4
     newest = f"{tmp_path}/cut/checkpoints/step-00000004"
     reason = "a signal asked for it"
-    assert job.Ended.read(tmp_path / "cut") == (75, reason, 4, newest, ANY)
+    assert exit_codes.Ended.read(tmp_path / "cut") == (75, reason, 4, newest, ANY)
     assert run(tmp_path / "cut", corpus, **keys) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 8))
@@ -173,7 +179,7 @@ def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, co
         assert run(tmp_path / "cut", corpus, train__exit_interval=4, **keys) == 0
         assert len(losses(tmp_path / "cut")) == expected
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    begun = starts.read(tmp_path / "cut")
+    begun = history.read(tmp_path / "cut")
     assert [(start.step, start.steps, start.device) for start in begun] == [(step, 10, "cpu") for step in (0, 4, 8)]
     assert begun[0].layout == {"processes": 1, "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
     assert begun[-1].config == tomli.loads((tmp_path / "cut" / "config.toml").read_text())
@@ -338,7 +344,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_key(tmp_path, corpus,
     assert run(tmp_path, corpus, model__hidden_size=64) == 2
     refusal = capsys.readouterr().err
     assert "[model] hidden_size was 32, is 64" in refusal
-    assert job.Ended.read(tmp_path) == (2, ANY, 10, f"{tmp_path}/checkpoints/step-00000010", ANY)
+    assert exit_codes.Ended.read(tmp_path) == (2, ANY, 10, f"{tmp_path}/checkpoints/step-00000010", ANY)
     assert refusal.endswith(f"dtmega: {ending(tmp_path)['reason']}\n")
 
 
@@ -379,7 +385,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus, monkeypa
     with pytest.raises(RuntimeError, match=r"4 steps in a row .* samples 40 to 47"):
         run(tmp_path, corpus, batch__micro_batch_size=8, train__max_skipped=3)
     reason = "RuntimeError: 4 steps in a row had a loss or gradient that is not finite"
-    told = job.Ended.read(tmp_path)
+    told = exit_codes.Ended.read(tmp_path)
     assert told is not None
     assert told.reason.startswith(reason)
     assert told == (1, ANY, 6, "", ANY)
@@ -392,14 +398,14 @@ def test_an_error_before_the_first_step_is_told_too(tmp_path, corpus, monkeypatc
         run(tmp_path, corpus, eval__interval=0)
     newest = f"{tmp_path}/checkpoints/step-00000002"
     why = "ZeroDivisionError: division by zero"
-    assert job.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
+    assert exit_codes.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
     monkeypatch.setattr(train, "Metrics", lambda *args, **keywords: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, corpus, eval__interval=0)
-    assert job.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
+    assert exit_codes.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, corpus, eval__interval=0, checkpoint__resume="none")
-    assert job.Ended.read(tmp_path) == (1, why, 0, "", ANY)
+    assert exit_codes.Ended.read(tmp_path) == (1, why, 0, "", ANY)
 
 
 def test_generate_continues_a_prompt_from_the_last_checkpoint(tmp_path, corpus, capsys):
@@ -420,5 +426,5 @@ def test_help_lists_every_key(capsys):
         train.main(["--help"])
     assert stop.value.code == 0
     output = capsys.readouterr().out
-    for group in declared.groups_of(config.Config):
+    for group in schema.groups_of(config.Config):
         assert all(f"--{group.section}.{key} " in output for key in group.fields)

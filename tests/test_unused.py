@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtmega import config, families, optim
+from dtmega import config, families
 from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.checkpoint.run import _targets, tensors_of
 from dtmega.models.model import Model
+from dtmega.ops import optim
 from dtmega.plans.styles import Plan, Whole
 from tests.layouts import DEBUG, FP32, write_text
 from tests.resumed import Record, Training, train_all

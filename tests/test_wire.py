@@ -15,15 +15,17 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtmega import config, families, job, loss, mesh, train
+from dtmega import config, families, mesh, train
 from dtmega.data.loader import StepBatch
+from dtmega.distributed import exit_codes
 from dtmega.fsdp import wraps
 from dtmega.mesh import World
-from dtmega.optim import Spikes, build_optimizer
-from dtmega.parallelize import parallelize
+from dtmega.ops import cross_entropy
+from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.pipelining.split import plan_stages
 from dtmega.plans import mappings
+from dtmega.training.parallelize import parallelize
 from tests import ranks
 from tests.traffic import Traffic, traffic_of_a_step
 
@@ -137,7 +139,7 @@ def all_counted(layouts: dict[str, list[dict[str, Any]]]) -> dict[str, Counted]:
 
 def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
     """The operations of this rank in the second step of each configuration (all of one mesh), and by the formula."""
-    loss.CHUNK_TOKENS, loss.CHUNK_LOGITS = {"cpu": CHUNK_TOKENS}, 0
+    cross_entropy.CHUNK_TOKENS, cross_entropy.CHUNK_LOGITS = {"cpu": CHUNK_TOKENS}, 0
     world, groups = start(config.validate(values[0], "test"))
     found = []
     for cfg in (config.validate(v, "test") for v in values):
@@ -147,7 +149,12 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
         wire, text = Wire(groups), Mock(splits={"valid": None})
         with contextlib.ExitStack() as second_step, contextlib.suppress(StopIteration):
             batches: Any = two_batches(cfg, world, functools.partial(second_step.enter_context, wire))
-            nobody = {"checkpoints": Mock(), "metrics": Mock(), "watch": Mock(signals=[]), "ending": job.Ending()}
+            nobody = {
+                "checkpoints": Mock(),
+                "metrics": Mock(),
+                "watch": Mock(signals=[]),
+                "ending": exit_codes.Ending(),
+            }
             nobody["checkpoints"].poll.return_value = []
             run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)
             train.train(run, train.Progress())

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dtmega.config import Config
-from dtmega.cost import Piece, n_parameters
+from dtmega.ops.cost import Piece, n_parameters
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -47,7 +47,7 @@ def traffic_of_a_step(
     Args:
         pieces: the pieces of the whole model.
         sizes: ranks along each axis, resolved.
-        loss_chunk_tokens: tokens whose logits exist at once (`loss.py`).
+        loss_chunk_tokens: tokens whose logits exist at once (`ops/cross_entropy.py`).
         wrapped: FSDP2 holds the weights (`fsdp.wraps`).
         stages: names of the pieces of each pipeline stage; none without a pipeline.
         held: numbers of the stages on this rank.

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.data.rows import IGNORED
-from dtmega.data.sums import Sum
+from dtmega.data.objectives.rows import IGNORED
+from dtmega.data.objectives.sums import Sum
 from dtmega.families import BuiltInFamily
 from dtmega.models.layers import MLP, LMHead
 from dtmega.models.model import Model

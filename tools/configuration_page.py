@@ -8,13 +8,13 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from dtmega import config
-from dtmega.declared import choices_of, groups_of
+from dtmega.config.schema import choices_of, groups_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPENING = """\
 # Every key
 
-<!-- Written by tools/configuration_page.py from dtmega/config/__init__.py and dtmega/model_sections.py. -->
+<!-- Written by tools/configuration_page.py from dtmega/config/__init__.py and dtmega/config/model_keys.py. -->
 
 A configuration is a TOML file of sections, and any key of it can be set on the command line too: `lr` of `[optim]` is
 `--optim.lr 1e-3`. Later ones win. A key that is not below is refused, with the one that was meant: names of other

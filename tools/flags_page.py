@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtmega import config
-from dtmega.declared import SectionClasses
-from dtmega.megatron.flags import FLAGS, Flag
+from dtmega.config.schema import SectionClasses
+from dtmega.interop.megatron.flags import FLAGS, Flag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-megatron.md"
 OPENING = """\
 # Coming from Megatron
 
-<!-- Written by tools/flags_page.py from dtmega/megatron/flags.py. -->
+<!-- Written by tools/flags_page.py from dtmega/interop/megatron/flags.py. -->
 
 `dtmega from-megatron` reads a launch script, or a line of arguments in quotes, and prints the TOML that says the same.
 The script is read as text and never run. What is not carried over is named on stderr with the reason, and what the TOML

@@ -53,7 +53,7 @@ def copy_repository(module: Path, tests: list[str]) -> None:
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, stdout=-1, check=True)
     for name in listed.stdout.decode().splitlines():
         (COPY / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_dir():  # dtmega/configs is a link to a folder, and mutmut follows none
+        if (ROOT / name).is_dir():  # dtmega/config/shipped is a link to a folder, and mutmut follows none
             shutil.copytree(ROOT / name, COPY / name)
         elif (ROOT / name).exists():
             shutil.copy2(ROOT / name, COPY / name)

@@ -1,4 +1,5 @@
-"""Make dtmega/data/stdlib-8k.tiktoken: a byte-level BPE vocabulary of 8,192 from the text of Python's own library.
+"""Make dtmega/data/tokenizers/stdlib-8k.tiktoken: a byte-level BPE vocabulary of 8,192 from the text of Python's own
+library.
 
     pip install -e .[data] && python tools/train_tokenizer.py        (two seconds)
 
@@ -13,8 +14,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from dtmega.data import corpus
-from dtmega.data.tokenizer import PATTERN, STDLIB_8K
+from dtmega.data.preparing import corpus
+from dtmega.data.tokenizers.tokenizer import PATTERN, STDLIB_8K
 
 VOCAB_SIZE = 8192
 

@@ -1,4 +1,4 @@
-"""Make dtmega/data/stdlib-wordpiece.txt: 8,192 WordPieces from the text of Python's own library, cased.
+"""Make dtmega/data/tokenizers/stdlib-wordpiece.txt: 8,192 WordPieces from the text of Python's own library, cased.
 
     python tools/train_wordpiece.py        (half a minute)
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tokenizers import trainers
 
-from dtmega.data import corpus, wordpiece
-from dtmega.data.tokenizer import STDLIB_WORDPIECE
+from dtmega.data.preparing import corpus
+from dtmega.data.tokenizers import wordpiece
+from dtmega.data.tokenizers.tokenizer import STDLIB_WORDPIECE
 
 VOCAB_SIZE = 8192
 

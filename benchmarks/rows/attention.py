@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows.measure import FP32_LOSS, Row, check_tensors, cpu_ms, top_operators
-from dtmega.attention import attention
-from dtmega.rule import alibi_slopes, attention_rule
+from dtmega.ops.attention import attention
+from dtmega.ops.attention_rule import alibi_slopes, attention_rule
 
 N_TOKENS, N_HEADS, HEAD_DIM = 2048, 8, 64
 # S -> the ratio to reach.

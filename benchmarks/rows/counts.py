@@ -11,7 +11,7 @@ EXACT = "equal on every rank"
 
 
 def wire(quick: bool) -> list[Row]:
-    """Payload bytes that a rank hands over in a step, beside the closed form of `dtmega/cost.py`."""
+    """Payload bytes that a rank hands over in a step, beside the closed form of `dtmega/ops/cost.py`."""
     rows = []
     for name, (n, _) in test_wire.configurations(False).items():
         for found in test_wire.measured(n, False):

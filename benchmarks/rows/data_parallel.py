@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rows import ours
 from benchmarks.rows.measure import Row, check_losses, interleaved, top_operators
-from dtmega import families, optim, pages
+from dtmega import families
 from dtmega.models.initial import init_weights
-from dtmega.step import Run
+from dtmega.ops import optim
+from dtmega.ops.cpu import huge_pages
+from dtmega.training.step import Run
 from tests import ranks
 
 TIMEOUT_S = 1800.0
@@ -48,7 +50,7 @@ def axes(quick: bool) -> list[Row]:
 
 def _on_a_rank(rounds: int) -> tuple[dict[str, float], str, dict[str, list[str]]]:
     warnings.simplefilter("ignore")
-    pages.keep_freed()  # as train.py does on a CPU; DDP's step has its memory so, too
+    huge_pages.keep_freed()  # as train.py does on a CPU; DDP's step has its memory so, too
     with ExitStack() as closing:
         forms: dict[str, Callable[[], Any]] = {}
         for axis in AXES:

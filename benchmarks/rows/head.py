@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.rows.measure import Row, check_losses, check_tensors, cpu_ms, top_operators
-from dtmega import pages
-from dtmega.loss import linear_cross_entropy
+from dtmega.ops.cpu import huge_pages
+from dtmega.ops.cross_entropy import linear_cross_entropy
 
 HIDDEN = 1024
 # V -> tokens, the ratio to reach.
@@ -20,7 +20,7 @@ SIZES = {8192: (2048, 1.30), 32768: (2048, 1.25), 250880: (512, 1.15)}
 
 def at(vocab_size: int, quick: bool) -> list[Row]:
     n_tokens, reach = SIZES[vocab_size]
-    pages.keep_freed()  # as `train.py` does; the products alone write to memory that is there
+    huge_pages.keep_freed()  # as `train.py` does; the products alone write to memory that is there
     torch.manual_seed(0)
     h, weight = torch.randn(n_tokens, HIDDEN), torch.randn(vocab_size, HIDDEN) * HIDDEN**-0.5
     labels = torch.randint(vocab_size, (n_tokens,))

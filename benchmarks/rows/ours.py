@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from dtmega import train
 from dtmega.data.loader import StepBatch
-from dtmega.startup import Startup
-from dtmega.step import Run, StepResult, train_step
+from dtmega.distributed.agreement import Startup
+from dtmega.training.step import Run, StepResult, train_step
 
 # Keys that a step alone does not need, whatever a configuration says of them.
 ALONE: dict[str, Any] = {

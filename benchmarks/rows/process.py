@@ -156,7 +156,7 @@ def values(quick: bool) -> list[Row]:
     us = {name: 1e3 * found / n for name, found in ms.items()}
     name = "an initial value"
     peer = f"0.03 (torch's generator: {us['torch']:.4f})"
-    return [Row(name, peer, us["ours"], 0.03, "CPU us", 1.0, "bits: tests/test_keyed.py")]
+    return [Row(name, peer, us["ours"], 0.03, "CPU us", 1.0, "bits: tests/ops/test_keyed.py")]
 
 
 BENCHMARKS = {"step": step, "start": start, "values": values}

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks.rows import ours
 from benchmarks.rows.measure import Row, check_losses, check_tensors, interleaved, top_operators
-from dtmega.loss import linear_cross_entropy
+from dtmega.ops.cross_entropy import linear_cross_entropy
 from tests import ranks
 
 TIMEOUT_S = 1800.0

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.rows.measure import Row, cpu_ms
-from dtmega.data import corpus, tokenizer_json
-from dtmega.data.text_files import RecordBatch
-from dtmega.data.tokenize import Job, Worker
+from dtmega.data.preparing import corpus
+from dtmega.data.preparing.text_files import RecordBatch
+from dtmega.data.preparing.tokenize import Job, Worker
+from dtmega.data.tokenizers import tokenizer_json
 
 N_BYTES = 2**20  # about what a worker is handed at a time
 

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from dtmega import optim
 from dtmega.config import Config
-from dtmega.declared import Section
+from dtmega.config.schema import Section
+from dtmega.ops import optim
 
 Treatment = Literal["free", "printed", "refused"]
 FREE: dict[str, tuple[str, ...]] = {

@@ -19,8 +19,8 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from dtmega import durable, extras
 from dtmega.checkpoint.manifest import NAME, Damaged
+from dtmega.files import atomic, optional_imports
 
 
 def open_root(root: str) -> Disk | Remote:
@@ -32,7 +32,7 @@ def open_root(root: str) -> Disk | Remote:
     if "://" not in root:
         return Disk(root)
     if root.startswith("s3://"):
-        extras.check("s3fs", "s3", f"{root} ([checkpoint] dir)")
+        optional_imports.check("s3fs", "s3", f"{root} ([checkpoint] dir)")
     try:
         return Remote(root)
     except (ImportError, ValueError, OSError) as error:
@@ -65,11 +65,11 @@ class Disk:
 
     def make(self, folder: str) -> None:
         """Make an empty folder, in place of whatever a killed save left under this name."""
-        durable.empty_folder(self.root / folder)
+        atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
         """A new binary file to write to. When the block ends, its bytes are on the disk and not only in a cache."""
-        return durable.created(self.root / folder / name)
+        return atomic.created(self.root / folder / name)
 
     @contextlib.contextmanager
     def open(self, folder: str, name: str) -> Iterator[Any]:
@@ -87,7 +87,7 @@ class Disk:
 
     def sync(self, folder: str) -> None:
         """Make the names in a folder survive a power cut; "" stands for `root`."""
-        durable.sync_folder(self.root / folder)
+        atomic.sync_folder(self.root / folder)
 
     def rename(self, folder: str, to: str) -> None:
         """Rename a folder in one atomic event; `sync("")` makes the new name survive a power cut."""
@@ -95,13 +95,13 @@ class Disk:
 
     def move(self, folder: str, into: str) -> None:
         """Move a folder into the folder `into`, and return when that survives a power cut."""
-        durable.make_folder(self.root / into)
+        atomic.make_folder(self.root / into)
         os.rename(self.root / folder, self.root / into / folder)
-        durable.sync_folder(self.root / into)
-        durable.sync_folder(self.root)
+        atomic.sync_folder(self.root / into)
+        atomic.sync_folder(self.root)
 
     def remove(self, folder: str) -> None:
-        durable.remove_folder(self.root / folder)
+        atomic.remove_folder(self.root / folder)
 
     def free_bytes(self) -> int | None:
         """Free space of the file system in bytes; None if it cannot be found out."""

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from dtmega import config, job, output
+from dtmega import config
 from dtmega.checkpoint import manifest, resume
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.weights import Weights
+from dtmega.distributed import exit_codes
+from dtmega.distributed.agreement import Refused
+from dtmega.distributed.exit_codes import Claim
+from dtmega.files import console
 from dtmega.formats.sources import Source
-from dtmega.job import Claim
-from dtmega.startup import Refused
 
 
 class CandidatePaths(NamedTuple):
@@ -48,13 +50,13 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
     run_dir, root = Path(cfg.run.dir), resume.root_of(cfg)
     yield Claim(run_dir)
     if "://" in root:
-        output.say(f"{root} cannot be locked: a second run that writes there would not be noticed")
+        console.say(f"{root} cannot be locked: a second run that writes there would not be noticed")
     elif not (Path(root).exists() and Path(root).samefile(run_dir)):
         yield Claim(Path(root), key="[checkpoint] dir")
 
 
 @contextlib.contextmanager
-def early_end_recorded(run_dir: Path | None, ending: job.Ending, *, first: bool) -> Iterator[None]:
+def early_end_recorded(run_dir: Path | None, ending: exit_codes.Ending, *, first: bool) -> Iterator[None]:
     """Record an exception of this block in the run's `exit.json`, although the run directory is not claimed yet.
 
     Nothing is written if the directory has never held a run, or while another process has claimed it.
@@ -70,9 +72,9 @@ def early_end_recorded(run_dir: Path | None, ending: job.Ending, *, first: bool)
         if isinstance(error, Refused):
             ending.because(error.exit_code, error.reason)
         else:
-            ending.because(job.FAILED, job.described(error))
+            ending.because(exit_codes.FAILED, exit_codes.described(error))
         # A lock file shows that a run has been here. A ValueError of `Claim` means that another process runs here now.
-        if first and run_dir is not None and (run_dir / job.LOCK).exists():
+        if first and run_dir is not None and (run_dir / exit_codes.LOCK).exists():
             with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
                 ending.go_on_from(run_dir, partial(resume.newest_of_run, run_dir))
                 ending.write()

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import xxhash
 
-from dtmega import job
 from dtmega.checkpoint.cover import cover
-from dtmega.strangers import parse_object
+from dtmega.distributed import exit_codes
+from dtmega.files.untrusted_json import parse_object
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -43,7 +43,7 @@ DTYPES = {
 class Damaged(ValueError):
     """A checkpoint that differs from what was saved; names file, entry and reason. An older one may be intact."""
 
-    exit_code = job.DAMAGED
+    exit_code = exit_codes.DAMAGED
 
 
 class OtherFormat(ValueError):

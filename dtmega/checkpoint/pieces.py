@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dtmega.shards import boxes, in_parts
+from dtmega.ops.shards import boxes, in_parts
 
 
 class Pieces:

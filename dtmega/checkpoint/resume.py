@@ -19,8 +19,8 @@ from dtmega.checkpoint import changes, manifest
 from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
-from dtmega.loss_scale import ScaleState
-from dtmega.sections import read_toml
+from dtmega.config.reading import read_toml
+from dtmega.ops.loss_scale import ScaleState
 
 FINISHED = re.compile(r"step-\d{8}")
 Count = Annotated[int, Field(ge=0, lt=2**60)]

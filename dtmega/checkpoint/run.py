@@ -28,7 +28,7 @@ from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import State, finished, name, root_of, state_of
 from dtmega.checkpoint.staging import Stager
 from dtmega.checkpoint.tensor_files import Failed
-from dtmega.shards import local
+from dtmega.ops.shards import local
 
 
 class SaveOutcome(NamedTuple):

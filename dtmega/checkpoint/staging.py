@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dtmega.shards import local
+from dtmega.ops.shards import local
 
 
 class Stager:

@@ -13,9 +13,9 @@ from dtmega.checkpoint import changes
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.resume import open_checkpoint, state_of
+from dtmega.files.untrusted_json import download
 from dtmega.formats.sources import BY_TOKEN, Source
-from dtmega.shards import Box, boxes
-from dtmega.strangers import download
+from dtmega.ops.shards import Box, boxes
 
 # Keys of [model] in which a run may differ from the checkpoint that it takes its initial weights from.
 FREE_FOR_NEW_RUN = ("init_from", "init_std", "pad_vocab_to_multiple")

@@ -3,12 +3,12 @@
     config = load(["--config", "bloom.toml", "--optim.lr", "1e-3"])
     config.optim.lr
 
-Every key is declared once, with its default and a line of help: here, or in `model_sections.py` for [model]. `--help`
-and docs/configuration.md print these declarations. An interval of 0 switches its feature off; dtypes have torch's
-names.
+Every key is declared once, with its default and a line of help: here, or in `config/model_keys.py` for [model].
+`--help` and docs/configuration.md print these declarations. An interval of 0 switches its feature off; dtypes have
+torch's names.
 
-Nothing here imports torch, so that a bad configuration is refused within a fraction of a second. `sections.py` does the
-reading; `neighbours.py` suggests the key that an unknown one may have meant, from the table in `synonyms.py`.
+Nothing here imports torch, so that a bad configuration is refused within a fraction of a second. `config/reading.py`
+does the reading; `neighbours.py` suggests the key that an unknown one may have meant, from the table in `synonyms.py`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tomli_w
 from pydantic import Field, model_validator
 
-from dtmega import declared, mixture, sections
+from dtmega.config import mixtures, reading, schema
+from dtmega.config.mixtures import Mixture
+from dtmega.config.model_keys import GPT, T5, Bert, Bloom, Llama, Transformers
+from dtmega.config.model_keys import DropoutModel as DropoutModel  # re-exported, as the two below
+from dtmega.config.model_keys import Model as Model
+from dtmega.config.model_keys import NativeModel as NativeModel
 from dtmega.config.neighbours import Neighbours
+from dtmega.config.reading import ConfigError, Override
+from dtmega.config.schema import Section, key
 from dtmega.config.synonyms import SECTIONS, SYNONYMS
-from dtmega.declared import Section, key
-from dtmega.mixture import Mixture
-from dtmega.model_sections import GPT, T5, Bert, Bloom, Llama, Transformers
-from dtmega.model_sections import DropoutModel as DropoutModel  # re-exported, as the two below
-from dtmega.model_sections import Model as Model
-from dtmega.model_sections import NativeModel as NativeModel
-from dtmega.sections import ConfigError, Override
 
 PACKAGE = Path(__file__).resolve().parent.parent
-CONFIGS_DIR = PACKAGE / "configs"  # in a clone of the repository, a link to the folder next to the package
+CONFIGS_DIR = PACKAGE / "config" / "shipped"  # in a clone of the repository, a link to the folder next to the package
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
 RETIRED_MODEL_KEYS = ("elements", "digest")  # earlier versions wrote them into [model] of every config.toml
 WARMUP_KEYS = ("warmup", "warmup_fraction")  # the two keys of [optim] that set the length of the warm-up
@@ -74,7 +74,8 @@ class Run(Section):
     def collective_timeout_s(self) -> float:
         """Seconds after which a collective gives up: twice `timeout_s`.
 
-        The watch (`watch.py`) must fire first: it names the rank that hangs, which a timed-out collective cannot.
+        The watch (`distributed/watchdog.py`) must fire first: it names the rank that hangs, which a timed-out
+        collective cannot.
         """
         return 2 * self.timeout_s
 
@@ -165,7 +166,7 @@ class Data(Section):
             raise ValueError(f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)")
         for name, written in (("train", self.train), ("test", self.test)):
             try:
-                _ = mixture.parse(written) if written else None
+                _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
         # Names that the splits of this run have already. Without a split there is no set 'valid'.
@@ -173,12 +174,12 @@ class Data(Section):
         names: set[str] = set()
         for written in self.validation:
             try:
-                name = mixture.parse(written).name
+                name = mixtures.parse(written).name
             except ValueError as error:
                 raise ValueError(f"[data] validation: {error}") from None
             if name in taken or name in names:
                 raise ValueError(
-                    f"[data] validation has {mixture.FORM}, each NAME once, of letters, digits and '_.-', and none of "
+                    f"[data] validation has {mixtures.FORM}, each NAME once, of letters, digits and '_.-', and none of "
                     f"{', '.join(taken)}; got '{written}'"
                 )
             names.add(name)
@@ -186,17 +187,17 @@ class Data(Section):
     @property
     def train_mixture(self) -> Mixture | None:
         """`train`, parsed; None if the run has a split instead."""
-        return mixture.parse(self.train) if self.train else None
+        return mixtures.parse(self.train) if self.train else None
 
     @property
     def test_mixture(self) -> Mixture | None:
         """`test`, parsed; None if it is empty."""
-        return mixture.parse(self.test) if self.test else None
+        return mixtures.parse(self.test) if self.test else None
 
     @property
     def validation_sets(self) -> list[Mixture]:
         """`validation`, parsed."""
-        return [mixture.parse(written) for written in self.validation]
+        return [mixtures.parse(written) for written in self.validation]
 
     @property
     def paths(self) -> list[str]:
@@ -632,7 +633,7 @@ def load(argv: list[str]) -> Config:
             following = argv[position + 1 : position + 2]
             print(help_text(*(word for word in following if not word.startswith("-"))))
             sys.exit(0)
-    name, overrides = sections.read_argv(argv, USAGE, NEIGHBOURS)
+    name, overrides = reading.read_argv(argv, USAGE, NEIGHBOURS)
     return read(find_file(name), overrides)
 
 
@@ -657,7 +658,7 @@ def run_dir_of(argv: Sequence[str]) -> Path | None:
     if dir_option:
         return Path(dir_option)
     try:
-        section = sections.read_toml(find_file(config_name)).get("run", {})
+        section = reading.read_toml(find_file(config_name)).get("run", {})
     except ConfigError:
         return None
     run_dir = section.get("dir", Run().dir) if isinstance(section, dict) else None
@@ -670,7 +671,7 @@ def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
     Raises:
         ConfigError: as `load`.
     """
-    return validate(sections.read_toml(path), str(path), overrides)
+    return validate(reading.read_toml(path), str(path), overrides)
 
 
 def find_file(name: str) -> Path:
@@ -684,7 +685,7 @@ def find_file(name: str) -> Path:
             if path.is_file():
                 return path
         except OSError as error:  # a name that is too long, a folder that may not be looked into
-            raise ConfigError(f"--config {name:.{sections.SHOWN}}: {error.strerror}") from None
+            raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
     known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
     raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")
 
@@ -708,7 +709,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
         # A warm-up on the command line replaces the file's, even if the file sets the other one of the two keys;
         # together they would be refused.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
-    return sections.validate(Config, {"train": {}, **values}, source, NEIGHBOURS, overrides)
+    return reading.validate(Config, {"train": {}, **values}, source, NEIGHBOURS, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:
@@ -731,8 +732,8 @@ def help_text(section: str = "") -> str:
         ConfigError: no section has that name.
     """
     if not section:
-        return f"{HELP}\n{declared.describe_keys(Config)}"
+        return f"{HELP}\n{schema.describe_keys(Config)}"
     known = list(Config.model_fields)
     if section not in known:
-        raise ConfigError(f"--help {section:.{sections.SHOWN}}: expected a section, one of {', '.join(known)}")
-    return declared.describe_keys(Config, section).lstrip()
+        raise ConfigError(f"--help {section:.{reading.SHOWN}}: expected a section, one of {', '.join(known)}")
+    return schema.describe_keys(Config, section).lstrip()

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel
 
+from dtmega.config.schema import SectionClasses, condition
 from dtmega.config.synonyms import Synonym
-from dtmega.declared import SectionClasses, condition
 
 # Two names are taken for a typo of each other from this ratio of difflib's on. At 0.4 `learning_rate` was answered
 # with `clip_grad`; at 0.75 `hiden_size`, `sed` and `warm_up` still find the right keys.

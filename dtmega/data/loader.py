@@ -25,7 +25,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtmega.config import Batch, Data
-from dtmega.data.rows import IGNORED, Rows
+from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py

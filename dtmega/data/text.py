@@ -8,18 +8,26 @@ from typing import Any, NamedTuple
 import xxhash
 
 from dtmega.config import Config, Data
-from dtmega.data import record
-from dtmega.data.blend import BY_DOCUMENT, CorpusPart, SplitRule, Splits, build_samples, parts_of, parts_of_mixture
-from dtmega.data.corpus import prepare_stdlib
-from dtmega.data.indexed import IndexedDataset
+from dtmega.data.indexed_files import record
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.token_ids import check_token_ids
 from dtmega.data.loader import bears_loss
 from dtmega.data.megatron.order import FORKS, digest_of_order, ordered, wanted_samples
-from dtmega.data.objectives import NEXT_TOKEN, Objective, check_keys
-from dtmega.data.rows import Rows
-from dtmega.data.samples import AnySamples
-from dtmega.data.token_ids import check_token_ids
-from dtmega.data.tokenizer import Tokenizer, load_tokenizer
-from dtmega.output import counted
+from dtmega.data.objectives.objective import NEXT_TOKEN, Objective, check_keys
+from dtmega.data.objectives.rows import Rows
+from dtmega.data.preparing.corpus import prepare_stdlib
+from dtmega.data.sampling.blend import (
+    BY_DOCUMENT,
+    CorpusPart,
+    SplitRule,
+    Splits,
+    build_samples,
+    parts_of,
+    parts_of_mixture,
+)
+from dtmega.data.sampling.samples import AnySamples
+from dtmega.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from dtmega.files.console import counted
 
 BLOCK_BYTES, N_BLOCKS = 2**16, 64  # of a file, the blocks that `fingerprint` reads
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from dtmega import config
 from dtmega.fsdp.masters import Masters
 from dtmega.fsdp.sends import Gathers, ReducesAndScatters
-from dtmega.shards import dim_to_cut
+from dtmega.ops.shards import dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:

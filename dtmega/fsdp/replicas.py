@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtmega.shards import local
+from dtmega.ops.shards import local
 
 
 class Replicas:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
-from dtmega.loss import IGNORED
 from dtmega.models.layers import (
     MLP,
     FusedAttention,
@@ -31,7 +30,8 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
-from dtmega.rule import AttentionRule, attention_rule
+from dtmega.ops.attention_rule import AttentionRule, attention_rule
+from dtmega.ops.cross_entropy import IGNORED
 
 N_TYPES = 2  # token types: 0 in segment A, with its [CLS] and [SEP], 1 in segment B
 

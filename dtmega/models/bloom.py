@@ -25,8 +25,8 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
-from dtmega.past import KeyValueCache
-from dtmega.rule import AttentionRule, alibi_slopes, attention_rule
+from dtmega.ops.attention_rule import AttentionRule, alibi_slopes, attention_rule
+from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Block(nn.Module):

@@ -6,9 +6,9 @@ from collections import Counter
 
 from torch import nn
 
-from dtmega.cost import Piece
 from dtmega.models.layers import LMHead
 from dtmega.models.model import Model, Per
+from dtmega.ops.cost import Piece
 
 
 def pieces(whole: Model) -> list[Piece]:

@@ -1,8 +1,8 @@
 """Generation: text sampled from a model token by token, for a look at it or for a few prompts at a time.
 
-Keys and values of earlier tokens are kept (`dtmega/past.py`), so that each token is computed once. A model that tp cuts
-along the sequence cannot do so, because ranks cannot share a single token: it computes all tokens again for every new
-one, with the same result.
+Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. A
+model that tp cuts along the sequence cannot do so, because ranks cannot share a single token: it computes all tokens
+again for every new one, with the same result.
 
 Prompts of different lengths are padded to one. Where keys and values are kept, padding goes on the left, so that the
 next token of every prompt is in the same column; it is a document of its own, at places below 0. Otherwise it goes on
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dtmega.files.console import counted
 from dtmega.models.model import Model
-from dtmega.output import counted
-from dtmega.past import KeyValueCache
+from dtmega.ops.key_value_cache import KeyValueCache
 
 PADDING = 64  # sequences are padded to multiples of this, because some kernels are compiled anew for each length
 Settle = Callable[[Tensor], bool]

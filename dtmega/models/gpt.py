@@ -26,8 +26,8 @@ from dtmega.models.layers import (
     stream_norm,
 )
 from dtmega.models.model import Model
-from dtmega.past import KeyValueCache
-from dtmega.rule import AttentionRule, attention_rule
+from dtmega.ops.attention_rule import AttentionRule, attention_rule
+from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Block(nn.Module):

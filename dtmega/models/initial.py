@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtmega import keyed
 from dtmega.models.model import Model
-from dtmega.shards import boxes
+from dtmega.ops import keyed
+from dtmega.ops.shards import boxes
 
 
 @torch.no_grad()

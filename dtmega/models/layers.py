@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtmega import config, keyed
-from dtmega.attention import Dropout, attention
-from dtmega.loss import linear_cross_entropy
-from dtmega.rule import AttentionRule
+from dtmega import config
+from dtmega.ops import keyed
+from dtmega.ops.attention import Dropout, attention
+from dtmega.ops.attention_rule import AttentionRule
+from dtmega.ops.cross_entropy import linear_cross_entropy
 
 Gelu = Literal["erf", "tanh"]
 

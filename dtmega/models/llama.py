@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.attention import attention
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.models.layers import LMHead, finish
 from dtmega.models.model import Model
-from dtmega.past import KeyValueCache
-from dtmega.rule import AttentionRule, attention_rule
+from dtmega.ops.attention import attention
+from dtmega.ops.attention_rule import AttentionRule, attention_rule
+from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Rotation(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtmega.data.denoising.sentinels import Marks, marks
-from dtmega.data.tokenizer import Tokenizer
-from dtmega.data.wordpiece import MASK
+from dtmega.data.objectives.denoising.sentinels import Marks, marks
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+from dtmega.data.tokenizers.wordpiece import MASK
+from dtmega.files.console import counted
 from dtmega.models.generate import PADDING, Sampling, Settle, answer, generate_together, settle_alone
 from dtmega.models.model import Model
-from dtmega.output import counted
 
 
 class Show(NamedTuple):
@@ -158,7 +158,7 @@ def answered(
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    # In training the encoder's text ended in this token, except with separate spans (`data/rows.py`).
+    # In training the encoder's text ended in this token, except with separate spans (`data/objectives/rows.py`).
     if objective != "separate-spans":
         read = [*read, known.end]
     sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.attention import attention
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.formats.sources import Source
 from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
 from dtmega.models.model import Model, Per, consecutive
-from dtmega.past import KeyValueCache
-from dtmega.rule import AttentionRule, attention_rule, distance_buckets
+from dtmega.ops.attention import attention
+from dtmega.ops.attention_rule import AttentionRule, attention_rule, distance_buckets
+from dtmega.ops.key_value_cache import KeyValueCache
 
 
 def _norm(cfg: config.T5) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtmega.past import KeyValueCache
+from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Relay:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.cost import Piece
-from dtmega.data.sums import Tally
+from dtmega.data.objectives.sums import Tally
+from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 

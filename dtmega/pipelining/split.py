@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 from dtmega import config
-from dtmega.cost import Piece
+from dtmega.ops.cost import Piece
 from dtmega.pipelining.table import SCHEDULES, csv_table, stages_in, stages_per_rank
 
 Value = TypeVar("Value", int, float)

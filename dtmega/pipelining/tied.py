@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtmega import drift
-from dtmega.shards import local
+from dtmega.distributed import replica_check
+from dtmega.ops.shards import local
 
 GATHERED = 2**22  # elements of each copy that are gathered at a time
 
@@ -106,10 +106,10 @@ class Tied:
     @torch.no_grad()
     def equal(self) -> bool:
         """Tell whether all copies are equal to the bit. Every rank with a copy calls it, and gets the same answer."""
-        sums = drift.checksums({str(number): copy for number, copy in self.copies.items()})
+        sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
-            least_and_most = drift.gather_vectors(least_and_most, self._group)
+            least_and_most = replica_check.gather_vectors(least_and_most, self._group)
         return bool((least_and_most == least_and_most.flatten()[0]).all())
 
 

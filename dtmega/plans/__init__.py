@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dtmega.plans.apply import apply_plan, check_plan, keep_gathered, shard_buffers, sum_partial_gradients
 
 if TYPE_CHECKING:
-    from dtmega.hf import load_hf, parallelize_hf, plan_for, verify_plan
+    from dtmega.interop.hf import load_hf, parallelize_hf, plan_for, verify_plan
 
 __all__ = [
     "apply_plan",
@@ -23,13 +23,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `dtmega.hf` only when it is asked for.
+    """Import a name of `dtmega.interop.hf` only when it is asked for.
 
     Plans for transformers' models are built from the ones here, so `hf` imports this package and not the other way
     round; users find the names of both here.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dtmega import hf
+    from dtmega.interop import hf
 
     return getattr(hf, name)

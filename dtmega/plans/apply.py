@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
+from dtmega.ops.shards import local
 from dtmega.plans.base import Style, distribute
 from dtmega.plans.styles import Enter, Plan, ShardBuffer
-from dtmega.shards import local
 
 # Parameter of a model before it is cut -> the modules that hold it, and its name in each; several for a tied one.
 Owners = dict[nn.Parameter, list[tuple[nn.Module, str]]]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtmega.loss import locate, token_losses, with_gradient
+from dtmega.ops.cross_entropy import locate, token_losses, with_gradient
 
 
 def vocab_parallel_cross_entropy(

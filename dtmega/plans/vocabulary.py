@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from dtmega.loss import linear_cross_entropy
+from dtmega.ops.cross_entropy import linear_cross_entropy
 from dtmega.plans import mappings
 from dtmega.plans.base import Stack, Style, as_function, computing_on, local_part
 from dtmega.plans.products import product

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega import output
+from dtmega.files import console
 from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
@@ -132,5 +132,5 @@ def restarted_after(run: Run) -> list[int]:
 
 def plain(text: str, most: int = MOST_LETTERS) -> str:
     """A name on one line, cut where it is long, with nothing in it that hides or steers."""
-    text = output.printable(text)
+    text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

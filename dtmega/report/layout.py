@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from dtmega import config, mesh
-from dtmega.parallelize import with_micro_batch_size
 from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table, simulate
+from dtmega.training.parallelize import with_micro_batch_size
 
 MOST_RANKS = 256  # that are drawn
 MOST_ACTIONS = 3000

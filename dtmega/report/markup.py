@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 
-from dtmega import output
+from dtmega.files import console
 from dtmega.report.run import Run
 
 SHOWN_LETTERS, SHOWN_LINES = 1000, 15  # of a long text, at once
@@ -16,7 +16,7 @@ WORD_LETTERS = 30  # that have room in a narrow column
 
 def text(value: object, keep: str = "") -> str:
     """Other people's text, as it stands, for a place between or within tags; what hides or steers is written out."""
-    return html.escape(output.printable(str(value), keep))
+    return html.escape(console.printable(str(value), keep))
 
 
 def breakable(value: object) -> str:

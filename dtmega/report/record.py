@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.metrics import parse_line
+from dtmega.training.metrics import parse_line
 
 MAX_LINE_BYTES = 16 * 2**20  # a file without line ends is not read into memory whole
 MAX_KEYS = 200  # of numbers; a damaged file could have a name for each line

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtmega import job, starts
 from dtmega.checkpoint import resume
-from dtmega.job import MAX_STEP, Ended
-from dtmega.metrics import perplexity
+from dtmega.config.reading import read_toml
+from dtmega.distributed import exit_codes
+from dtmega.distributed.exit_codes import MAX_STEP, Ended
+from dtmega.files.untrusted_json import read_object
 from dtmega.report import record, scores
 from dtmega.report.record import Event, Record, Series, is_validation
 from dtmega.report.scores import Scores
-from dtmega.sections import read_toml
-from dtmega.starts import Start
-from dtmega.strangers import read_object
+from dtmega.training import history
+from dtmega.training.history import Start
+from dtmega.training.metrics import perplexity
 
 Config = Mapping[str, Mapping[str, Any]]  # by section, as written; another version's, or half of one, is shown too
 
@@ -83,7 +84,7 @@ class Run(NamedTuple):
     def refused(self) -> str:
         """The words for the newest attempt where it was refused, and so changed nothing of the run; else ''."""
         ended = self.ended
-        if ended is None or ended.code not in job.NOT_STARTED:
+        if ended is None or ended.code not in exit_codes.NOT_STARTED:
             return ""
         at = f" at {moment(ended.time)}" if ended.time else ""
         return f"the last start was refused{at} with exit code {ended.code}: {ended.reason}"
@@ -112,7 +113,7 @@ class Run(NamedTuple):
         ended = self.ended
         if self.refused and ended is not None:
             found.append(Event(ended.step, "refused start", self.refused))
-        elif ended is not None and (ended.code != job.DONE or ended.step < self.end):
+        elif ended is not None and (ended.code != exit_codes.DONE or ended.step < self.end):
             found.append(Event(ended.step, "end", f"exit code {ended.code}: {ended.reason}"))
         return sorted(found, key=lambda event: event.step)
 
@@ -133,14 +134,16 @@ def names(directories: Sequence[str]) -> list[str]:
 
 
 def _read(directory: Path, name: str) -> Run:
-    is_claimed = job.is_claimed(directory)  # before exit.json is read: a run gives the claim back after writing it
+    is_claimed = exit_codes.is_claimed(
+        directory
+    )  # before exit.json is read: a run gives the claim back after writing it
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
         raise ValueError(f"{directory} is not a run directory: it has no metrics.jsonl and no config.toml")
     found = record.read(path)
     of_checkpoints = scores.read(directory, found.last_step)
     found = found._replace(series=found.series | of_checkpoints.series)
-    every = starts.read(directory) or _start_of_checkpoint(directory)
+    every = history.read(directory) or _start_of_checkpoint(directory)
     anew = max((i for i, start in enumerate(every) if start.step == 0), default=0)
     config = _config(directory) or (every[-1].config if every else {})
     planned = config.get("train", {}).get("steps", 0)
@@ -156,7 +159,7 @@ def _read(directory: Path, name: str) -> Run:
         ended=Ended.read(directory),
         sample=_sample(directory, found.last_step),
         scores=of_checkpoints,
-        written=_written(path, directory / starts.NAME, directory / job.LOCK),
+        written=_written(path, directory / history.NAME, directory / exit_codes.LOCK),
         is_claimed=is_claimed,
     )
 
@@ -205,7 +208,7 @@ def _start_of_checkpoint(directory: Path) -> list[Start]:
 
 
 def _parts(every: Sequence[Start], last_step: int) -> list[Part]:
-    written = starts.parts(every)
+    written = history.parts(every)
     written = [start for start in written if start.step < last_step] or written[-1:]
     if not written:
         return [Part(1, last_step, None)]

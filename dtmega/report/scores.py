@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from dtmega.job import MAX_STEP
+from dtmega.distributed.exit_codes import MAX_STEP
+from dtmega.files.untrusted_json import read_object
 from dtmega.report import record
 from dtmega.report.record import Event, Series
-from dtmega.strangers import read_object
 
 FOLDER = "evaluations"  # of a run directory; one file for a checkpoint and its tasks
 LOSSES = "evaluation.jsonl"  # of a run directory; what a start with [eval] only has measured

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega import job
+from dtmega.distributed import exit_codes
 from dtmega.report.curves import plain
 from dtmega.report.record import Record, validation_name
 from dtmega.report.run import Run, best_validation, duration, loss_in_words, percentile, short
@@ -72,7 +72,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
         refused = plain(run.refused, MOST_LETTERS)
         return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
     if ended is not None:
-        if run.is_done and ended.code == job.DONE:
+        if run.is_done and ended.code == exit_codes.DONE:
             return "finished", f"after {progress}"
         return "stopped", f"after {progress}: {plain(ended.reason, MOST_LETTERS)} (exit code {ended.code})"
     if run.is_done and not run.is_claimed:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtmega import durable, extras
+from dtmega.files import atomic, optional_imports
 from dtmega.report import run
 
 MOST_NAME_BYTES = 200  # a file system's 255, less what is put before it while the page is written
@@ -29,9 +29,9 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
         ValueError: not a run directory; plotly, or with `png` matplotlib, is not installed.
         OSError: a file cannot be read or written.
     """
-    extras.check("plotly", "report", "the page")
+    optional_imports.check("plotly", "report", "the page")
     if png:
-        extras.check("matplotlib", "png", "a picture (--png)")
+        optional_imports.check("matplotlib", "png", "a picture (--png)")
     runs = run.read(directories)
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -42,7 +42,7 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
     if any(plots.has_tail(of_run) for of_run in runs):
         figures["tail"] = plots.tail(runs)
     colours = [colour(number) for number in range(len(runs))]
-    with durable.replaced(output) as file:
+    with atomic.replaced(output) as file:
         file.write(page.page(runs, figures, get_plotlyjs(), colours))
     if not png:
         return [output]

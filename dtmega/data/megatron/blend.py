@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
-from dtmega.data.samples import AnySamples
-from dtmega.data.shared_file import SharedFile
+from dtmega.data.indexed_files.shared_file import SharedFile
+from dtmega.data.sampling.samples import AnySamples
 
 FORMAT = 1  # raise it when the same weights give other choices
 LONG = 1 << 20  # samples from which on choices are worth a file

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dtmega.data.indexed import CHUNK
+from dtmega.data.indexed_files.dataset import CHUNK
 from dtmega.data.megatron.index import Asked, Indices
-from dtmega.strangers import read_object
+from dtmega.files.untrusted_json import read_object
 
 MAX_BYTES = 1 << 20  # of a description
 NAMED = ("doc_idx", "sample_idx", "shuffle_idx")

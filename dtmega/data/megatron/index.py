@@ -25,8 +25,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from dtmega.data import cache_dir
-from dtmega.data.indexed import CHUNK, IndexedDataset
-from dtmega.data.shared_file import SharedFile, index_path, index_state
+from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
+from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
 FORMAT = 1  # raise it when the same arguments give other indices
 LONG = 1 << 20  # entries from which on indices are worth a file: below, they are made in 0.1 s

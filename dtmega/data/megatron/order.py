@@ -23,11 +23,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from dtmega.config import Config
-from dtmega.data.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 from dtmega.data.megatron.blend import MegatronBlend
 from dtmega.data.megatron.cache import OrderName
 from dtmega.data.megatron.index import Asked, index_of
-from dtmega.data.samples import AnySamples
+from dtmega.data.sampling.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
+from dtmega.data.sampling.samples import AnySamples
 
 MOST_CORPORA = 254  # Megatron-LM's and Megatron-DeepSpeed's, which keep their number in a byte
 

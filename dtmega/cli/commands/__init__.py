@@ -1,0 +1,72 @@
+"""The subcommands of `dtmega`, a module each, all of one shape: `commands/NAME.py`, with `_` for a `-` of the name.
+
+    __doc__                 a line, and below it examples, which `--help` shows
+    add_arguments(parser)   what the command takes
+    command(args) -> int    do it, and return the exit code; whatever ends it early is raised
+
+`__main__.py` says what was raised in one line. A module is imported when its command is named, and imports at its top
+what its arguments need only: `--help` and the refusal of an option come without torch.
+
+    arguments.py   types of options, and refusals in one line
+    endings.py     line and exit code of what ends a command early
+    used.py        which checkpoint of a run, and on which processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from types import ModuleType
+
+from dtmega import __version__
+from dtmega.cli.commands.arguments import Parser
+
+# Name -> its line of help.
+COMMANDS = {
+    # `train` is here for the list of commands only: its options are the keys of config/, and __main__.py starts it.
+    "train": "train a model; `dtmega train --help` lists every key of a run",
+    "tokenize": "turn text files into a corpus for training (.bin/.idx)",
+    "merge": "join several corpora (.bin/.idx) into one",
+    "generate": "sample text from a run's newest checkpoint, or from any other",
+    "evaluate": "score a run's checkpoint on tasks of lm-evaluation-harness",
+    "convert": "convert weights between dtmega, Hugging Face and Megatron",
+    "inspect": "show what a checkpoint holds, verify it, or compare two",
+    "verify-plan": "check the tensor-parallel plan of a Hugging Face model",
+    "from-megatron": "translate a Megatron command or launch script into a TOML file",
+    "report": "draw a run as one HTML page with curves, layout and sample; compare several runs",
+    "groups": "list the ranks of every process group of a mesh, as Megatron does",
+}
+
+
+FIRST = """Try:
+  dtmega train --config bloom.toml
+  dtmega report runs/bloom
+  dtmega generate runs/bloom --prompt "def "
+
+`dtmega COMMAND --help` lists the options of a command, with examples."""
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"dtmega.cli.commands.{name.replace('-', '_')}")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """`command` and its arguments; ends the process with code 2 where one of them cannot be."""
+    form = argparse.RawDescriptionHelpFormatter
+    about = "Train BLOOM, GPT, Llama, BERT, T5 and Hugging Face models, on one CPU or many GPUs."
+    parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
+    parser.add_argument("--version", action="version", version=f"dtmega {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
+        if argv[:1] == [name] != ["train"]:
+            module_of(name).add_arguments(subparser)
+            subparser.epilog = "\n  ".join(["examples:", *examples(name)])
+    return parser.parse_args(argv)
+
+
+def examples(name: str) -> list[str]:
+    """The command lines in the docstring of a command's module."""
+    lines = (module_of(name).__doc__ or "").splitlines()[1:]
+    return [line for line in lines if line]

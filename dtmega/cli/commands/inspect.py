@@ -1,0 +1,23 @@
+"""`dtmega inspect`: what a checkpoint is, if it is intact, and how two differ.
+
+dtmega inspect runs/bloom
+dtmega inspect runs/bloom runs/other --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="folder or URL of a checkpoint, or a run directory (its newest checkpoint)")
+    parser.add_argument(
+        "other", nargs="?", help="a second checkpoint: print the differences, with exit code 1 if there are any"
+    )
+    parser.add_argument("--quick", action="store_true", help="skip reading the tensors, so do not verify their digests")
+
+
+def command(args: argparse.Namespace) -> int:
+    from dtmega.cli.convert import inspect
+
+    return inspect.show(args.checkpoint, args.other, verify=not args.quick)

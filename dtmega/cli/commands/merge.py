@@ -1,0 +1,30 @@
+"""`dtmega merge`: several token files -> one.
+
+dtmega merge --input 'data/part-*' --output data/mine
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from dtmega.cli.commands.arguments import prefix
+from dtmega.cli.commands.endings import write_output
+from dtmega.data.preparing import merge
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="the corpora to join, in this order; a glob stands for its matches, sorted by name",
+    )
+    parser.add_argument(
+        "--output", required=True, type=prefix, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx if they exist")
+
+
+def command(args: argparse.Namespace) -> int:
+    return write_output(merge.write, args)

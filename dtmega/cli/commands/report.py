@@ -1,0 +1,30 @@
+"""`dtmega report`: one page with the curves, layouts, differences and samples of one run or of several.
+
+dtmega report runs/bloom
+dtmega report runs/bloom runs/faster --output both.html --png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dtmega.distributed import exit_codes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, such as runs/bloom; several are compared"
+    )
+    default = "report.html in the run directory; for several runs, report-with-OTHERS.html in the first one"
+    parser.add_argument("--output", metavar="FILE", help=f"page to write (default: {default})")
+    parser.add_argument("--png", action="store_true", help="also write the curves as a PNG file next to the page")
+
+
+def command(args: argparse.Namespace) -> int:
+    from dtmega.report import write
+
+    output = Path(args.output) if args.output else write.default_output(args.runs)
+    for path in write.write(args.runs, output, png=args.png):
+        print(path)
+    return exit_codes.DONE

@@ -1,0 +1,283 @@
+"""The keys of [model]: one class for each family, chosen by `name`, over base classes with the keys that they share."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from dtmega.config.schema import Section, key
+
+
+class Model(Section):
+    """The keys that every family has.
+
+    To add a family, write a class with its `name` below and list it in `Config.model`.
+    """
+
+    name: Any  # each family declares a Literal with its own name
+    init_from: str = key(
+        "", "folder with the weights to start from: a Hugging Face model or a checkpoint; empty = random weights"
+    )
+    vocab_size: int = key(8192, "V: vocabulary; not smaller than the tokenizer's", ge=1)
+    hidden_size: int = key(256, "D: width of the hidden state", ge=1)
+    n_layers: int = key(4, "L: layers", ge=1)
+    n_heads: int = key(8, "H: attention heads; must divide hidden_size", ge=1)
+    ffn_hidden_size: int = key(
+        0, "F: width inside the feed-forward; 0 = 4 D, or for llama 8/3 D rounded up to a multiple of 256", ge=0
+    )
+    label_smoothing: float = key(0.0, "label smoothing in the training loss", ge=0, lt=1)
+
+    @property
+    def directory(self) -> str:
+        """The directory that the model is read from; '' for a family that is implemented in dtmega."""
+        return ""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding, with those that only pad it."""
+        return self.vocab_size
+
+    @property
+    def ffn(self) -> int:
+        """F: width inside the feed-forward, with the default resolved."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+class NativeModel(Model):
+    """The keys of every family that is implemented in dtmega, rather than in transformers."""
+
+    pad_vocab_to_multiple: int = key(
+        1, "pad the embedding's rows to a multiple of this; rows beyond V never enter the softmax", ge=1
+    )
+    init_std: float = key(
+        0.02,
+        "initial weights are N(0, init_std); of layers that write to the residual, N(0, init_std / sqrt(2 L))",
+        gt=0,
+    )
+    z_loss: float = key(0.0, "weight of log(Z)^2, Z the softmax's sum, in the training loss (PaLM: 1e-4)", ge=0)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> NativeModel:
+        # A T5 may set the width of a head by itself (kv_channels); then D need not be a multiple of H.
+        if self.hidden_size % self.n_heads and not getattr(self, "kv_channels", 0):
+            raise ValueError(
+                f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
+                f"([model] n_heads, [model] hidden_size)"
+            )
+        return self
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.pad_vocab_to_multiple) * self.pad_vocab_to_multiple
+
+    @property
+    def head_dim(self) -> int:
+        """K: width of one head."""
+        return self.hidden_size // self.n_heads
+
+
+class DropoutModel(NativeModel):
+    """The keys of the families that are built from Megatron's layers (`models/layers.py`), which have dropout."""
+
+    hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
+    attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)
+    glu: Literal["none", "geglu", "swiglu", "reglu", "liglu"] = key(
+        "none",
+        "gated feed-forward with this activation on the gate; `up` then has 2 F outputs, so twice the weights",
+    )
+    fp32_residual: bool = key(False, "keep the residual stream in float32, whatever [precision] params is")
+    query_key_layer_scaling: bool = key(
+        False,
+        "divide attention scores by the layer's number (from 1) and multiply them back in float32, so that they do not "
+        "overflow in float16",
+    )
+
+    @model_validator(mode="after")
+    def _check_residual(self) -> DropoutModel:
+        normed = getattr(self, "apply_residual_connection_post_layernorm", False)
+        if self.fp32_residual and (normed or getattr(self, "norm", "pre") == "post"):
+            raise ValueError(
+                "the residual is a LayerNorm's output, which is not fp32: expected fp32_residual=false, got true "
+                "([model] fp32_residual, [model] apply_residual_connection_post_layernorm, [model] norm)"
+            )
+        return self
+
+
+class Bloom(DropoutModel):
+    """BLOOM: ALiBi, a LayerNorm after the embedding, and a tied head."""
+
+    name: Literal["bloom"] = key("bloom", "the family of models")
+    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
+    apply_residual_connection_post_layernorm: bool = key(
+        False, "take the residual after the LayerNorm instead of before it"
+    )
+
+
+class GPT(DropoutModel):
+    """GPT-2 and GPT-3: learned positions."""
+
+    name: Literal["gpt"] = key("gpt", "the family of models")
+    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
+    max_position_embeddings: int = key(1024, "number of learned positions: the longest sequence", ge=1)
+    tied: bool = key(True, "share the weights of the embedding and the head")
+
+
+class Bert(DropoutModel):
+    """BERT, with Megatron's order of LayerNorms or the original's."""
+
+    name: Literal["bert"] = key("bert", "the family of models")
+    layer_norm_eps: float = key(1e-5, "epsilon of every LayerNorm", gt=0)
+    norm: Literal["pre", "post"] = key(
+        "pre", "pre: LayerNorms before attention and feed-forward, as in Megatron; post: after them, as in the paper"
+    )
+    apply_residual_connection_post_layernorm: bool = key(
+        False, "take the residual after the LayerNorm instead of before it"
+    )
+    gelu: Literal["erf", "tanh"] = key(
+        "erf", "GELU of the feed-forward: exact (erf), or the tanh approximation, as in Megatron's fused kernel"
+    )
+    head_gelu: Literal["erf", "tanh"] = key("erf", "GELU in the head; Megatron always uses erf here")
+    max_position_embeddings: int = key(512, "number of learned positions: the longest sequence", ge=1)
+
+    @model_validator(mode="after")
+    def _check_norm(self) -> Bert:
+        if self.norm == "post" and self.apply_residual_connection_post_layernorm:
+            raise ValueError(
+                "norm='post' has a LayerNorm's output for its residual already: expected "
+                "apply_residual_connection_post_layernorm=false, got true "
+                "([model] norm, [model] apply_residual_connection_post_layernorm)"
+            )
+        return self
+
+
+class Llama(NativeModel):
+    """Llama 2 and 3: rotary positions, RMSNorm, a gated feed-forward, grouped heads of keys and values."""
+
+    name: Literal["llama"] = key("llama", "the family of models")
+    n_kv_heads: int = key(0, "heads of keys and values, each shared by a group of query heads; 0 = n_heads", ge=0)
+    rms_norm_eps: float = key(1e-5, "epsilon of every RMSNorm", gt=0)
+    tied: bool = key(False, "share the weights of the embedding and the head")
+    max_position_embeddings: int = key(4096, "the longest sequence", ge=1)
+    rope_theta: float = key(10_000.0, "base of the rotary frequencies", gt=0)
+    rope_factor: float = key(1.0, "divide low rotary frequencies by this, as Llama 3.1 does; 1 = leave them", ge=1)
+    rope_low_freq_factor: float = key(
+        1.0, "low frequencies are those with fewer turns than this in rope_original_length tokens", gt=0
+    )
+    rope_high_freq_factor: float = key(
+        4.0, "frequencies with more turns than this stay as they are; in between, rope_factor fades in", gt=0
+    )
+    rope_original_length: int = key(8192, "the longest sequence before the context was extended by rope_factor", ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Llama:
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"n_kv_heads={self.n_kv_heads} does not divide n_heads={self.n_heads} "
+                f"([model] n_kv_heads, [model] n_heads)"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of channels, and hidden_size / n_heads = {self.head_dim} is odd "
+                f"([model] hidden_size, [model] n_heads)"
+            )
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            raise ValueError(
+                f"rope_low_freq_factor={self.rope_low_freq_factor} is not below rope_high_freq_factor="
+                f"{self.rope_high_freq_factor} ([model] rope_low_freq_factor, [model] rope_high_freq_factor)"
+            )
+        return self
+
+    @property
+    def ffn(self) -> int:
+        """F. By default 8/3 D, which gives a gated feed-forward the weights of an ungated one with 4 D."""
+        return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 256)) * 256
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values, with the default resolved."""
+        return self.n_kv_heads or self.n_heads
+
+
+class T5(NativeModel):
+    """T5, an encoder and a decoder.
+
+    The defaults are those of the original T5; the configurations `t5-v1.1-*.toml` and `t5-megatron.toml` have the
+    values of v1.1 and of Megatron's own T5.
+    """
+
+    name: Literal["t5"] = key("t5", "the family of models")
+    n_decoder_layers: int = key(0, "layers of the decoder; 0 = n_layers, the layers of the encoder", ge=0)
+    kv_channels: int = key(0, "K: width of one attention head; 0 = D / H", ge=0)
+    positions: Literal["relative", "learned"] = key(
+        "relative",
+        "relative: a learned bias on the scores for each head and bucket of distances; learned: a vector for each "
+        "position, as in Megatron",
+    )
+    relative_buckets: int = key(32, "number of buckets of distances in each stack", ge=4)
+    relative_max_distance: int = key(128, "all distances from here on share a bucket", ge=2)
+    max_position_embeddings: int = key(512, "number of learned positions: the longest sequence", ge=1)
+    norm: Literal["rms", "layer"] = key("rms", "rms: RMSNorm; layer: LayerNorm with bias, as in Megatron")
+    norm_eps: float = key(1e-6, "epsilon of every norm", gt=0)
+    bias: bool = key(False, "biases in linear layers and the head, as in Megatron")
+    activation: Literal["relu", "gelu_erf", "gelu_tanh"] = key(
+        "relu", "activation of the feed-forward; v1.1 has gelu_tanh"
+    )
+    gated: bool = key(False, "gated feed-forward, as in v1.1")
+    tied: bool = key(True, "share the weights of the embedding and the head; false in v1.1")
+    scale_head: bool = key(True, "multiply the head's input by D^-0.5; false in v1.1 and Megatron")
+    scale_scores: bool = key(False, "divide attention scores by sqrt(K), as in Megatron")
+    init: Literal["fan_in", "normal"] = key(
+        "fan_in",
+        "standard deviation of initial weights: by the number of inputs of each matrix, or init_std, as in Megatron",
+    )
+    hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
+    attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)
+    inner_dropout: float = key(
+        0.0, "dropout inside the feed-forward and on the output of each stack; Megatron has none there", ge=0, lt=1
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> T5:
+        # In a decoder half of the buckets hold one distance each; the other half share the distances up to the maximum.
+        if self.relative_max_distance <= self.relative_buckets // 2:
+            raise ValueError(
+                f"relative_max_distance={self.relative_max_distance} is within the buckets of one distance each, "
+                f"expected more than relative_buckets / 2 = {self.relative_buckets // 2} "
+                f"([model] relative_max_distance, [model] relative_buckets)"
+            )
+        useless = ["max_position_embeddings"]
+        if self.positions == "learned":
+            useless = ["relative_buckets", "relative_max_distance"]
+        if self.init == "fan_in":
+            useless.append("init_std")
+        fields = type(self).model_fields
+        if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
+            raise ValueError(
+                f"[model] {', '.join(unread)} would not be read with positions='{self.positions}' and "
+                f"init='{self.init}' ([model] positions, [model] init)"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """K: width of one head."""
+        return self.kv_channels or self.hidden_size // self.n_heads
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers of the decoder, with the default resolved."""
+        return self.n_decoder_layers or self.n_layers
+
+
+class Transformers(Model):
+    """A model that transformers implements. Its sizes come from `config.json` in its directory."""
+
+    name: Literal["hf"] = key("hf", "the family of models")
+    path: str = key(
+        "", "local directory of the model: config.json, weights, tokenizer.json; its config.json sets the sizes"
+    )
+
+    @property
+    def directory(self) -> str:
+        return self.path

@@ -1,0 +1,338 @@
+"""Reading of sections: TOML and `--section.key value` options become typed, frozen sections, or errors in plain words.
+
+This file knows no key of dtmega: `config/` declares them, and suggests the key that an unknown one may have meant.
+Reading is strict: a string is never taken for a number. Each error names the place of its value, the file or the
+option.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from dtmega.config.schema import SectionClasses, choices_of, condition
+from dtmega.files.untrusted_json import parse_toml
+
+SHOWN = 200  # characters of a wrong value in a message
+REFUSALS = 50  # most lines about a file; a file of another program may have any number of unknown keys
+
+Sections = TypeVar("Sections", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message has a line for each fault; `train.py` exits with code 2."""
+
+
+class Suggester(Protocol):
+    """Suggestions for keys and sections that do not exist, as the ends of messages (`config/neighbours.py`)."""
+
+    def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str: ...
+
+    def of_section(self, section: str) -> str: ...
+
+
+class Override(NamedTuple):
+    """An option `--section.key text` of the command line."""
+
+    section: str
+    key: str
+    text: str
+
+    @property
+    def option(self) -> str:
+        return f"--{self.section}.{self.key}"
+
+
+class CommandLine(NamedTuple):
+    """The parsed arguments of a run.
+
+    Attributes:
+        name: the value of `--config`.
+        overrides: all other options, in order; later ones win.
+    """
+
+    name: str
+    overrides: list[Override]
+
+
+def read_argv(argv: Sequence[str], usage: str, suggester: Suggester) -> CommandLine:
+    """Parse `--config NAME` and overrides; `--key value` and `--key=value` are the same.
+
+    Raises:
+        ConfigError: an argument that is neither, an option without its value, no --config or two.
+    """
+    name = ""
+    overrides: list[Override] = []
+    words = list(argv)
+    while words:
+        flag, eq, text = words.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"cannot read argument '{flag}'; usage: {usage}")
+        if flag != "--config" and "." not in flag:
+            suggestion = suggester.of_key("", flag[2:], {}, option=True)
+            raise ConfigError(f"cannot read argument '{flag}', which has no section{suggestion} (usage: {usage})")
+        if not eq:
+            if not words:
+                raise ConfigError(f"{flag} needs a value; usage: {usage}")
+            text = words.pop(0)
+        if flag == "--config":
+            if name:
+                raise ConfigError(f"--config is given twice, '{name}' and '{text}'; a run has one (usage: {usage})")
+            name = text
+        else:
+            section, _, k = flag[2:].partition(".")
+            overrides.append(Override(section, k, text))
+    if not name:
+        raise ConfigError(f"--config is missing; usage: {usage}")
+    return CommandLine(name, overrides)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of the TOML file `path`.
+
+    Raises:
+        ConfigError: the file does not exist, cannot be read, or is not TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}{_hint(text, str(error))}") from None
+
+
+def _hint(text: str, error: str) -> str:
+    """The end of a message about text that is not TOML: how to write the faulty line, for the usual mistakes; or ''."""
+    if re.search(r"=\s*(True|False)\b", text):
+        return "; TOML writes true and false in small letters"
+    line_number = re.search(r"at line (\d+)", error)
+    line = text.split("\n")[int(line_number[1]) - 1] if line_number else ""
+    assignment = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([^#]*?)\s*(#.*)?", line[:SHOWN])
+    if assignment is None:
+        return ""
+    name, value, _ = assignment.groups()
+    if re.match(r"[A-Za-z_./~]", value):
+        return f"; a string stands in quotes: {name} = {json.dumps(value, ensure_ascii=False)}"
+    if re.fullmatch(r"\[[^\[\]]*\]", value):
+        return f"; strings of a list stand in quotes: {name} = {as_list(value)}"
+    return ""
+
+
+class ChosenClass(NamedTuple):
+    """The class that a section of this configuration has.
+
+    Attributes:
+        kinds: all classes that the section may have.
+        value: the value of the discriminator, which chooses one of them; '' if there is only one.
+    """
+
+    kinds: SectionClasses
+    value: str
+
+    @property
+    def fields(self) -> Mapping[str, FieldInfo]:
+        """The keys of the chosen class."""
+        return self.kinds.classes[self.value].model_fields
+
+
+Chosen = Mapping[str, ChosenClass]  # by section
+
+
+def validate(
+    kind: type[Sections],
+    values: Mapping[str, Any],
+    source: str,
+    suggester: Suggester,
+    overrides: Sequence[Override] = (),
+) -> Sections:
+    """Return typed sections with these values.
+
+    Args:
+        kind: the class of the configuration, a field for each section.
+        values: section -> key -> value, as TOML has them.
+        source: name of the file that the values are from, for messages.
+        suggester: what to suggest for keys that do not exist.
+        overrides: options that replace values, in order; later ones win.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, a value out of range, keys that contradict; a line for each.
+    """
+    refusals: list[str] = []
+    tables: dict[str, dict[str, Any]] = {}
+    for section, table in values.items():
+        if isinstance(table, dict):
+            tables[section] = table
+        else:
+            suggestion = suggester.of_key("", section, {})
+            refusals.append(
+                f"{source}: '{section:.{SHOWN}}' stands outside any section, expected [section] tables{suggestion}"
+            )
+    chosen = {
+        section: _choose_class(section, SectionClasses.of(info), tables.get(section, {}), source, overrides)
+        for section, info in kind.model_fields.items()
+    }
+    merged = _known_keys(tables, chosen, source, suggester, refusals)
+    _apply_overrides(merged, overrides, chosen, suggester, refusals)
+    if refusals:
+        raise ConfigError("\n".join(dict.fromkeys(refusals)))
+    for section, (kinds, value) in chosen.items():
+        if kinds.discriminator and section in merged:
+            merged[section][kinds.discriminator] = value
+    try:
+        return kind.model_validate(merged)
+    except ValidationError as error:
+        lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union reports each of its types
+
+
+def _choose_class(
+    section: str, kinds: SectionClasses, table: Mapping[str, Any], source: str, overrides: Sequence[Override]
+) -> ChosenClass:
+    """The class that the file, or the last override of the discriminator, chooses for a section.
+
+    Raises:
+        ConfigError: no class has this value.
+    """
+    if not kinds.discriminator:
+        return ChosenClass(kinds, "")
+    value = table.get(kinds.discriminator, kinds.default)
+    where = f"{source}: [{section}] {kinds.discriminator}"
+    for override in overrides:
+        if (override.section, override.key) == (section, kinds.discriminator):
+            value = _parse_text(kinds.declarations(kinds.discriminator)[kinds.default], override.text)
+            where = override.option
+    if value not in list(kinds.classes):
+        raise ConfigError(f"{where}: expected {' or '.join(kinds.classes)}, got {value!r:.{SHOWN}}")
+    return ChosenClass(kinds, value)
+
+
+def _known_keys(
+    tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggester: Suggester, refusals: list[str]
+) -> dict[str, dict[str, Any]]:
+    """The tables of the file without keys that say nothing; unknown sections and keys go to `refusals`."""
+    merged: dict[str, dict[str, Any]] = {}
+    for section, table in tables.items():
+        merged[section] = {k: v for k, v in table.items() if not _says_nothing(chosen, section, k, v)}
+        if section not in chosen and not table:
+            refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggester.of_section(section)}")
+        for k in merged[section]:
+            # A suggestion takes a millisecond or two to find, so their number is limited.
+            if len(refusals) < REFUSALS and (unknown := _unknown(chosen, section, k, source, suggester)):
+                refusals.append(unknown)
+    return merged
+
+
+def _apply_overrides(
+    merged: dict[str, dict[str, Any]],
+    overrides: Sequence[Override],
+    chosen: Chosen,
+    suggester: Suggester,
+    refusals: list[str],
+) -> None:
+    """Set the keys that options override in `merged`; options of unknown keys go to `refusals`."""
+    for override in overrides:
+        section, k, text = override
+        if unknown := _unknown(chosen, section, k, override.option, suggester, option=True):
+            refusals.append(unknown)
+        else:  # the declaration says how to read the text, so the key has to be known
+            merged.setdefault(section, {})[k] = _parse_text(chosen[section].fields[k], text)
+
+
+def _parse_text(field: FieldInfo, text: str) -> Any:
+    """The value of an option's text: the text itself for a key of type str, else as TOML reads it (1e-3, [1, 2])."""
+    if field.annotation is str:
+        return text
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def _unknown(chosen: Chosen, section: str, k: str, source: str, suggester: Suggester, option: bool = False) -> str:
+    """The message about a key that does not exist, with a suggestion; '' if the key exists."""
+    families = {name: value for name, (kinds, value) in chosen.items() if kinds.discriminator}
+    if section not in chosen:
+        suggestion = suggester.of_key(section, k, families, option)
+        return f"{source}: unknown section [{section:.{SHOWN}}] of key '{k:.{SHOWN}}'{suggestion}"
+    kinds, value = chosen[section]
+    if k in chosen[section].fields:
+        return ""
+    if declarations := kinds.declarations(k):
+        return (
+            f"{source}: key '{k}' in [{section}] is for {condition(kinds, list(declarations))}, not for '{value}' "
+            f"([{section}] {kinds.discriminator})"
+        )
+    suggestion = suggester.of_key(section, k, families, option)
+    return f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{suggestion}"
+
+
+def _says_nothing(chosen: Chosen, section: str, k: str, value: Any) -> bool:
+    """True if a key belongs only to other classes of its section and has its default there.
+
+    Earlier versions wrote the keys of all families into every config.toml, and those files must still load.
+    """
+    if section not in chosen:
+        return False
+    kinds, chosen_value = chosen[section]
+    declarations = kinds.declarations(k)
+    return chosen_value not in declarations and any(field.default == value for field in declarations.values())
+
+
+def as_list(text: str) -> str:
+    """The TOML list that a text such as `a,b` or `[a, b]` was meant to be."""
+    items = [item.strip().strip("\"'") for item in text.strip().strip("[]").split(",")]
+    are_numbers = all(re.fullmatch(r"[+-]?[\d.]+([eE][+-]?\d+)?", item) for item in items)
+    if not are_numbers:
+        items = [json.dumps(item, ensure_ascii=False) for item in items]
+    return f"[{', '.join(items)}]"
+
+
+def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Override]) -> str:
+    """One of pydantic's errors as a line that begins with the place of the value: the file or the option."""
+    location = [str(part) for part in error["loc"]]
+    section = location[0] if location else ""
+    if section and chosen[section].kinds.discriminator:
+        del location[1]  # pydantic names the class there
+    k = location[1] if len(location) > 1 else ""
+    if error["type"] == "value_error":  # raised by a validator of a section, or of the whole: keys that contradict
+        return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)
+    option = f"--{section}.{k}"
+    where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
+    field = chosen[section].fields[k]
+    choices = choices_of(field)
+    several = "a list of " if get_origin(field.annotation) is list else ""
+    expected = f"expected {several}{' or '.join(choices)}" if choices else error["msg"]
+    lowered = str(error["input"]).lower()
+    is_flag = bool in (field.annotation, *get_args(field.annotation))
+    hint = f"; write {lowered}" if is_flag and lowered in ("true", "false") else ""
+    if error["type"] == "list_type" and isinstance(error["input"], str):
+        listed = as_list(error["input"])
+        hint = f"; write {option} '{listed}'" if where == option else f"; write {k} = {listed}"
+        hint += f" ({field.description})"
+    return f"{where}: {expected}, got {error['input']!r:.{SHOWN}}{hint}"
+
+
+def _explain_contradiction(message: str, section: str, source: str, overrides: Sequence[Override]) -> str:
+    """The message of a validator, after the file and the options that set keys which the message names.
+
+    Args:
+        message: the validator's message.
+        section: the section of the validator; '' for one that compares sections.
+        source: name of the file.
+        overrides: all options.
+    """
+    options = []
+    for o in overrides:
+        if section in ("", o.section) and re.search(rf"\b{re.escape(o.key)}\b", message):
+            options.append(f"{o.option} {o.text:.{SHOWN}}")
+    return f"{source}{' with ' if options else ''}{' '.join(options)}: {message}"

@@ -1,0 +1,168 @@
+"""Declarations of keys: sections, the classes that a section may have, and the text that `--help` prints of them.
+
+A section has one class, or several of which one of its keys chooses: [model] has a class for each family, chosen by
+`name` (in pydantic's words a union with a discriminator). This file knows no key of dtmega. `config/` declares the
+keys, `config/reading.py` reads their values.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+COLUMNS = 80  # width of `--help`
+
+
+def key(default: Any, line: str, **bounds: Any) -> Any:
+    """Declare a key of a section.
+
+    Args:
+        default: the key's default value.
+        line: the key's description in `--help` and docs/configuration.md.
+        **bounds: pydantic's constraints, such as `ge=0`.
+    """
+    return Field(default, description=line, **bounds)
+
+
+class Section(BaseModel):
+    """Base class of all sections: frozen, without unknown keys, no conversion between types, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class SectionClasses:
+    """The classes that a section may have.
+
+    Attributes:
+        discriminator: the key whose value chooses the class; '' if there is only one class.
+        default: the value of that key if a configuration leaves it out.
+        classes: value of that key -> class.
+    """
+
+    discriminator: str
+    default: str
+    classes: Mapping[str, type[Section]]
+
+    @classmethod
+    def of(cls, info: FieldInfo) -> SectionClasses:
+        """The classes of a section, from its declaration in the configuration's class."""
+        if info.discriminator is None:
+            assert isinstance(info.annotation, type)
+            assert issubclass(info.annotation, Section)
+            return cls("", "", {"": info.annotation})
+        discriminator = str(info.discriminator)
+        classes: dict[str, type[Section]] = {}
+        for section_class in get_args(info.annotation):
+            classes[section_class.model_fields[discriminator].default] = section_class
+        return cls(discriminator, getattr(info.default, discriminator), classes)
+
+    def declarations(self, k: str) -> dict[str, FieldInfo]:
+        """The declarations of key `k`, by the discriminator's value; classes without this key are left out."""
+        return {value: cls.model_fields[k] for value, cls in self.classes.items() if k in cls.model_fields}
+
+
+class Group(NamedTuple):
+    """Keys of a section that the same of its classes declare in the same way.
+
+    Attributes:
+        section: the section's name.
+        title: heading of the group: the section, and the classes that have these keys unless all of them do.
+        fields: key -> its declaration.
+    """
+
+    section: str
+    title: str
+    fields: dict[str, FieldInfo]
+
+
+def groups_of(kind: type[BaseModel]) -> list[Group]:
+    """The keys of all sections, in groups; the keys that all classes of a section have come first.
+
+    Args:
+        kind: the configuration, a field for each section.
+    """
+    groups: list[Group] = []
+    for section, info in kind.model_fields.items():
+        fields_by_title = _fields_by_title(section, SectionClasses.of(info))
+        groups += [Group(section, title, fields) for title, fields in fields_by_title.items()]
+    return groups
+
+
+def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str, FieldInfo]]:
+    """The keys of a section, by the title of their group."""
+    every = f"[{section}]"
+    groups: dict[str, dict[str, FieldInfo]] = {every: {}}
+    if kinds.discriminator:
+        # Each class declares the discriminator with its own value only; the help lists all values.
+        declaration = kinds.declarations(kinds.discriminator)[kinds.default]
+        choices: Any = Literal[tuple(kinds.classes)]
+        groups[every][kinds.discriminator] = FieldInfo(
+            annotation=choices, default=kinds.default, description=declaration.description
+        )
+    all_keys: dict[str, None] = {}  # in the order of their first declaration
+    for section_class in kinds.classes.values():
+        all_keys.update(dict.fromkeys(section_class.model_fields))
+    all_keys.pop(kinds.discriminator, None)
+    for k in all_keys:
+        # Two families may declare a key with different defaults: such a key stands in two groups.
+        declarations = kinds.declarations(k)
+        values_by_declaration: dict[str, list[str]] = {}
+        for value, field in declarations.items():
+            values_by_declaration.setdefault(repr(field), []).append(value)
+        for values in values_by_declaration.values():
+            title = every if len(values) == len(kinds.classes) else f"{every}, {condition(kinds, values)}"
+            groups.setdefault(title, {})[k] = declarations[values[0]]
+    return groups
+
+
+def describe_keys(kind: type[BaseModel], only: str = "") -> str:
+    """The list of keys that `--help` prints: each with its default, its description, and its values if it is a choice.
+
+    Args:
+        kind: the configuration, a field for each section.
+        only: the section to describe; '' describes all.
+    """
+    lines: list[str] = []
+    for section, title, fields in groups_of(kind):
+        if only not in ("", section):
+            continue
+        lines += ["", title]
+        for k, field in fields.items():
+            default = tomli_w.dumps({k: field.default}, multiline_strings=False).strip().partition("= ")[2]
+            lines.append(f"  --{section}.{k} {' '.join(default.split())}")
+            choices = choices_of(field)
+            quantity = "any of" if get_origin(field.annotation) is list else "one of"
+            listed = f"; {quantity} {', '.join(choices)}" if len(choices) > 1 else ""
+            indent = " " * 6
+            lines += textwrap.wrap(
+                f"{field.description}{listed}",
+                COLUMNS,
+                initial_indent=indent,
+                subsequent_indent=indent,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
+
+
+def choices_of(field: FieldInfo) -> list[str]:
+    """The values of a key that takes one of a few words, or a list of them, without quotes; [] for any other key."""
+    kinds = (field.annotation,) if get_origin(field.annotation) is Literal else get_args(field.annotation)
+    words: list[str] = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            words += [str(value) for value in get_args(kind)]
+    if words and bool in kinds:  # such as "auto" | bool
+        words += ["true", "false"]
+    return words
+
+
+def condition(kinds: SectionClasses, values: Sequence[str]) -> str:
+    """The condition that one of these classes is chosen, as messages and headings say it: `name = 'bloom' or 'gpt'`."""
+    return f"{kinds.discriminator} = {' or '.join(repr(value) for value in values)}"

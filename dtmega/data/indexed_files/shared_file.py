@@ -1,0 +1,111 @@
+"""A file of arrays in the cache directory: one process of a node makes it, and all processes map it.
+
+    made = SharedFile(path, made_from=index_state(dataset), pieces=lambda: iter([array]), about="ordering 9 documents")
+    made.read_or_make()
+    np.memmap(path, ...)
+
+The file ends with a digest of its content and of the inputs it was made from. A file that is damaged, or whose inputs
+have changed, is made anew. Users may delete anything in the cache directory at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from numpy.typing import NDArray
+
+from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
+from dtmega.files.lock import Lock
+
+DIGEST_BYTES = 16
+
+
+def index_state(dataset: IndexedDataset) -> str:
+    """Path, size and time of a data set's index. If one of them differs, it may be another data set."""
+    index = index_path(dataset)
+    stat = os.stat(index)
+    return f"{index} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def index_path(dataset: IndexedDataset) -> str:
+    """Absolute path of a data set's index, with links resolved."""
+    return os.path.realpath(f"{dataset.prefix}.idx")
+
+
+class SharedFile:
+    """A file that the processes of a node share.
+
+    Args:
+        path: path of the file.
+        made_from: all inputs of the content, in words. If they change, the file is made anew.
+        pieces: function that yields the arrays of the content, one after the other.
+        about: a line for the user, printed by the process that makes the file.
+    """
+
+    def __init__(self, path: Path, made_from: str, pieces: Callable[[], Iterator[NDArray[Any]]], about: str) -> None:
+        self.path, self._pieces, self._about = path, pieces, about
+        self._made_from = made_from.encode()
+
+    def read_or_make(self) -> bool:
+        """Make the file unless it is there and intact; True if this process made it.
+
+        Raises:
+            OSError: the disk is full, or the directory cannot be written.
+        """
+        if self._is_intact():
+            return False
+        with self._lock():
+            if self._is_intact():  # another process may have made it while this one waited
+                return False
+            self._make()
+            return True
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Hold a lock, if possible, so that the node does not make the file twice.
+
+        Going on without the lock does no harm: a file is written under another name and then renamed.
+        """
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # the lock file may belong to another user
+                held.enter_context(Lock(Path(f"{self.path}.lock")))
+            yield
+
+    def _is_intact(self) -> bool:
+        """True if the file is complete and undamaged, and was made from the same inputs."""
+        # Read, not mapped, because pages that a process maps and touches count as its memory.
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            n_bytes = os.fstat(file.fileno()).st_size - DIGEST_BYTES
+            digest = xxhash.xxh3_128(self._made_from)
+            while n_bytes > 0:
+                piece = file.read(min(n_bytes, 8 * CHUNK))
+                digest.update(piece)
+                n_bytes -= len(piece)
+                if not piece:
+                    return False
+            return file.read() == digest.digest()
+        return False
+
+    def _make(self) -> None:
+        """Write the file under a temporary name, then rename it."""
+        print(f"dtmega: {self._about} in {self.path}", file=sys.stderr, flush=True)
+        digest = xxhash.xxh3_128(self._made_from)
+        temp = Path(f"{self.path}.{secrets.token_hex(4)}.tmp")
+        try:
+            with open(temp, "wb") as file:
+                for piece in self._pieces():
+                    digest.update(piece.data)
+                    file.write(piece.data)
+                file.write(digest.digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temp, self.path)
+        finally:
+            temp.unlink(missing_ok=True)

@@ -1,0 +1,169 @@
+"""The cut of documents into samples of consecutive sentences, for BERT's pairs and for Megatron's T5.
+
+    table = cut_table(dataset, documents=(0, 1000), targets=Targets(longest=509, short_seq_prob=0.1, stream="train"))
+    table[i]  # the first sentence of sample i, the sentence after its last, and its target length in tokens
+
+The rule is Megatron's (`build_mapping_impl` in its helpers.cpp). Sentences are added to a sample until it has its
+target length and at least `fewest` sentences. It ends there if more than one sentence remains in the document, else
+with the document. Then the next sample begins, with a target length of its own. A document is not used if it has fewer
+than `fewest` sentences, if one of them is empty, or if it has several and one is longer than LONGEST_SENTENCE.
+
+Megatron draws each target from a generator. Here it is a function of the sample's first sentence. So the end of a
+sample that would begin at a sentence is computed for all sentences at once, and all documents are cut in parallel.
+The cut is the same in every epoch; epochs differ by the draws for each sample (`pairs.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.data import cache_dir
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.indexed_files.record import LONGEST_SENTENCE
+from dtmega.data.indexed_files.shared_file import DIGEST_BYTES, SharedFile, index_path, index_state
+from dtmega.ops import keyed
+
+FORMAT = 1  # raise it if a change makes the same documents and targets give another table
+CHUNK = 1 << 20  # sentences or documents cut at a time, to bound the memory; a longer document is cut as a whole
+LONG = 1 << 22  # sentences from which a table is kept in a file; a shorter one is made in less than a second
+
+
+class Targets(NamedTuple):
+    """The lengths that samples should have.
+
+    Attributes:
+        longest: target length of most samples, in tokens.
+        short_seq_prob: share of the samples whose target is drawn uniformly from 2 to `longest`.
+        stream: name of the random stream that decides which samples are short, and how short.
+        fewest: minimum of sentences in a sample, and so in a document; 2 for pairs.
+    """
+
+    longest: int
+    short_seq_prob: float
+    stream: str
+    fewest: int = 2
+
+    def lengths_at(self, sentences: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Target lengths of the samples that begin with these sentences, [n] -> [n]."""
+        keys = np.full(1, keyed.key64(self.stream), np.uint64)
+        drawn = keyed.uniform(keyed.draws(keys, "target", sentences))
+        lengths = np.full(len(drawn), self.longest)
+        is_short = drawn < self.short_seq_prob
+        # One draw serves twice: given that it is below short_seq_prob, it is uniform in [0, short_seq_prob).
+        lengths[is_short] = 2 + drawn[is_short] / self.short_seq_prob * (self.longest - 1)
+        return lengths
+
+
+def cut_table(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> NDArray[Any]:
+    """The samples that documents (start, stop) are cut into. Each sentence of a usable document is in exactly one.
+
+    Returns:
+        uint32 or int64 [n, 3], in ascending order: the first sentence and one past the last, by their numbers in the
+        data set, and the target length.
+    """
+    dtype = np.dtype(np.uint32 if len(dataset) < 2**32 else np.int64)
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        for piece in _pieces(dataset, documents, targets):
+            yield piece.astype(dtype)
+
+    first, end = dataset.document_index[list(documents)]
+    if end - first >= LONG:
+        try:
+            return _from_file(dataset, documents, targets, dtype, pieces)
+        except (OSError, ValueError) as error:  # no cache directory, or no room in it
+            print(f"dtmega: {error}: the table of samples is kept in the memory of this process", file=sys.stderr)
+    return np.concatenate([np.zeros((0, 3), dtype), *pieces()])
+
+
+def _from_file(
+    dataset: IndexedDataset,
+    documents: tuple[int, int],
+    targets: Targets,
+    dtype: np.dtype[Any],
+    pieces: Callable[[], Iterator[NDArray[Any]]],
+) -> NDArray[Any]:
+    """The table in the cache directory, memory-mapped; made if it is not there.
+
+    Raises:
+        OSError, ValueError: no cache directory, or no room in it.
+    """
+    name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{targets}".encode()).hexdigest()[:16]
+    path = cache_dir() / f"pairs-{name}.bin"
+    about = f"cutting documents {documents[0]} to {documents[1]} of {dataset.prefix} into samples"
+    made_from = f"{index_state(dataset)} {documents} {targets} {FORMAT}"
+    SharedFile(path, made_from, pieces, about).read_or_make()
+    n = (path.stat().st_size - DIGEST_BYTES) // (3 * dtype.itemsize)
+    return np.asarray(np.memmap(path, dtype, "r", shape=(n, 3))) if n else np.zeros((0, 3), dtype)
+
+
+def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> Iterator[NDArray[np.int64]]:
+    """The table in pieces of some documents each."""
+    start, stop = documents
+    while start < stop:
+        # As many documents as have CHUNK sentences together, but at least one.
+        bounds = dataset.document_index[start : min(stop, start + CHUNK) + 1]
+        n = int(np.searchsorted(bounds, bounds[0] + CHUNK, "right")) - 1
+        n = max(n, 1)
+        yield _cut(dataset, bounds[: n + 1], targets)
+        start += n
+
+
+def _cut(dataset: IndexedDataset, bounds: NDArray[np.int64], targets: Targets) -> NDArray[np.int64]:
+    """The samples of some documents, [n, 3].
+
+    Args:
+        dataset: the text.
+        bounds: [documents + 1], first sentence of each document, then one past the last sentence of the last document.
+        targets: the lengths that samples should have.
+    """
+    low, high = int(bounds[0]), int(bounds[-1])
+    bounds = bounds - low  # from here on, sentences are counted from the first of these documents
+    n_sentences = high - low
+    starts = dataset.tokens_before(np.arange(low, high))
+    lengths = targets.lengths_at(np.arange(low, high))
+
+    # For each sentence, the end of a sample that would begin there: the first sentence that starts at its target length
+    # or later.
+    ends = np.searchsorted(starts, starts + lengths)
+    ends = np.maximum(ends, np.arange(n_sentences) + targets.fewest)
+    # If fewer than two sentences would remain in the document, the sample ends with it.
+    document_ends = np.repeat(bounds[1:], np.diff(bounds))
+    ends = np.where(document_ends - ends > 1, ends, document_ends)
+
+    # Step from sample to sample in all documents at once. Those that have reached their end drop out.
+    is_bound = np.zeros(n_sentences + 1, np.bool_)
+    is_bound[bounds] = True
+    begins_sample = np.zeros(n_sentences, np.bool_)
+    heads = bounds[:-1][_usable(dataset.sizes[low:high], bounds, targets.fewest)]
+    while len(heads):
+        begins_sample[heads] = True
+        heads = ends[heads]
+        heads = heads[~is_bound[heads]]
+    firsts = np.flatnonzero(begins_sample)
+    return np.stack([low + firsts, low + ends[firsts], lengths[firsts]], 1)
+
+
+def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) -> NDArray[np.bool_]:
+    """True for each usable document, bool [documents].
+
+    Args:
+        sizes: [n], tokens per sentence.
+        bounds: [documents + 1], first sentence of each document, then n.
+        fewest: minimum of sentences in a document.
+    """
+
+    def has_any(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """True for each document with a sentence that is wrong, [n] -> [documents]."""
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])
+        return np.diff(before[bounds]) > 0
+
+    n_sentences = np.diff(bounds)
+    too_long = has_any(sizes > LONGEST_SENTENCE) & (n_sentences > 1)
+    return (n_sentences >= fewest) & ~has_any(sizes < 1) & ~too_long

@@ -1,0 +1,94 @@
+"""BERT's masks: some whole words of each sample are hidden, and the model has to predict them.
+
+    masked = hide(pairs, vocabulary, mask_prob=0.15, max_ngram=3)
+    masked.tokens, masked.hidden  # [B, S] both
+
+The rule is Megatron-LM's (`create_masked_lm_predictions`). `ngrams.py` chooses the n-grams; an n-gram has n <=
+max_ngram words, with probability proportional to 1/n. Of the hidden tokens 80 % become [MASK], 10 % become a random
+token, and 10 % stay.
+
+There are two differences from Megatron: random tokens are never special ones, and an n-gram never crosses from one
+segment into the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.data.objectives.denoising.ngrams import choose, n_to_hide, words_of
+from dtmega.data.objectives.denoising.pairs import Pairs, Specials
+from dtmega.ops import keyed
+
+MASKED, RANDOM = 0.8, 0.1  # shares of hidden tokens that become [MASK] or a random token; the others stay
+
+
+class Vocabulary(NamedTuple):
+    """The kinds of ids that masking needs to know, as plain arrays, because a `Tokenizer` cannot be pickled.
+
+    Attributes:
+        specials: ids of [CLS], [SEP], [MASK] and [PAD].
+        continuing: int64 [n], ids of tokens inside a word.
+        ordinary: int64 [n], all ids that are not special.
+    """
+
+    specials: Specials
+    continuing: NDArray[np.int64]
+    ordinary: NDArray[np.int64]
+
+
+class MaskedTokens(NamedTuple):
+    """Samples after masking.
+
+    Attributes:
+        tokens: int64 [B, S], the tokens that the model reads.
+        hidden: bool [B, S], the places whose original token is to be predicted.
+    """
+
+    tokens: NDArray[np.int64]
+    hidden: NDArray[np.bool_]
+
+
+def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
+    """Hide about `mask_prob` of the tokens of each sample; a little less if no n-gram fits into the remainder.
+
+    Args:
+        pairs: samples [B, S].
+        vocabulary: the ids by kind.
+        mask_prob: share of a sample's tokens to hide.
+        max_ngram: most words in an n-gram.
+    """
+    words = words_of(pairs.tokens, pairs.segments, vocabulary.continuing)
+    lengths = (~pairs.padding).sum(1)  # special tokens are counted too, as in Megatron
+    drawn = keyed.uniform(keyed.draws(pairs.keys[:, None], "n", np.arange(words.sizes.shape[1])))
+    n_words = _drawn_lengths(drawn, words.in_segment, max_ngram)
+    grams = choose(words, n_words, max_ngram, n_to_hide(mask_prob, lengths), pairs.keys)
+    hidden = (pairs.segments > 0) & np.take_along_axis(grams.words, words.numbers, 1)
+    return MaskedTokens(_replaced(pairs, hidden, vocabulary), hidden)
+
+
+def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngram: int) -> NDArray[np.int64]:
+    """The number of words of each n-gram, [B, W]: n is 1 to min(max_ngram, most), with probability proportional to 1/n.
+
+    Args:
+        drawn: uniform numbers in [0, 1), [B, W].
+        most: most words that the n-gram may have because its segment ends, [B, W].
+        max_ngram: most words in any n-gram.
+    """
+    # Inverse transform sampling: `sums[n - 1]` is the sum of 1/1 to 1/n, and n is the first whose sum exceeds the drawn
+    # share of the sum of all possible n.
+    sums = np.cumsum(1 / np.arange(1, max_ngram + 1))
+    most = np.clip(most, 1, max_ngram)
+    return 1 + (drawn[..., None] * sums[most - 1][..., None] >= sums[:-1]).sum(2)
+
+
+def _replaced(pairs: Pairs, hidden: NDArray[np.bool_], vocabulary: Vocabulary) -> NDArray[np.int64]:
+    """The tokens that the model reads, [B, S]: hidden ones become [MASK] or a random token, or stay."""
+    keys = pairs.keys[:, None]
+    places = np.arange(pairs.tokens.shape[1])
+    kind = keyed.uniform(keyed.draws(keys, "kind", places))
+    ordinary = vocabulary.ordinary[keyed.below(keyed.draws(keys, "random", places), len(vocabulary.ordinary))]
+    replacements = np.where(kind < MASKED, vocabulary.specials.mask, ordinary)
+    return np.where(hidden & (kind < MASKED + RANDOM), replacements, pairs.tokens)

@@ -1,0 +1,143 @@
+"""The choice of hidden words for BERT and T5: n-grams at random places, until enough tokens are in them.
+
+    words = words_of(tokens, segments, continuing)
+    grams = choose(words, n_words, max_ngram, n_to_hide(0.15, lengths), keys)
+
+The rule is Megatron-LM's (`create_masked_lm_predictions`). The words of a sample, in random order, each begin an
+n-gram. An n-gram with more tokens than remain to be hidden is tried with fewer words. One that overlaps an n-gram
+chosen before is dropped.
+
+There are two differences from Megatron. The number of tokens to hide is rounded to the nearest integer, where Megatron
+in effect rounds down. And the first token of a segment always begins a word, even if truncation cut off the beginning
+of that word.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.ops import keyed
+
+UNBOUNDED = 1 << 40
+
+
+class Words(NamedTuple):
+    """The words of B samples. W is the largest number of words in a sample.
+
+    Attributes:
+        numbers: int64 [B, S], number of the word that a token belongs to, from 0 in each sample; meaningless outside
+            segments.
+        begins: bool [B, S], true at the first token of each word.
+        sizes: int64 [B, W], tokens in each word; 0 after a sample's last word.
+        in_segment: int64 [B, W], number of words from this one to the end of its segment, both included.
+    """
+
+    numbers: NDArray[np.int64]
+    begins: NDArray[np.bool_]
+    sizes: NDArray[np.int64]
+    in_segment: NDArray[np.int64]
+
+
+class Grams(NamedTuple):
+    """The n-grams chosen in B samples. Two n-grams may touch but not overlap.
+
+    Attributes:
+        words: bool [B, W], true for each word in an n-gram.
+        firsts: bool [B, W], true for the first word of each n-gram.
+    """
+
+    words: NDArray[np.bool_]
+    firsts: NDArray[np.bool_]
+
+
+def n_to_hide(mask_prob: float, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Number of tokens to hide in samples of these lengths, at least 1."""
+    return np.maximum(1, np.rint(mask_prob * lengths)).astype(np.int64)
+
+
+def words_of(tokens: NDArray[np.int64], segments: NDArray[np.int64], continuing: NDArray[np.int64]) -> Words:
+    """The words of B samples.
+
+    Args:
+        tokens: int64 [B, S].
+        segments: int64 [B, S], the segment of each token: 1 or 2, or 0 where there is no text and so no word.
+        continuing: ids of tokens inside a word.
+    """
+    in_text = segments > 0
+    begins = in_text & ~np.isin(tokens, continuing)
+    begins[:, 0] |= in_text[:, 0]
+    begins[:, 1:] |= in_text[:, 1:] & (segments[:, 1:] != segments[:, :-1])
+    numbers = np.maximum(np.cumsum(begins, 1) - 1, 0)
+    n_rows = len(numbers)
+    n_words = int(numbers.max()) + 1
+    rows = np.arange(n_rows)[:, None] * n_words
+
+    # One bincount over all samples: word w of row b is counted as b W + w.
+    sizes = np.bincount((rows + numbers)[in_text], minlength=n_rows * n_words).reshape(n_rows, n_words)
+    in_first = (begins & (segments == 1)).sum(1)[:, None]
+    in_both = begins.sum(1)[:, None]
+    index = np.arange(n_words)
+    in_segment = np.maximum(np.where(index < in_first, in_first, in_both) - index, 0)
+    return Words(numbers, begins, sizes, in_segment)
+
+
+def choose(
+    words: Words,
+    n_words: NDArray[np.int64],
+    max_ngram: int,
+    to_hide: NDArray[np.int64],
+    keys: NDArray[np.uint64],
+    max_grams: int = UNBOUNDED,
+    room: int = UNBOUNDED,
+) -> Grams:
+    """Choose the n-grams of each sample; all samples go through their words in step.
+
+    Args:
+        words: the samples' words.
+        n_words: int64 [B, W], words in the n-gram that would begin with each word, at most max_ngram and
+            `words.in_segment`.
+        max_ngram: most words in an n-gram.
+        to_hide: int64 [B], number of tokens to hide.
+        keys: uint64 [B], keys of the samples; the order of a sample's words is a function of its key.
+        max_grams: most n-grams in a sample.
+        room: most tokens in all n-grams of a sample, where each n-gram counts as one token more (its sentinel).
+    """
+    n_rows, width = words.sizes.shape
+    index = np.arange(width)
+    is_word = words.sizes > 0
+    order = keyed.draws(keys[:, None], "order", index)
+    order[~is_word] = np.iinfo(np.uint64).max  # places without a word come last
+    order = np.argsort(order, 1, kind="stable")
+
+    # Tokens in the n-gram of 1, 2, ..., max_ngram words from each word on, [B, W, max_ngram].
+    padded = np.pad(words.sizes, ((0, 0), (0, max_ngram)))
+    ahead = np.arange(max_ngram)
+    totals = np.cumsum(padded[:, index[:, None] + ahead], 2)
+    chosen = np.zeros(padded.shape, np.bool_)
+    firsts = np.zeros(padded.shape, np.bool_)
+    # The limits that each sample has left.
+    remaining = to_hide.copy()
+    room_left = np.full(n_rows, room)
+    grams_left = np.full(n_rows, max_grams)
+    rows = np.arange(n_rows)
+    for word in order.T:
+        allowed = np.where(grams_left > 0, np.minimum(remaining, room_left - 1), 0)
+        if not (allowed > 0).any():
+            break
+        # The number of words that the n-gram may have: as many as were drawn for it, or fewer if it is too large.
+        total = totals[rows, word]
+        n_fitting = ((total <= allowed[:, None]) & (ahead < n_words[rows, word][:, None])).sum(1)
+        places = (rows[:, None], word[:, None] + ahead)
+        within = ahead < n_fitting[:, None]
+        # Take it unless one of its words is in an n-gram already.
+        free = (n_fitting > 0) & is_word[rows, word] & ~(chosen[places] & within).any(1)
+        chosen[places] |= within & free[:, None]
+        firsts[rows, word] |= free
+        n_tokens = np.where(free, total[rows, np.maximum(n_fitting, 1) - 1], 0)
+        remaining -= n_tokens
+        room_left -= n_tokens + free
+        grams_left -= free
+    return Grams(chosen[:, :width], firsts[:, :width])

@@ -1,0 +1,60 @@
+"""The marks of span corruption: ids that stand for hidden spans, and ids that begin, end and pad sequences.
+
+    mark_ids = marks(tokenizer, n_sentinels=100)
+    mark_ids.sentinels[0]  # stands for the first hidden span of a sample
+
+If the tokenizer has sentinels (`<extra_id_0>` and so on), these are used; else new ids after its last one. WordPiece
+vocabularies may lack [BOS] and [EOS]; then they get new ids too, before the sentinels, as in Megatron's
+`_BertWordPieceTokenizer`. So `[model] vocab_size` may have to be larger than the tokenizer's vocabulary.
+
+T5's own tokenizer.json lists its sentinels as ordinary tokens, so a text that contains "<extra_id_0>" makes that id.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import NamedTuple
+
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+
+
+class Marks(NamedTuple):
+    """Ids that stand for no text.
+
+    Attributes:
+        sentinels: ids of the sentinels; number i stands for hidden span i of a sample.
+        start: id that a decoder reads first: [BOS], or the padding, as in T5.
+        end: id that ends a sequence: [EOS], or end-of-document.
+        pad: id that pads a sequence; end-of-document if the tokenizer has no padding.
+        n_added: number of these ids that are new, after the tokenizer's last one.
+    """
+
+    sentinels: tuple[int, ...]
+    start: int
+    end: int
+    pad: int
+    n_added: int
+
+
+def marks(tokenizer: Tokenizer, n_sentinels: int) -> Marks:
+    """The marks for a tokenizer, with `n_sentinels` sentinels.
+
+    Raises:
+        ValueError: the tokenizer has sentinels, but fewer than `n_sentinels`.
+    """
+    known = tokenizer.sentinel_ids
+    if 0 < len(known) < n_sentinels:
+        raise ValueError(
+            f"sentinels={n_sentinels} is more than the {len(known)} that tokenizer '{tokenizer.name}' has, from "
+            f"<extra_id_0> to <extra_id_{len(known) - 1}> ([data] sentinels, [data] tokenizer)"
+        )
+    new_ids = count(tokenizer.vocab_size)
+    pad = tokenizer.eod_id if tokenizer.pad_id is None else tokenizer.pad_id
+    start = pad if tokenizer.bos_id is None else tokenizer.bos_id
+    end = tokenizer.eod_id if tokenizer.eos_id is None else tokenizer.eos_id
+    # A vocabulary with [CLS] is one of WordPieces.
+    if tokenizer.cls_id is not None:
+        start = next(new_ids) if tokenizer.bos_id is None else start
+        end = next(new_ids) if tokenizer.eos_id is None else end
+    sentinels = known[:n_sentinels] or tuple(next(new_ids) for _ in range(n_sentinels))
+    return Marks(sentinels, start, end, pad, n_added=next(new_ids) - tokenizer.vocab_size)

@@ -1,0 +1,117 @@
+"""Span corruption as in Megatron's T5: n-grams of words in a text of sentences, each with its own sentinel.
+
+    samples = SentenceSamples(dataset, (0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
+    hide([samples[g] for g in range(8)], continuing, limits)
+
+The rule is that of Megatron-LM's `t5_dataset.py`. A sample is consecutive sentences of one document, cut off at S - 2
+tokens, or at fewer in a short sample. `ngrams.py` chooses the n-grams; their number of words follows a geometric
+distribution with p = 0.2 (SpanBERT, arXiv:1907.10529, section 3.1), up to `[data] max_span`. Two n-grams that touch
+keep a sentinel each.
+
+There is one difference from Megatron: if no sentinel or not enough room in T is left for an n-gram, it is tried with
+fewer words, and then not hidden. Megatron stops the run at such a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.data.indexed_files.record import LONGEST_SENTENCE
+from dtmega.data.objectives.denoising.cut_samples import CutSamples
+from dtmega.data.objectives.denoising.ngrams import choose, n_to_hide, words_of
+from dtmega.data.objectives.denoising.spans import HiddenSpans, SpanSample
+from dtmega.files.console import counted
+from dtmega.ops import keyed
+
+N_SPECIAL = 2  # places of S that Megatron leaves free
+STOPS = 0.2  # probability that a span ends after each of its words
+
+
+class Limits(NamedTuple):
+    """How much of a sample is hidden.
+
+    Attributes:
+        mask_prob: share of the tokens to hide.
+        max_span: most words in a span.
+        sentinels: number of sentinels, and so of spans at most.
+        room: T, length of the decoder's sequence.
+    """
+
+    mask_prob: float
+    max_span: int
+    sentinels: int
+    room: int
+
+
+class SentenceSamples(CutSamples):
+    """The endless samples of one part of one corpus, each of one sentence or more."""
+
+    n_special = N_SPECIAL
+    fewest = 1
+
+    @property
+    def note(self) -> str:
+        if not self.n_unread:
+            return ""
+        return (
+            f"'{self.split}': {counted(self.n_unread, 'token')} of {self.dataset.prefix} are not read, at the end of "
+            f"samples that are longer than their target, or in documents with an empty sentence, or with several of "
+            f"which one is longer than {LONGEST_SENTENCE} tokens"
+        )
+
+    def __getitem__(self, g: int) -> SpanSample:
+        first, end, target = self.entry(g)
+        begin, stop = self.dataset.tokens_before(np.array([first, end])).tolist()
+        return SpanSample(self.dataset.tokens[begin : min(stop, begin + target)], keyed.key64(f"{self.stream}/{g}"))
+
+    def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.minimum(lengths, targets)
+
+
+def expected(n_tokens: int, mask_prob: float, max_span: int) -> tuple[int, int]:
+    """Number of hidden tokens in a text, and the average number of spans that hold them if each token is a word.
+
+    Args:
+        n_tokens: tokens of the text.
+        mask_prob: share of the tokens to hide.
+        max_span: most words in a span.
+    """
+    n_hidden = int(n_to_hide(mask_prob, np.array(n_tokens)))
+    # Mean of a geometric distribution that is cut off at max_span.
+    mean = (1 - (1 - STOPS) ** max_span) / STOPS
+    return n_hidden, math.ceil(n_hidden / mean)
+
+
+def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limits) -> HiddenSpans:
+    """Choose the hidden n-grams of samples, all at once.
+
+    Args:
+        samples: texts of up to S - 2 tokens.
+        continuing: ids of tokens inside a word.
+        limits: how much to hide.
+    """
+    keys = np.array([sample.key for sample in samples], np.uint64)
+    lengths = np.array([len(sample.tokens) for sample in samples])
+    is_text = np.arange(lengths.max()) < lengths[:, None]
+    tokens = np.zeros(is_text.shape, np.int64)
+    tokens[is_text] = np.concatenate([sample.tokens for sample in samples])
+
+    words = words_of(tokens, is_text.astype(np.int64), continuing)
+    drawn = keyed.uniform(keyed.draws(keys[:, None], "n", np.arange(words.sizes.shape[1])))
+    n_words = np.minimum(_drawn_lengths(drawn, limits.max_span), words.in_segment)
+    to_hide = n_to_hide(limits.mask_prob, lengths)
+    # One place of the decoder's sequence is for the end mark.
+    grams = choose(words, n_words, limits.max_span, to_hide, keys, limits.sentinels, limits.room - 1)
+    is_hidden = is_text & np.take_along_axis(grams.words, words.numbers, 1)
+    begins = words.begins & np.take_along_axis(grams.firsts, words.numbers, 1)
+    return HiddenSpans(tokens, is_text, is_hidden, begins)
+
+
+def _drawn_lengths(drawn: NDArray[np.float64], max_span: int) -> NDArray[np.int64]:
+    """Number of words of each span, [B, W] from uniform numbers: 1 to max_span, geometric with p = STOPS."""
+    bounds = 1 - (1 - STOPS) ** np.arange(1, max_span)
+    return 1 + np.searchsorted(bounds, drawn, "right")

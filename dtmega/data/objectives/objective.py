@@ -1,0 +1,297 @@
+"""Training objectives. Each decides how a text is cut into samples, what a batch of them holds, and what is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dtmega.config import Data
+from dtmega.data.indexed_files.dataset import IndexedDataset
+from dtmega.data.objectives.denoising.masking import Vocabulary
+from dtmega.data.objectives.denoising.merged_spans import SpanCounts, SpanSamples, counts_of_longest
+from dtmega.data.objectives.denoising.pairs import PairSamples, Specials
+from dtmega.data.objectives.denoising.sentinels import marks
+from dtmega.data.objectives.denoising.separate_spans import N_SPECIAL, Limits, SentenceSamples, expected
+from dtmega.data.objectives.denoising.spans import check_room
+from dtmega.data.objectives.prefixes import PrefixSamples
+from dtmega.data.objectives.rows import IGNORED, MaskedRows, NextTokenRows, PrefixRows, Rows, SeparateRows, SpanRows
+from dtmega.data.objectives.sums import Sum
+from dtmega.data.sampling.samples import AnySamples, Samples
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+
+
+class Objective(Protocol):
+    """A training objective.
+
+    Attributes:
+        sums: the numbers that a model returns when it is given labels, on whichever pipeline stages.
+        aim: the thing that a model is trained on, in words for messages: "next tokens".
+        reads: keys of [data] that this objective reads and others may not; its samples depend on them.
+        sentences: it reads texts that are split into sentences, where each sequence of the data set is one.
+        not_in_megatrons_order: the reason why [data] order cannot be one of Megatron's, or '' if it can.
+        prompt_is_prefix: the tokens of a prompt all see each other, like those of a prefix in training; else each token
+            sees only the tokens before it.
+        order: version of the samples. Raise it if a change makes sample g of the same data, keys and seed another one;
+            runs that began with the old samples are then refused.
+    """
+
+    @property
+    def sums(self) -> tuple[Sum, ...]: ...
+
+    @property
+    def aim(self) -> str: ...
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+
+    @property
+    def sentences(self) -> bool: ...
+
+    @property
+    def not_in_megatrons_order(self) -> str: ...
+
+    @property
+    def prompt_is_prefix(self) -> bool: ...
+
+    @property
+    def order(self) -> int: ...
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
+        """The counts of a microbatch that its sums are divided by; all microbatches have the same names, in order."""
+        ...
+
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        """Check that the tokenizer has the special tokens, and that the lengths in [data] have room for a sample.
+
+        Raises:
+            ValueError: they have not; the message names the missing token or the equation, and the key.
+        """
+        ...
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        """Number of ids that the samples add after the tokenizer's last one."""
+        ...
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> AnySamples:
+        """The samples of documents (start, stop) of one corpus in a split.
+
+        Raises:
+            ValueError: the documents are too small for a single sample.
+        """
+        ...
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
+        """The rows of this objective's samples, of one corpus or of a blend."""
+        ...
+
+
+class NextToken:
+    """Cross-entropy of the next token, averaged over the tokens that have a label."""
+
+    sums = (Sum("lm", "tokens"),)
+    aim = "next tokens"
+    reads = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    sentences = False
+    not_in_megatrons_order = ""
+    prompt_is_prefix = False
+    order = 2
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"tokens": _labelled(microbatch)}
+
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        pass
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        return 0
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> Samples:
+        return Samples(dataset, documents, data.seq_len, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> NextTokenRows:
+        return NextTokenRows(samples, data, tokenizer.eod_id)
+
+
+class Prefix(NextToken):
+    """Cross-entropy of the next token after a given prefix, as a mean over those tokens, optionally weighted."""
+
+    aim = "next tokens after a prefix"
+    reads = (*NextToken.reads, "objective", "reweight_positions")
+    not_in_megatrons_order = "Megatron draws the lengths of prefixes from a generator of torch's"
+    prompt_is_prefix = True
+    order = 1
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
+        if "label_weights" not in microbatch:
+            return super().counts(microbatch)
+        targets = microbatch["labels"] != IGNORED
+        return {"tokens": float(microbatch["label_weights"][targets].sum(dtype=torch.float64))}
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> Samples:
+        return PrefixSamples(dataset, documents, data.seq_len, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> PrefixRows:
+        return PrefixRows(samples, data, tokenizer.eod_id)
+
+
+class Masked:
+    """BERT's objective: masked tokens, averaged over them, and the order of two segments, averaged over sequences."""
+
+    sums = (
+        Sum("lm", "tokens"),
+        Sum("order", "sequences"),
+        Sum("order_right", "sequences", weight=0.0),
+    )
+    aim = "masked tokens and the order of sentences"
+    reads = ("short_seq_prob", "mask_prob", "max_ngram")
+    sentences = True
+    not_in_megatrons_order = "Megatron's samples depend on random draws in a compiled helper"
+    prompt_is_prefix = False
+    order = 1
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"tokens": _labelled(microbatch), "sequences": len(microbatch["labels"])}
+
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        specials(tokenizer)
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        return 0
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> PairSamples:
+        return PairSamples(dataset, documents, data.seq_len, data.short_seq_prob, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> MaskedRows:
+        ids = np.arange(tokenizer.vocab_size)
+        ordinary = ids[~np.isin(ids, [*tokenizer.special_ids])]
+        return MaskedRows(samples, data, Vocabulary(specials(tokenizer), _continuing(tokenizer), ordinary))
+
+
+class Spans:
+    """T5's objective: hidden spans that never touch, as a mean over the decoder's targets."""
+
+    sums = (Sum("lm", "tokens"),)
+    aim = "hidden spans"
+    reads: tuple[str, ...] = ("decoder_seq_len", "mask_prob", "mean_span", "sentinels")
+    sentences = False
+    not_in_megatrons_order = "Megatron's T5 chooses spans by another rule"
+    prompt_is_prefix = False
+    order = 1
+
+    def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"tokens": _labelled(microbatch)}
+
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        n = _span_counts(data)
+        check_room(data, n.n_tokens, n.n_hidden, n.n_spans, "mean_span")
+        marks(tokenizer, data.sentinels)
+
+    def n_added(self, tokenizer: Tokenizer, data: Data) -> int:
+        return marks(tokenizer, data.sentinels).n_added
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> AnySamples:
+        return SpanSamples(dataset, documents, _span_counts(data).n_tokens, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
+        return SpanRows(samples, data, marks(tokenizer, data.sentinels), _span_counts(data))
+
+
+class SeparateSpans(Spans):
+    """The objective of Megatron's T5: hidden n-grams of words in a text of sentences. Two that touch stay two spans."""
+
+    aim = "hidden n-grams"
+    reads = ("objective", "decoder_seq_len", "short_seq_prob", "mask_prob", "max_span", "sentinels")
+    sentences = True
+    not_in_megatrons_order = "Megatron's samples depend on random draws in a compiled helper"
+    order = 1
+
+    def check(self, tokenizer: Tokenizer, data: Data) -> None:
+        # The number of spans differs from sample to sample; the average one has to fit.
+        n_tokens = max(1, data.seq_len - N_SPECIAL)
+        n_hidden, n_spans = expected(n_tokens, data.mask_prob, data.max_span)
+        check_room(data, n_tokens, n_hidden, n_spans, "max_span")
+        marks(tokenizer, data.sentinels)
+
+    def samples(
+        self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
+    ) -> AnySamples:
+        return SentenceSamples(dataset, documents, data.seq_len, data.short_seq_prob, seed, split, corpus)
+
+    def rows(self, samples: AnySamples, data: Data, tokenizer: Tokenizer) -> Rows:
+        limits = Limits(data.mask_prob, data.max_span, data.sentinels, data.decoder_length)
+        return SeparateRows(samples, data, marks(tokenizer, data.sentinels), _continuing(tokenizer), limits)
+
+
+def _span_counts(data: Data) -> SpanCounts:
+    return counts_of_longest(data.seq_len, data.mask_prob, data.mean_span)
+
+
+def specials(tokenizer: Tokenizer) -> Specials:
+    """The ids of the special tokens in BERT's samples.
+
+    Raises:
+        ValueError: the vocabulary lacks one of them.
+    """
+    ids = {
+        "[CLS]": tokenizer.cls_id,
+        "[SEP]": tokenizer.sep_id,
+        "[MASK]": tokenizer.mask_id,
+        "[PAD]": tokenizer.pad_id,
+    }
+    for name, i in ids.items():
+        if i is None:
+            raise ValueError(
+                f"tokenizer '{tokenizer.name}': expected {', '.join(ids)} in its vocabulary, {name} is missing; take "
+                f"stdlib-wordpiece or bert:PATH of a vocab.txt ([data] tokenizer)"
+            )
+    return Specials(*(i for i in ids.values() if i is not None))
+
+
+NEXT_TOKEN = NextToken()
+PREFIX = Prefix()
+MASKED = Masked()
+SPANS = Spans()
+SEPARATE_SPANS = SeparateSpans()
+OBJECTIVES: tuple[Objective, ...] = (NEXT_TOKEN, PREFIX, MASKED, SPANS, SEPARATE_SPANS)
+
+
+def check_keys(data: Data, objective: Objective) -> None:
+    """Refuse a key of [data] that is set but belongs to other objectives only.
+
+    Raises:
+        ValueError: there is such a key.
+    """
+    keys = chain.from_iterable(other.reads for other in OBJECTIVES)
+    foreign = {*keys} - {*objective.reads}
+    for key, field in Data.model_fields.items():
+        if key in foreign and getattr(data, key) != field.default:
+            raise ValueError(
+                f"{key}={getattr(data, key)} means nothing to a model that is trained on {objective.aim}: expected "
+                f"{field.default}, or another objective or model ([data] {key}, [data] objective, [model] name)"
+            )
+
+
+def _continuing(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """The ids of tokens inside a word, [n]."""
+    return np.array(sorted(tokenizer.continuing_ids), np.int64)
+
+
+def _labelled(microbatch: Mapping[str, Tensor]) -> int:
+    """Number of tokens of a microbatch that have a label."""
+    return int((microbatch["labels"] != IGNORED).sum())

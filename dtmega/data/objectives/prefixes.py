@@ -1,0 +1,68 @@
+"""Prefix language models: the beginning of each text is given, and the model continues it.
+
+    tokens a b c d e f, with a prefix of 3 (drawn for each sample, or for each document):
+        a b c    each attends to all three; no label
+        d e f    each attends to itself and all tokens before it; the label is the next token
+
+Sources: Megatron-DeepSpeed's `pretrain_prefix_lm.py` and `get_prefix_indices`, with `--loss-on-targets-only`. Without
+that flag, tokens of a prefix would have to predict tokens that they see.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.data.sampling.samples import Samples
+from dtmega.ops import keyed
+
+
+class PrefixSample(NamedTuple):
+    """The tokens of a sample [S + 1], and 64 bits that key the lengths of its prefixes."""
+
+    tokens: NDArray[Any]
+    key: int
+
+
+class PrefixSamples(Samples):
+    """The samples of `Samples`, each with its own key."""
+
+    def __getitem__(self, g: int) -> PrefixSample:
+        return PrefixSample(self.tokens(g), keyed.key64(f"{self._stream}/{g}/prefix"))
+
+
+def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """The tokens that are in the prefix of their document, bool [B, S].
+
+    The length of a prefix is uniform from 0 to all of the document except its last token. A document that continues
+    after the sample's end has no last token here, so its prefix may be all of its tokens.
+
+    Args:
+        ends: bool [B, S], true at the last token of each document; at the sample's last token if the sample counts as
+            one document.
+        keys: uint64 [B], keys of the samples.
+    """
+    n_tokens = ends.shape[1]
+    place = np.arange(n_tokens)
+    starts_here = np.ones_like(ends)
+    starts_here[:, 1:] = ends[:, :-1]
+    document = starts_here.cumsum(axis=1) - 1
+    start = np.maximum.accumulate(np.where(starts_here, place, 0), axis=1)
+    # The nearest end at or after each place, found from right to left; S if there is none.
+    reversed_ends = np.where(ends, place, n_tokens)[:, ::-1]
+    end = np.minimum.accumulate(reversed_ends, axis=1)[:, ::-1]
+    drawn = keyed.draws(keys[:, None], "length", document)
+    first_target = start + keyed.below(drawn, end - start + 1)
+    return place < first_target
+
+
+def weights(n_tokens: int) -> NDArray[np.float32]:
+    """Weights of the labels by place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
+
+    With prefixes of uniform length, place i has a label in (i + 1) / S of the samples. Late places have one more often,
+    so their labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).
+    """
+    place = np.arange(n_tokens)
+    return (2 * (n_tokens - place) / (n_tokens + 1)).astype(np.float32)

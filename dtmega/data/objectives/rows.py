@@ -1,0 +1,213 @@
+"""The tensors of a batch ("rows"), made from a range of samples in a worker process.
+
+Every microbatch of B sequences has
+
+    tokens        int64 [B, S]
+    labels        int64 [B, S]  token to predict at each place, IGNORED where there is none
+    sample_ids    int64 [B]     global sample numbers, which key dropout
+    places        int64 [B, S]  0, 1, ...: index of each token in its sample
+    document_ids  int64 [B, S]  only if a sample has several documents: attention stays between equal numbers
+
+and the tensors that its objective adds. The classes here hold plain data only, so that they can be pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dtmega.config import Data
+from dtmega.data.objectives.denoising import merged_spans, separate_spans
+from dtmega.data.objectives.denoising.masking import Vocabulary, hide
+from dtmega.data.objectives.denoising.merged_spans import SpanCounts
+from dtmega.data.objectives.denoising.pairs import laid_out
+from dtmega.data.objectives.denoising.sentinels import Marks
+from dtmega.data.objectives.denoising.separate_spans import Limits
+from dtmega.data.objectives.denoising.spans import HiddenSpans, sequences
+from dtmega.data.objectives.prefixes import prefixes, weights
+from dtmega.data.sampling.samples import AnySamples
+
+IGNORED = -100  # the label of a token without a loss, as in torch's cross_entropy
+
+
+class Rows(Protocol):
+    """A mapping from a range of samples to their rows. It is pickled for worker processes."""
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        """The tensors listed above, with B = len(indices).
+
+        One range may be several microbatches, because a few large tensors travel between processes faster than many
+        small ones.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NextTokenRows:
+    """Rows of samples of S + 1 tokens: the first S are inputs, the last S labels.
+
+    There are `document_ids` with `[data] reset_attention_mask`, and with `[data] reset_position_ids`
+
+        position_ids  int64 [B, S]  0, 1, ..., from 0 anew after each end-of-document
+    """
+
+    samples: AnySamples
+    data: Data
+    eod_id: int
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        return self.rows_of([self.samples[g] for g in indices], indices)
+
+    def rows_of(self, samples: list[NDArray[Any]], indices: range) -> dict[str, Tensor]:
+        """The rows of the samples [S + 1] with these numbers."""
+        ids = torch.from_numpy(np.stack(samples).astype(np.int64))  # [B, S + 1]
+        tokens = ids[:, :-1].clone()
+        labels = ids[:, 1:].clone()
+        rows = {"tokens": tokens, "labels": labels, **_numbers(indices, tokens)}
+        if self.data.eod_mask_loss:
+            labels.masked_fill_(tokens == self.eod_id, IGNORED)
+        if self.data.reset_position_ids:
+            rows["position_ids"] = position_ids(tokens, self.eod_id)
+        if self.data.reset_attention_mask:
+            rows["document_ids"] = document_ids(tokens, self.eod_id)
+        return rows
+
+
+@dataclass(frozen=True)
+class PrefixRows(NextTokenRows):
+    """Rows of samples of S + 1 tokens in which the tokens of a prefix have no label. They also have
+
+    prefix         bool [B, S]  true at the tokens of a prefix
+    label_weights  fp32 [B, S]  with `[data] reweight_positions`
+    """
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        samples = [self.samples[g] for g in indices]
+        rows = self.rows_of([sample.tokens for sample in samples], indices)
+        tokens = rows["tokens"].numpy()
+        n_tokens = tokens.shape[1]
+        # Each document has a prefix if attention stays inside documents. Else the whole sample counts as one document.
+        if self.data.reset_attention_mask:
+            ends = tokens == self.eod_id
+        else:
+            ends = np.broadcast_to(np.arange(n_tokens) == n_tokens - 1, tokens.shape)
+        keys = np.array([sample.key for sample in samples], np.uint64)
+        prefix = torch.from_numpy(prefixes(ends, keys))
+        rows["prefix"] = prefix
+        rows["labels"].masked_fill_(prefix, IGNORED)
+        if self.data.reweight_positions:
+            rows["label_weights"] = torch.from_numpy(weights(n_tokens)).repeat(len(tokens), 1)
+        return rows
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """Rows of masked pairs of segments. The labels are the hidden tokens. The rows also have
+
+    token_types   int64 [B, S]  1 in the second segment and at the [SEP] that ends it, else 0
+    swapped       int64 [B]     1 if the sample's first segment is the later one in the text
+    document_ids  int64 [B, S]  1 at padding, else 0
+    """
+
+    samples: AnySamples
+    data: Data
+    vocabulary: Vocabulary
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        pairs = laid_out([self.samples[g] for g in indices], self.data.seq_len, self.vocabulary.specials)
+        masked = hide(pairs, self.vocabulary, self.data.mask_prob, self.data.max_ngram)
+        labels = np.where(masked.hidden, pairs.tokens, IGNORED)
+        tokens = torch.from_numpy(masked.tokens)
+        return {
+            "tokens": tokens,
+            "labels": torch.from_numpy(labels),
+            **_numbers(indices, tokens),
+            "token_types": torch.from_numpy(pairs.types),
+            "swapped": torch.from_numpy(pairs.swapped.astype(np.int64)),
+            "document_ids": torch.from_numpy(pairs.padding.astype(np.int64)),
+        }
+
+
+@dataclass(frozen=True)
+class SpanRows:
+    """Rows of texts with hidden spans. The labels are [B, T], the decoder's targets. The rows also have
+
+    decoder_tokens        int64 [B, T]  input of the decoder
+    decoder_places        int64 [B, T]  0, 1, ...: index of each token in the decoder's sequence
+    document_ids          int64 [B, S]  1 at padding, else 0
+    decoder_document_ids  int64 [B, T]  1 at padding, else 0
+    """
+
+    samples: AnySamples
+    data: Data
+    marks: Marks
+    counts: SpanCounts
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        spans = merged_spans.hide(self.counts, [self.samples[g] for g in indices])
+        return _span_rows(spans, self.marks, self.data, indices, end_of_input=True)
+
+
+@dataclass(frozen=True)
+class SeparateRows:
+    """Rows of texts with hidden n-grams: as in `SpanRows`, but without an end mark in the encoder's sequence."""
+
+    samples: AnySamples
+    data: Data
+    marks: Marks
+    continuing: NDArray[np.int64]
+    limits: Limits
+
+    def __getitem__(self, indices: range) -> dict[str, Tensor]:
+        spans = separate_spans.hide([self.samples[g] for g in indices], self.continuing, self.limits)
+        return _span_rows(spans, self.marks, self.data, indices, end_of_input=False)
+
+
+def _span_rows(spans: HiddenSpans, marks: Marks, data: Data, indices: range, end_of_input: bool) -> dict[str, Tensor]:
+    """The rows of texts with hidden spans; arguments as in `spans.sequences`."""
+    batch = sequences(spans, marks, data.seq_len, data.decoder_length, end_of_input)
+    tokens = torch.from_numpy(batch.tokens)
+    decoder_tokens = torch.from_numpy(batch.decoder_tokens)
+    return {
+        "tokens": tokens,
+        "decoder_tokens": decoder_tokens,
+        "labels": torch.from_numpy(np.where(batch.decoder_padding, IGNORED, batch.targets)),
+        **_numbers(indices, tokens),
+        "decoder_places": _places(decoder_tokens),
+        "document_ids": torch.from_numpy(batch.padding.astype(np.int64)),
+        "decoder_document_ids": torch.from_numpy(batch.decoder_padding.astype(np.int64)),
+    }
+
+
+def _numbers(indices: range, tokens: Tensor) -> dict[str, Tensor]:
+    """The rows that number the samples and their tokens; every objective has them."""
+    return {"sample_ids": torch.arange(indices.start, indices.stop), "places": _places(tokens)}
+
+
+def _places(tokens: Tensor) -> Tensor:
+    """0, 1, ... in each row, [B, S] -> [B, S]."""
+    return torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
+
+
+def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
+    """Number of the document that each token belongs to, from 0 in each sample, [B, S] -> [B, S].
+
+    An end-of-document token belongs to the document that it ends.
+    """
+    ends = (tokens == eod_id).long()
+    return ends.cumsum(1) - ends
+
+
+def position_ids(tokens: Tensor, eod_id: int) -> Tensor:
+    """Position of each token in its document, [B, S] -> [B, S] (Megatron-LM `get_ltor_masks_and_position_ids`)."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    # At the first token of each document its place in the sample, elsewhere 0. The running maximum then is the place
+    # where the token's document starts.
+    starts = torch.zeros_like(tokens)
+    starts[:, 1:] = (tokens[:, :-1] == eod_id) * positions[:, 1:]
+    return positions - starts.cummax(1).values

@@ -1,0 +1,160 @@
+"""The default corpus: text that ships with every CPython, so that the first run needs no download.
+
+Its documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
+standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once for each Python
+version, vocabulary and form (whole documents or sentences). It may be killed, or run by several processes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dtmega.data import cache_dir
+from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter, token_dtype
+from dtmega.data.preparing import sentences
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+from dtmega.files.lock import Lock
+
+# Raise FORMAT if a change makes the same Python and vocabulary give other tokens, SENTENCES_FORMAT if it does so in
+# sentences only. Files of an earlier format are then not read any more.
+FORMAT = 2
+SENTENCES_FORMAT = 1
+TOPICS = "pydoc_data/topics/"
+DEFINITION = re.compile(r"(?<=\n)[ \t\r\f]*\n(?=class |def |async def |@)")  # the blank line before a definition
+MIN_CHARS = 200_000  # a library with less text is incomplete
+# Left out: installed packages, tests, generated tables, and the build settings of one machine.
+SKIPPED_FOLDERS = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"
+}  # fmt: skip
+SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
+
+
+def documents() -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each document that is not blank; the name is its path in the library.
+
+    Documents come in the order of the hashes of their names. In alphabetical order `[data] split`, which takes
+    consecutive documents, would validate on xml/ and zipfile alone.
+    """
+    sources = _sources(Path(sysconfig.get_paths()["stdlib"]))
+    topics = {f"{TOPICS}{name}": text for name, text in _topics().items()}
+    for name in sorted([*sources, *topics], key=lambda name: hashlib.sha256(name.encode()).digest()):
+        text = topics[name] if name in topics else _read(sources[name])
+        if text.strip():
+            yield name, text
+
+
+def _sources(library: Path) -> dict[str, Path]:
+    """The path of each source file, by its name in the library."""
+    sources = {}
+    for folder, subfolders, files in os.walk(library):
+        # `os.walk` descends only into the folders that are left in this list.
+        subfolders[:] = [
+            name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_PREFIXES)
+        ]
+        for file in files:
+            if file.endswith(".py") and not file.startswith(SKIPPED_PREFIXES):
+                path = Path(folder, file)
+                sources[path.relative_to(library).as_posix()] = path
+    return sources
+
+
+def _topics() -> dict[str, str]:
+    """The entries of the language reference, by name; empty if this Python comes without them."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions put it into a package of its own
+        return {}
+    return topics
+
+
+def _read(path: Path) -> str:
+    """The text of a source; '' if it cannot be read as UTF-8 (a dangling link, an old source in another encoding)."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
+
+
+def sentence_documents(name: str, text: str, tokenizer: Tokenizer) -> list[list[list[int]]]:
+    """The documents of a topic or a source; each is a list of sentences, and a sentence is a list of ids.
+
+    A topic is one document. A source is cut before each class or function, but not into documents of fewer than two
+    blocks, which have no pairs. The cut is made because the order of definitions in a file is arbitrary: a model that
+    has to tell which of two segments comes first could not learn it.
+
+    Args:
+        name: name of the document, as `documents` yields it.
+        text: its text.
+        tokenizer: tokenizer that encodes the sentences.
+    """
+    if name.startswith(TOPICS):
+        return [sentences.encode(text, sentences.PROSE, tokenizer)]
+    documents: list[list[list[int]]] = [[]]
+    for part in DEFINITION.split(text):
+        if len(documents[-1]) >= 2:
+            documents.append([])
+        documents[-1] += sentences.encode(part, sentences.BLOCKS, tokenizer)
+    return [document for document in documents if document]
+
+
+def prepare_stdlib(tokenizer: Tokenizer, *, in_sentences: bool = False) -> str:
+    """Build the tokenised corpus if it is missing or damaged, and return its prefix.
+
+    Args:
+        tokenizer: tokenizer of the corpus.
+        in_sentences: each sequence is a sentence or a block (`sentence_documents`); else it is a whole document that
+            ends with `eod_id`.
+
+    Raises:
+        ValueError: this Python lacks the library's sources, or no cache directory can be written.
+    """
+    version = ".".join(map(str, sys.version_info[:3]))
+    form = f"-sentences-v{SENTENCES_FORMAT}" if in_sentences else ""
+    prefix = str(cache_dir() / f"stdlib-py{version}-{tokenizer.fingerprint}-v{FORMAT}{form}")
+    if not _is_intact(prefix, tokenizer):
+        with Lock(Path(f"{prefix}.lock")):
+            if not _is_intact(prefix, tokenizer):  # another process may have built it while this one waited
+                _build(prefix, tokenizer, in_sentences)
+    return prefix
+
+
+def _is_intact(prefix: str, tokenizer: Tokenizer) -> bool:
+    """True if the pair is there, undamaged and not empty, in the tokenizer's dtype."""
+    try:
+        dataset = IndexedDataset(prefix)
+    except ValueError:
+        return False
+    return len(dataset) > 0 and dataset.dtype == token_dtype(tokenizer.vocab_size)
+
+
+def _build(prefix: str, tokenizer: Tokenizer, in_sentences: bool) -> None:
+    # Temporary files here are those of a killed process: no other one writes while this process holds the lock.
+    for leftover in glob.glob(f"{glob.escape(prefix)}.*.tmp"):
+        os.unlink(leftover)
+    texts = dict(documents())
+    n_chars = sum(map(len, texts.values()))
+    if n_chars < MIN_CHARS:
+        raise ValueError(
+            f"[data] path = 'stdlib': expected Python's library sources in {sysconfig.get_paths()['stdlib']}, got "
+            f"{len(texts)} documents with {n_chars} characters; install the distribution's full Python (Debian: "
+            f"libpython3-stdlib), or tokenize a text of your own and name it in [data] path"
+        )
+    line = f"tokenizing {len(texts)} documents of Python's library ({n_chars / 1e6:.1f} M characters) into {prefix}"
+    print(line, file=sys.stderr, flush=True)
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for name, text in tqdm(texts.items(), desc="tokenize", unit=" documents", delay=1, disable=None):
+            if in_sentences:
+                for document in sentence_documents(name, text, tokenizer):
+                    writer.add(list(chain.from_iterable(document)), [len(ids) for ids in document])
+            else:
+                writer.add([*tokenizer.encode(text), tokenizer.eod_id])

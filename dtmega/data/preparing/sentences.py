@@ -1,0 +1,90 @@
+"""The sentences of a document, from which BERT's samples are made.
+
+    prose     sentences as `sentencex` finds them, by rules and a list of English abbreviations
+    blocks    for source code: the text between blank lines is one "sentence", since a cut at each "." is meaningless
+
+No sentence has more than LONGEST_SENTENCE tokens: a longer one is cut at its line ends, and a longer line between
+words. Megatron would skip the whole document. In Python's library that is 108 of 685 documents, with 45 % of the
+tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
+
+from dtmega.data.indexed_files.record import LONGEST_SENTENCE
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+
+PROSE, BLOCKS = "prose", "blocks"
+PARAGRAPH_END = re.compile(r"\n[ \t\r\f]*\n")
+# sentencex's search for quotes takes time quadratic in the length of a paragraph: 37 s for 7 million characters.
+PORTION_CHARS = 100_000
+
+
+def encode(text: str, kind: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of each sentence of a document, in order; sentences without tokens are left out.
+
+    Args:
+        text: the document.
+        kind: PROSE or BLOCKS.
+        tokenizer: tokenizer that encodes the sentences.
+    """
+    texts = prose(text) if kind == PROSE else PARAGRAPH_END.split(text)
+    sentences: list[list[int]] = []
+    for sentence in texts:
+        sentences += _short(sentence, tokenizer)
+    return sentences
+
+
+def prose(text: str) -> list[str]:
+    """The sentences of an English text; some keep the blanks around them."""
+    sentences: list[str] = []
+    for portion in _portions(text):
+        sentences += segment("en", portion)
+    return sentences
+
+
+def _portions(text: str) -> Iterator[str]:
+    """Cut a text into portions of at most PORTION_CHARS: at line ends if possible, else at blanks, else anywhere."""
+    start = 0
+    while len(text) - start > PORTION_CHARS:
+        stop = start + PORTION_CHARS
+        ends = (text.rfind(blank, start, stop) + 1 for blank in ("\n", " "))
+        end = next((end for end in ends if end), stop)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _short(sentence: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The ids of a sentence, in pieces of whole lines if it is longer than LONGEST_SENTENCE."""
+    sentence_ids = tokenizer.encode(sentence)
+    if len(sentence_ids) <= LONGEST_SENTENCE:
+        if sentence_ids:
+            yield sentence_ids
+        return
+    lines: list[int] = []  # ids of the lines that will be the next piece
+    for line in sentence.splitlines(keepends=True):
+        ids = tokenizer.encode(line)
+        if lines and len(lines) + len(ids) > LONGEST_SENTENCE:
+            yield from _cut(lines, tokenizer)
+            lines = []
+        lines += ids
+    yield from _cut(lines, tokenizer)
+
+
+def _cut(ids: list[int], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Cut ids into pieces of at most LONGEST_SENTENCE, between words if possible."""
+    start = 0
+    while len(ids) - start > LONGEST_SENTENCE:
+        stop = start + LONGEST_SENTENCE
+        # The last place where a word starts; if a single word is longer than a piece, it is cut.
+        words = (i for i in range(stop, start, -1) if ids[i] not in tokenizer.continuing_ids)
+        end = next(words, stop)
+        yield ids[start:end]
+        start = end
+    if start < len(ids):
+        yield ids[start:]

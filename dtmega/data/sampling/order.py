@@ -1,0 +1,127 @@
+"""The order of documents in an epoch. A long order is made once per node, in a file that all processes there map.
+
+    order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
+
+The order of 20 million documents takes 240 MB. `shared_file.py` describes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtmega.data import cache_dir
+from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
+from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
+
+LONG = 1 << 20  # documents from which an order is kept in a file; a shorter one has 12 MB at most and takes 0.1 s
+
+
+class Order(NamedTuple):
+    """The order of the documents in one epoch.
+
+    Attributes:
+        documents: uint32 or int64 [n], the documents in the order of the stream, numbered from 0 for the part's first.
+        starts: int64 [n + 1], tokens of the epoch before each of these documents, then all tokens of the epoch.
+    """
+
+    documents: NDArray[Any]
+    starts: NDArray[np.int64]
+
+
+def permutation(n: int, key: str) -> NDArray[Any]:
+    """The numbers 0 to n - 1, shuffled by a function of (n, key); uint32 [n], or int64 if they do not fit."""
+    numbers = np.arange(n, dtype=_number_dtype(n))
+    seed = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), "<u4")
+    # RandomState, because NEP 19 froze its stream for ever; a Generator's may change with numpy's version.
+    np.random.RandomState(seed).shuffle(numbers)
+    return numbers
+
+
+def _number_dtype(n: int) -> np.dtype[Any]:
+    return np.dtype(np.uint32 if n <= 2**32 else np.int64)
+
+
+def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
+    """The order of documents (start, stop) of a data set in an epoch, a function of (stream, epoch).
+
+    Args:
+        dataset: the data set.
+        documents: (start, stop) in its document index.
+        stream: name of the random stream.
+        epoch: number of the epoch, from 0.
+    """
+    n = documents[1] - documents[0]
+    if n >= LONG:
+        try:
+            return _from_file(dataset, documents, stream, epoch)
+        except (OSError, ValueError) as error:  # no cache directory, or no room in it
+            why = f"{error}: the order of {n} documents is kept in the memory of this process ({12 * n / 1e6:.0f} MB)"
+            print(f"dtmega: {why}", file=sys.stderr)
+    order = _shuffled(n, stream, epoch)
+    return Order(order, np.concatenate([np.zeros(1, np.int64), *_starts(dataset, documents[0], order)]))
+
+
+def _shuffled(n: int, stream: str, epoch: int) -> NDArray[Any]:
+    return permutation(n, f"{stream}/{epoch}/documents")
+
+
+def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
+    """The starts of all documents but the first, and the end of the last, in pieces of CHUNK."""
+    n = len(order)
+    # The index is read from front to back. Only the lengths, in as few bytes as they need, are looked up in random
+    # order.
+    lengths = np.concatenate([_lengths(dataset, first + i, first + min(i + CHUNK, n)) for i in range(0, n, CHUNK)])
+    end = 0
+    for i in range(0, n, CHUNK):
+        ends = end + np.cumsum(lengths[order[i : i + CHUNK]], dtype=np.int64)
+        end = int(ends[-1])
+        yield ends
+
+
+def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
+    """Tokens in each document from start to stop - 1, in the smallest dtype that holds them."""
+    lengths = np.diff(dataset.first_token(np.arange(start, stop + 1)))
+    return lengths.astype(np.min_scalar_type(lengths.max()))
+
+
+def _from_file(dataset: IndexedDataset, documents: tuple[int, int], stream: str, epoch: int) -> Order:
+    """The order in the cache directory, memory-mapped; made if it is not there.
+
+    The file holds `starts`, then `documents`.
+
+    Raises:
+        OSError, ValueError: no cache directory, or no room in it.
+    """
+    n = documents[1] - documents[0]
+    name = hashlib.sha256(f"{index_path(dataset)}/{documents}/{stream}".encode()).hexdigest()[:16]
+    path = cache_dir() / f"order-{name}-{epoch}.bin"
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        order = _shuffled(n, stream, epoch)
+        yield np.zeros(1, np.int64)
+        yield from _starts(dataset, documents[0], order)
+        yield order
+
+    made_from = f"{index_state(dataset)} {documents} {stream}/{epoch}"
+    if SharedFile(path, made_from, pieces, f"ordering {n} documents for epoch {epoch}").read_or_make():
+        _remove_old(name, epoch)
+    starts = np.memmap(path, np.int64, "r", shape=(n + 1,))
+    numbers = np.memmap(path, _number_dtype(n), "r", starts.nbytes, (n,))
+    return Order(np.asarray(numbers), np.asarray(starts))
+
+
+def _remove_old(name: str, epoch: int) -> None:
+    """Delete the files of epochs before the previous one, which no later step reads; those of killed processes too."""
+    for path in cache_dir().glob(f"order-{name}-*"):
+        match = re.fullmatch(rf"order-{name}-(\d+)\.bin(\.lock|\.\w+\.tmp)?", path.name)
+        if match and int(match[1]) < epoch - 1:
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,1 @@
+"""Vocabularies: text to token ids and back, files of tokenizers, chat templates."""

@@ -1,0 +1,117 @@
+"""Conversations in the form that a model was trained on: rendered by the chat template next to its tokenizer.json.
+
+    chat = Chat.beside(tokenizer)                           # None if there is no template
+    ids = chat.ids([{"role": "user", "content": "Hi"}])     # up to the first word of the assistant's answer
+
+The template is Jinja, which transformers runs in a sandbox. The sandbox keeps it from files but not from running for
+ever, so it runs in a child process with limits. Unlike a document of training text, a conversation contains special
+ids: those that the template writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+from dtmega.files import optional_imports
+from dtmega.files.confined import Confined
+from dtmega.files.untrusted_json import read_object
+
+Message = dict[str, str]  # role, content
+
+
+class Chat:
+    """The chat template of one tokenizer.
+
+    Args:
+        template: the file with the template.
+        tokenizer: the tokenizer.json in the same folder.
+
+    Attributes:
+        end_ids: ids that end the assistant's turn: end-of-document, and the ids that generation_config.json names.
+
+    Raises:
+        ValueError: transformers is not installed.
+    """
+
+    def __init__(self, template: Path, tokenizer: Tokenizer) -> None:
+        optional_imports.check("transformers", "hf", f"the chat template {template}")
+        self._child = Confined(
+            "dtmega.data.tokenizers.chat:read_conversations", str(template.parent), where=str(template)
+        )
+        self._vocab_size = tokenizer.vocab_size
+        self.end_ids = frozenset([tokenizer.eod_id, *_end_ids(template.parent)])
+
+    @staticmethod
+    def beside(tokenizer: Tokenizer) -> Chat | None:
+        """The chat template next to a tokenizer's file; None if there is none.
+
+        Raises:
+            ValueError: transformers is not installed.
+        """
+        if not tokenizer.name.endswith(".json"):
+            return None
+        template = _template(Path(tokenizer.name).parent)
+        return None if template is None else Chat(template, tokenizer)
+
+    def start(self) -> None:
+        """Start the process that runs the template. It serves any number of conversations.
+
+        Raises:
+            ValueError: the files next to the template cannot be read.
+        """
+        self._child.start()
+
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation, up to where the assistant's next answer begins.
+
+        Raises:
+            ValueError: the template refuses the conversation, fails, or exceeds the limits of `confined.py`.
+        """
+        ids = self._child.ask(list(messages))
+        if wrong := [i for i in ids if i >= self._vocab_size]:
+            raise ValueError(f"the chat template makes id {wrong[0]}, outside a vocabulary of {self._vocab_size}")
+        return ids
+
+    def close(self) -> None:
+        """End the process that runs the template."""
+        self._child.close()
+
+
+def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
+    """Read a folder's tokenizer and template; return a function from a conversation to its ids.
+
+    Runs in the confined process.
+    """
+    from jinja2 import TemplateError
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def ids(messages: list[Message]) -> list[int]:
+        try:
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses this conversation: {error}") from None
+        return list(rendered["input_ids"])
+
+    return ids
+
+
+def _template(folder: Path) -> Path | None:
+    """The file of a folder that holds its chat template; None if there is none."""
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        return template
+    config = folder / "tokenizer_config.json"
+    return config if config.is_file() and read_object(config).get("chat_template") else None
+
+
+def _end_ids(folder: Path) -> list[int]:
+    """The ids that a folder's generation_config.json names as ends of an answer: one number there, or a list."""
+    file = folder / "generation_config.json"
+    named = read_object(file).get("eos_token_id") if file.is_file() else None
+    ids = named if isinstance(named, list) else [named]
+    return [i for i in ids if isinstance(i, int)]

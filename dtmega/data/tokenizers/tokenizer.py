@@ -1,0 +1,353 @@
+"""Text <-> token ids.
+
+A spec is one string that names a vocabulary; every process loads its own tokenizer from that string.
+
+    stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
+    stdlib-wordpiece       shipped: 8,192 WordPieces, cased, trained on the same text by tools/train_wordpiece.py
+    bytes                  the 256 bytes, then end-of-document
+    bert:PATH              a local vocab.txt of WordPieces; text is lowercased and stripped of accents; [SEP] is
+                           end-of-document
+    bert-cased:PATH        the same without the lowercasing and stripping
+    PATH.tiktoken          a local file of ranks (a base64 token and its rank per line), then end-of-document
+    PATH.json              a Hugging Face tokenizer.json; end-of-document is the `eos_token` of the
+                           tokenizer_config.json next to it, else the first of HF_EODS that it has
+    gpt2, cl100k_base ...  tiktoken's own vocabularies, which it downloads
+
+Text never makes a special id, not even a document that contains "<|endoftext|>" or "[MASK]".
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import tiktoken
+import tokenizers
+
+from dtmega.data.tokenizers import tokenizer_trial, wordpiece
+from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
+
+# cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
+# words with at most one mark before them; digits in threes; punctuation with the newlines after it; blank lines;
+# indentation except its last blank, which goes to the word after it.
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+# GPT-2's rule. A .tiktoken file does not carry a rule, and GPT-2's ranks give GPT-2's ids under this one only.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+GPT2_RANKS = 50_256
+
+EOD = "<|endoftext|>"
+HF_EODS = (EOD, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]", wordpiece.SEP)
+STDLIB_8K = Path(__file__).with_name("stdlib-8k.tiktoken")
+STDLIB_WORDPIECE = Path(__file__).with_name("stdlib-wordpiece.txt")
+SHIPPED_WORDPIECES = "stdlib-wordpiece"
+WORDPIECES = ("bert", "bert-cased")  # before ":" and the path of a vocab.txt
+
+# On about a million blanks in a row tiktoken's regex engine overflows its stack (a Rust panic), so long runs are cut.
+BLANKS = re.compile(r"\s{100000}")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A loaded vocabulary. It cannot be pickled: send the spec (`name`) to another process and load it there.
+
+    Attributes:
+        name: the spec that it was loaded from.
+        vocab_size: the ids are in [0, vocab_size); `[model] vocab_size` may be larger.
+        eod_id: id of end-of-document, which `encode` never returns.
+        fingerprint: 12 hex digits, equal for equal vocabularies.
+        encode: function from a text to its ids.
+        encode_all: function from several texts to the ids of each, on all cores if the library can do that.
+        decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
+        special_ids: ids that stand for no text, so that `encode` never returns one. [UNK] is not among them.
+        continuing_ids: ids of tokens inside a word ("##ing"); empty if the vocabulary does not mark them.
+        cls_id, sep_id, mask_id: ids of [CLS], [SEP] and [MASK]; None if the vocabulary lacks the token.
+        pad_id: id of [PAD] or <pad>; None if the vocabulary has neither.
+        bos_id, eos_id: ids of [BOS] and [EOS], which Megatron's T5 uses; None if the vocabulary lacks the token.
+        sentinel_ids: ids of <extra_id_0>, <extra_id_1>, ..., up to the first number that the vocabulary lacks.
+    """
+
+    name: str
+    vocab_size: int
+    eod_id: int
+    fingerprint: str
+    encode: Callable[[str], list[int]]
+    encode_all: Callable[[Sequence[str]], list[list[int]]]
+    decode: Callable[[Sequence[int]], str]
+    special_ids: frozenset[int]
+    continuing_ids: frozenset[int] = field(default=frozenset(), repr=False)
+    cls_id: int | None = None
+    sep_id: int | None = None
+    mask_id: int | None = None
+    pad_id: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    sentinel_ids: tuple[int, ...] = ()
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer that a spec names; the head of this file lists the specs.
+
+    Raises:
+        ValueError: the spec is unknown, its file is missing or malformed, or tiktoken could not download it.
+    """
+    if is_wordpiece(spec):
+        tokenizer, fingerprint = load_wordpiece(spec)
+        return _from_huggingface(spec, tokenizer, wordpiece.SEP, fingerprint)
+    if spec.endswith(".json"):
+        return _from_json(spec)
+    return _from_encoding(spec, *load_encoding(spec))
+
+
+def is_wordpiece(spec: str) -> bool:
+    """True if a spec names a vocab.txt of WordPieces."""
+    return spec == SHIPPED_WORDPIECES or spec.startswith(tuple(f"{kind}:" for kind in WORDPIECES))
+
+
+def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
+    """The tokenizer and the fingerprint of a spec that names a vocab.txt.
+
+    Raises:
+        ValueError: as `load_tokenizer`.
+    """
+    kind, _, path = spec.partition(":")
+    file = STDLIB_WORDPIECE if spec == SHIPPED_WORDPIECES else Path(path)
+    tokens = wordpiece.parse(file, _read(file))
+    lower = kind == "bert"
+    fingerprint = _digest(b"lower" if lower else b"cased", "\n".join(tokens).encode())
+    return wordpiece.make_tokenizer(tokens, lower), fingerprint
+
+
+def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
+    """The byte-level BPE encoding (ranks and pattern) that a spec names, and its fingerprint.
+
+    Raises:
+        ValueError: as `load_tokenizer`.
+    """
+    if spec == "stdlib-8k":
+        return _from_ranks_file(spec, STDLIB_8K)
+    if spec == "bytes":
+        return _from_ranks(spec, {bytes([i]): i for i in range(256)}, r"[\s\S]{1,256}", b"bytes")
+    if spec.endswith(".tiktoken"):
+        return _from_ranks_file(spec, Path(spec))
+    if spec in tiktoken.list_encoding_names():
+        return _from_tiktoken_name(spec)
+    raise ValueError(f"unknown tokenizer '{spec}'{_advice(spec)}")
+
+
+def _advice(spec: str) -> str:
+    """The end of the message about an unknown spec: what the user can write instead."""
+    path = Path(spec)
+    folder = path if path.is_dir() else path.parent
+    saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+    if spec and path.is_dir():
+        if (path / "tokenizer.json").exists():
+            return f", which is a folder: say {path / 'tokenizer.json'}"
+        return f", which is a folder without a tokenizer.json; transformers may make one: {saved}"
+    if path.suffix == ".model" and path.is_file():
+        return f", a file of SentencePiece; transformers may make a tokenizer.json of it, which is read here: {saved}"
+    if path.suffix == ".txt" and path.is_file():
+        return f": a vocab.txt of WordPieces is bert:{spec}, or bert-cased:{spec} where it has capital letters"
+    return (
+        f"; expected stdlib-8k, stdlib-wordpiece, bytes, bert:PATH or bert-cased:PATH of a vocab.txt, a path to a "
+        f".tiktoken file or a tokenizer.json, or one of tiktoken's: {', '.join(tiktoken.list_encoding_names())}"
+        f"{download(spec)}"
+    )
+
+
+def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
+    """The encoding and the fingerprint of a .tiktoken file.
+
+    Raises:
+        ValueError: a malformed line, ranks that are not 0 to n - 1, or a byte that is no token.
+    """
+    content = _read(path)
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError:
+                raise ValueError(f"{path}:{number}: expected a base64 token and its rank, got {line[:80]!r}") from None
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"{path}: expected each rank from 0 to {len(ranks) - 1} once")
+    # Without all 256 bytes there would be texts that cannot be encoded.
+    missing = [i for i in range(256) if bytes([i]) not in ranks]
+    if missing:
+        raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
+    # The file does not say which pattern its ranks were trained with; GPT-2's are recognised by their number.
+    pattern = GPT2_PATTERN if len(ranks) == GPT2_RANKS else PATTERN
+    return _from_ranks(spec, ranks, pattern, content)
+
+
+def _from_ranks(spec: str, ranks: dict[bytes, int], pattern: str, content: bytes) -> tuple[tiktoken.Encoding, str]:
+    encoding = tiktoken.Encoding(
+        spec, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)}, explicit_n_vocab=len(ranks) + 1
+    )
+    return encoding, _digest(pattern.encode(), content)
+
+
+def _from_tiktoken_name(spec: str) -> tuple[tiktoken.Encoding, str]:
+    try:
+        encoding = tiktoken.get_encoding(spec)
+    except Exception as error:  # the network libraries raise errors of many kinds
+        raise ValueError(
+            f"tiktoken could not download '{spec}' ({type(error).__name__}); without a network, pass a local .tiktoken "
+            f"file or a tokenizer.json"
+        ) from None
+    return encoding, _digest(spec.encode(), str(encoding.n_vocab).encode())
+
+
+def _from_encoding(spec: str, encoding: tiktoken.Encoding, fingerprint: str) -> Tokenizer:
+    def encode(text: str) -> list[int]:
+        cuts = [0, *(match.end() for match in BLANKS.finditer(text)), len(text)]
+        if len(cuts) == 2:
+            return encoding.encode_ordinary(text)
+        ids: list[int] = []
+        for start, end in pairwise(cuts):
+            ids += encoding.encode_ordinary(text[start:end])
+        return ids
+
+    def decode(ids: Sequence[int]) -> str:
+        return encoding.decode(list(ids), errors="replace")
+
+    return Tokenizer(
+        name=spec,
+        vocab_size=encoding.n_vocab,
+        eod_id=encoding.eot_token,
+        fingerprint=fingerprint,
+        encode=encode,
+        encode_all=lambda texts: [encode(text) for text in texts],
+        decode=decode,
+        special_ids=frozenset(encoding._special_tokens.values()),
+    )
+
+
+def _from_json(spec: str) -> Tokenizer:
+    """The tokenizer of a Hugging Face tokenizer.json.
+
+    Raises:
+        ValueError: the file is missing or malformed, or has no end-of-document token.
+    """
+    content = _read(Path(spec))
+    tokenizer_trial.check(spec, _digest(content))
+    loaded = tokenizers.Tokenizer.from_buffer(content)
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    eods = [token for token in (*_eos_token(Path(spec)), *HF_EODS) if token in vocabulary]
+    if not eods:
+        raise ValueError(
+            f"{spec}: expected an end-of-document token, the eos_token of a tokenizer_config.json beside it or one of "
+            f"{', '.join(HF_EODS)}; found none"
+        )
+    loaded.no_truncation()
+    loaded.no_padding()
+    return _from_huggingface(spec, loaded, eods[0], _digest(content))
+
+
+def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerprint: str) -> Tokenizer:
+    loaded.encode_special_tokens = True  # a special token's name inside a document is ordinary text
+
+    def encode_all(texts: Sequence[str]) -> list[list[int]]:
+        # The "fast" variant skips the offsets into the text, which would take a third of the time.
+        with _refusals(spec):
+            encodings = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
+
+    def encode(text: str) -> list[int]:
+        return encode_all([text])[0]
+
+    def decode(ids: Sequence[int]) -> str:
+        with _refusals(spec):
+            return loaded.decode(list(ids), skip_special_tokens=False)
+
+    # Some pre_tokenizers leave "[MASK]" in one piece, and then a text could make the special id.
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
+    for name, i in by_name.items():
+        if i is not None and i in encode(f" {name} "):
+            raise ValueError(f"{spec}: expected a pre_tokenizer that cuts marks off words; text {name} becomes id {i}")
+    added = {i for i, token in loaded.get_added_tokens_decoder().items() if token.special}
+    known = {i for i in by_name.values() if i is not None}
+    # [UNK] may be marked special in the file, but text does become [UNK].
+    unknown = vocabulary.get(getattr(loaded.model, "unk_token", None) or "")
+    prefix = getattr(loaded.model, "continuing_subword_prefix", None)
+    continuing = {i for token, i in vocabulary.items() if token.startswith(prefix)} if prefix else set()
+    return Tokenizer(
+        name=spec,
+        vocab_size=max(vocabulary.values()) + 1,
+        eod_id=vocabulary[eod],
+        fingerprint=fingerprint,
+        encode=encode,
+        encode_all=encode_all,
+        decode=decode,
+        special_ids=frozenset(added | known | {vocabulary[eod]}) - {unknown},
+        continuing_ids=frozenset(continuing),
+        cls_id=by_name[wordpiece.CLS],
+        sep_id=by_name[wordpiece.SEP],
+        mask_id=by_name[wordpiece.MASK],
+        pad_id=vocabulary.get("<pad>") if by_name[wordpiece.PAD] is None else by_name[wordpiece.PAD],
+        bos_id=vocabulary.get("[BOS]"),
+        eos_id=vocabulary.get("[EOS]"),
+        sentinel_ids=_sentinels(vocabulary),
+    )
+
+
+@contextmanager
+def _refusals(spec: str) -> Iterator[None]:
+    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics, which are not even Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{spec}: the tokenizer refuses this text: {error}") from None
+        raise
+
+
+def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
+    """The ids of T5's marks for hidden spans, up to the first number that is missing."""
+    ids: list[int] = []
+    while (i := vocabulary.get(f"<extra_id_{len(ids)}>")) is not None:
+        ids.append(i)
+    return tuple(ids)
+
+
+def _eos_token(path: Path) -> list[str]:
+    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json: a list of one name, or of none.
+
+    In that file the token is either its name or an object whose `content` is the name.
+    """
+    try:
+        token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
+    except ValueError:
+        return []
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
+
+
+def _read(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+        ValueError: the file cannot be read, or is a pointer of Git LFS.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer {path}: expected a file, got '{error.strerror}'{dangling(path)}{download(str(path.parent))}"
+        ) from None
+    check_not_a_pointer(content, path)
+    return content
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]

@@ -1,0 +1,84 @@
+"""Export of a tokenizer spec as a Hugging Face `tokenizer.json` that gives the same ids for the same text.
+
+Two differences remain. Hugging Face turns a "<|endoftext|>" or "[MASK]" inside a document into the special id, unless
+called with `split_special_tokens=True`; dtmega always reads it as text. And dtmega's byte-level BPE cuts runs of more
+than 100,000 blanks (`tokenizer.BLANKS`), which Hugging Face does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from dtmega.data.tokenizers import wordpiece
+from dtmega.data.tokenizers.tokenizer import is_wordpiece, load_encoding, load_tokenizer, load_wordpiece
+
+
+def to_json(spec: str) -> str:
+    """The text of the tokenizer.json for a spec; if the spec is such a file, its own text.
+
+    Raises:
+        ValueError: as `load_tokenizer`.
+    """
+    if is_wordpiece(spec):
+        return wordpiece.tokenizer_json(load_wordpiece(spec)[0])
+    if spec.endswith(".json"):
+        load_tokenizer(spec)  # only for its checks
+        return Path(spec).read_text(encoding="utf-8")
+    encoding, _ = load_encoding(spec)
+    ranks, special = encoding._mergeable_ranks, encoding._special_tokens
+    alphabet = byte_level_alphabet()
+
+    def spelled(token: bytes) -> str:
+        return "".join(alphabet[byte] for byte in token)
+
+    merged = [token for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
+    pairs = [pair for token in merged if (pair := last_merge(token, ranks)) is not None]
+    bpe = models.BPE(
+        # Special tokens are in the vocabulary as well: only so can their ids leave gaps, as cl100k_base's do.
+        vocab={spelled(token): rank for token, rank in ranks.items()} | special,
+        merges=[(spelled(a), spelled(b)) for a, b in pairs],
+        # A token that no merge makes occurs only as a whole piece of text. tiktoken looks whole pieces up before it
+        # merges; `ignore_merges` makes this library do the same.
+        ignore_merges=len(pairs) < len(merged),
+    )
+    tokenizer = Tokenizer(bpe)
+    # cl100k_base's rule has a possessive {1,3}+. The Oniguruma engine would read it as a repeated {1,3}. Without the
+    # "+" the rule matches the same text, because nothing follows in that alternative that could make it backtrack.
+    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
+    cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    by_id = sorted(special, key=special.__getitem__)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in by_id])
+    return tokenizer.to_str()
+
+
+def last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The two parts that tiktoken merges into a token last, as it merges the lowest rank first.
+
+    A token has the same two parts in every text. A span becomes one token only if no merge crossed its borders, so the
+    merges inside it are those that happen to the token on its own.
+
+    Returns:
+        The left and the right part; None if no sequence of merges makes the token.
+    """
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        rank, i = min((ranks.get(a + b, sys.maxsize), i) for i, (a, b) in enumerate(pairwise(parts)))
+        if rank == sys.maxsize:
+            return None
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts[0], parts[1]
+
+
+def byte_level_alphabet() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2 `encoder.py`, `bytes_to_unicode`)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

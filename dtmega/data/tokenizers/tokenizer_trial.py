@@ -1,0 +1,67 @@
+"""A trial of a tokenizer.json in a confined process, before this process reads it.
+
+The `tokenizers` library is written in Rust. A hostile file can make it panic (which is not a Python Exception), abort
+the process, or fill the memory with a text that keeps growing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+
+from dtmega.data import cache_dir
+from dtmega.files.confined import Confined
+
+SAMPLE = " [CLS] [SEP] [MASK] [PAD] a aa\tAB, b.\n\n  if x == 10: # é 中文 \U0001f600"
+DECODED = 1000  # ids that the trial decodes
+
+
+def check(path: str, fingerprint: str) -> None:
+    """Refuse a tokenizer.json that fails in a confined process.
+
+    Files that passed are remembered by their fingerprint, as empty files in the cache directory.
+
+    Raises:
+        ValueError: the trial failed; the message names the file.
+    """
+    passed: Path | None = None
+    with contextlib.suppress(ValueError):
+        passed = cache_dir() / f"tokenizer-{fingerprint}-{tokenizers.__version__}"
+    if passed is not None and passed.exists():
+        return
+    child = Confined("dtmega.data.tokenizers.tokenizer_trial:try_out", os.path.abspath(path), where=path)
+    try:
+        child.start()
+    finally:
+        child.close()
+    if passed is not None:
+        with contextlib.suppress(OSError):
+            passed.touch()
+
+
+def try_out(path: str) -> Callable[[str], int]:
+    """Do with a file all that dtmega asks of a tokenizer: read it, encode and decode. Runs in the confined process.
+
+    Encoding and decoding may raise without failing the trial: a sound vocabulary without [UNK] refuses some texts.
+
+    Returns:
+        A function, because `Confined` expects one; it is never called.
+    """
+    try:
+        loaded = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"expected a Hugging Face tokenizer.json, got '{error}'") from None
+    loaded.no_truncation()
+    loaded.no_padding()
+    with contextlib.suppress(Exception):
+        loaded.encode(SAMPLE, add_special_tokens=False)
+    ids = sorted(loaded.get_vocab(with_added_tokens=True).values())
+    with contextlib.suppress(Exception):
+        loaded.decode(ids[:DECODED], skip_special_tokens=False)
+        for i in ids[:DECODED]:
+            loaded.decode([i], skip_special_tokens=False)
+    return len

@@ -1,0 +1,207 @@
+"""A child process that reads an untrusted file with a library, within limits of time and memory.
+
+    child = Confined("dtmega.data.tokenizers.chat:read_conversations", folder, where="DIR/chat_template.jinja")
+    ids = child.ask(messages)           # any number of times, with the same child
+    child.close()
+
+The child calls the named function with the arguments, which returns a second function. The child answers each request
+with the result of that second function. Requests and answers are JSON. If the child fails, hangs or takes too much
+memory, it is killed and the caller gets a `ValueError` of one line; the next request starts a new child. The child
+cannot import torch, because torch alone needs more memory than the limit allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from typing import IO, Any
+
+START_S = 60.0  # for the child's imports and the reading of the file, even on busy cores
+ANSWER_S = 10.0  # for one request
+MEMORY_BYTES = 2**30
+ANSWER_BYTES = 64 * 2**20
+# With `-I` neither the environment nor the working directory affects the child's imports. It gets this process's path.
+MAIN = "import sys; sys.path[:] = sys.argv[3:]; from dtmega.files import confined; confined.serve(*sys.argv[1:3])"
+
+
+class Confined:
+    """A child process with limits.
+
+    Args:
+        function: function to call in the child, as module:name. It returns a function from a request to an answer.
+        arguments: its arguments; they are sent as JSON.
+        where: the file that the child reads, for messages.
+    """
+
+    def __init__(self, function: str, *arguments: Any, where: str) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._where = where
+        self._child: subprocess.Popen[bytes] | None = None
+        # Kills the child once this object is gone. While there is no child it calls `int`, which does nothing.
+        self._end = weakref.finalize(self, int)
+
+    def start(self) -> None:
+        """Start the child, unless it runs already, and wait until the function has returned.
+
+        Raises:
+            ValueError: the function raised an error, or exceeded the limits.
+        """
+        if self._child is not None:
+            return
+        command = [sys.executable, "-I", "-c", MAIN, self._function, json.dumps(self._arguments), *sys.path]
+        self._child = child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that Ctrl-C reaches this process only
+        )
+        self._end = weakref.finalize(self, _end, child)
+        self._answer(child, START_S)
+
+    def ask(self, request: Any) -> Any:
+        """The answer to a request.
+
+        Raises:
+            ValueError: the function raised an error, or exceeded the limits.
+        """
+        self.start()
+        child = self._child
+        assert child is not None
+        with contextlib.suppress(BrokenPipeError):  # the child is dead; `_answer` reports how it ended
+            _stream(child.stdin).write(json.dumps(request).encode() + b"\n")
+            _stream(child.stdin).flush()
+        return self._answer(child, ANSWER_S)
+
+    def close(self) -> None:
+        """Kill the child, if there is one."""
+        self._end()
+        self._child = None
+
+    def _answer(self, child: subprocess.Popen[bytes], within_s: float) -> Any:
+        """The child's next answer. A child that does not answer in time, or has ended, is killed.
+
+        Raises:
+            ValueError: the child did not answer, or reported an error.
+        """
+        line = _read_line(_stream(child.stdout), within_s)
+        if line is None:
+            self.close()
+            raise ValueError(f"{self._where} took more than {within_s:g} s, or wrote more than {ANSWER_BYTES:,} bytes")
+        if not line.endswith(b"\n"):
+            self.close()
+            raise ValueError(f"{self._where} ended its process: {_ended(child.returncode)}")
+        kind, value = json.loads(line)
+        if kind == "answer":
+            return value
+        if kind == "failed at the start":
+            self.close()
+        raise ValueError(f"{self._where}: {value}")
+
+
+def serve(function: str, arguments: str) -> None:
+    """Answer the requests on stdin, until it ends. Runs in the child.
+
+    Args:
+        function: as module:name, see `Confined`.
+        arguments: its arguments, as a JSON list.
+    """
+    requests, answers = sys.stdin, sys.stdout
+    sys.stdout = sys.stderr  # so that lines printed by a library do not mix with the answers
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # `import torch` now raises ImportError
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+
+    def reply(kind: str, value: Any) -> None:
+        answers.write(json.dumps([kind, value]) + "\n")
+        answers.flush()
+
+    try:
+        _limit_cpu(START_S)
+        module, _, name = function.partition(":")
+        answer = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    except BaseException as error:
+        return reply("failed at the start", _first_line(error))
+    reply("answer", None)
+    for request in requests:
+        try:
+            _limit_cpu(ANSWER_S)
+            result = answer(json.loads(request))
+        except BaseException as error:
+            reply("failed", _first_line(error))
+        else:
+            reply("answer", result)
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set a resource limit of this process, unless it has a lower one already."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """End this process after about 2 x `seconds` more of CPU time.
+
+    The parent kills a child that takes too long by the clock. This limit also ends a child whose parent is gone.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + 2 * seconds) + 1)
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message, after the error's class unless that is ValueError."""
+    if isinstance(error, MemoryError):
+        return f"expected to need at most {MEMORY_BYTES // 2**20} MiB of memory"
+    line = str(error).strip().partition("\n")[0][:500]
+    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
+
+
+def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
+    """The next line of a stream.
+
+    Returns:
+        The line with its newline; without one, if the stream ended in the middle of the line. None if the line did not
+        come in time, or is longer than ANSWER_BYTES.
+    """
+    deadline = time.monotonic() + within_s
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        remaining_s = deadline - time.monotonic()
+        ready = select.select([stream], [], [], max(remaining_s, 0))[0]
+        part = os.read(stream.fileno(), 2**20) if ready else b""
+        line += part
+        if not ready or len(line) > ANSWER_BYTES:
+            return None
+        if not part:  # end of the stream
+            break
+    return bytes(line)
+
+
+def _ended(code: int | None) -> str:
+    """Words for a child's exit code: the signal that killed it, or the code."""
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        with contextlib.suppress(BrokenPipeError):  # closing flushes a request that the child did not read
+            _stream(stream).close()
+
+
+def _stream(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream

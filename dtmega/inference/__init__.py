@@ -1,0 +1,1 @@
+"""Trained models in use: a model opened from a checkpoint, and lm-evaluation-harness on it."""

@@ -1,0 +1,248 @@
+"""Scores a run with lm-evaluation-harness, on one process or with the model cut over several.
+
+    tasks = ["hellaswag"]
+    scores = evaluate(used, tasks, find_tasks(tasks, None), batch_size=8)
+
+Every rank runs the whole harness on the same questions in the same order, because all ranks of a cut model compute each
+batch together; to the harness, each rank is the only process. Tokenization, truncation of long texts and the end of an
+answer follow the harness's own class for models of transformers (`HFLM`), so that scores are comparable.
+
+Needs the extra `eval` (https://github.com/EleutherAI/lm-evaluation-harness).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate, utils  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from tqdm import tqdm
+
+from dtmega import families, mesh
+from dtmega.inference.trained import Used, agreed
+from dtmega.models.generate import Sampling, generate, settle_alone
+
+DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a longest sequence
+N_BOOTSTRAPS = 1000  # for the standard error of metrics that have no formula for it
+REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
+
+Pair = tuple[Any, list[int], list[int]]  # a key, the tokens of a context, the tokens of its continuation
+
+
+def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
+    """Load the definitions of these tasks.
+
+    A folder of YAML files is tried alone first, because the harness's own definitions are thousands of files.
+
+    Args:
+        names: names of the tasks.
+        folder: folder with more definitions; None: only the harness's own.
+
+    Raises:
+        ValueError: a task that has no definition.
+    """
+    manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
+    if manager is None or any(name not in manager.all_tasks for name in names):
+        manager = TaskManager(include_path=folder)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        where = f" nor in {folder}" if folder else ""
+        raise ValueError(f"no task of the harness{where} is called {', '.join(unknown)} (--tasks, --include-path)")
+    return manager
+
+
+def evaluate(
+    used: Used,
+    tasks: Sequence[str],
+    manager: TaskManager,
+    batch_size: int,
+    n_shots: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Score a model. Every rank calls it, and every rank has the result.
+
+    Args:
+        used: the model with its tokenizer.
+        tasks: names of the tasks.
+        manager: their definitions, from `find_tasks`.
+        batch_size: number of texts in one forward.
+        n_shots: number of examples before each question; None: the task's own.
+        limit: number of questions of each task to ask, from its first; None: all.
+
+    Returns:
+        The harness's scores, with the checkpoint, its step, the date, the harness's version and the limit.
+    """
+    # The harness would compute bootstraps in a pool, which forks a process that has threads.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    evaluation = simple_evaluate(
+        model=RunLM(used, batch_size),
+        tasks=list(tasks),
+        task_manager=manager,
+        num_fewshot=n_shots,
+        limit=limit,
+        bootstrap_iters=N_BOOTSTRAPS,
+        log_samples=False,
+    )
+    assert evaluation is not None
+    return {
+        "checkpoint": used.checkpoint,
+        "step": used.step,
+        "date": datetime.now().astimezone().isoformat(" ", "seconds"),
+        "lm_eval": version("lm_eval"),
+        "limit": limit,
+        **{key: evaluation[key] for key in REPORTED if key in evaluation},
+    }
+
+
+def table(scores: dict[str, Any]) -> str:
+    """Format the scores as a Markdown table."""
+    return utils.make_table(scores)
+
+
+class RunLM(TemplateLM):
+    """A decoder of ours behind the harness's interface for models.
+
+    Args:
+        used: the model with its tokenizer.
+        batch_size: number of texts in one forward.
+    """
+
+    def __init__(self, used: Used, batch_size: int) -> None:
+        super().__init__()
+        self._model, self._tokenizer, self.batch_size = used.model, used.tokenizer, batch_size
+        self.max_length = used.model.longest or DEFAULT_LENGTH
+        self._prompt_is_prefix = families.objective(used.cfg).prompt_is_prefix
+        self._device = next(used.model.parameters()).device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eod_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._tokenizer.encode(string)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation given its context, and whether greedy decoding would produce it."""
+        # Longest first: texts in a batch then have nearly the same length, and a batch too large for memory fails at
+        # the start.
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
+        answers: dict[int, tuple[float, bool]] = {}
+        for batch in _batches(order, self.batch_size, "texts"):
+            scores = self._score([requests[i] for i in batch])
+            answers |= dict(zip(batch, scores, strict=True))
+        return [answers[i] for i in range(len(requests))]
+
+    @torch.no_grad()
+    def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Score pairs in one forward; a text that is too long loses tokens at its beginning.
+
+        Returns:
+            For each pair, the log-likelihood of the continuation, and whether greedy decoding would produce it.
+        """
+        # The model predicts each next token, so the last token of a text is never an input.
+        inputs = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in pairs]
+        longest = max(map(len, inputs))
+        # Padding stands after a text, where no token of a causal model sees it.
+        tokens = torch.tensor([text + [0] * (longest - len(text)) for text in inputs], device=self._device)
+        masks = {}
+        if self._prompt_is_prefix:
+            n_given = []
+            for text, (_, _, continuation) in zip(inputs, pairs, strict=True):
+                n_given.append(len(text) - (len(continuation) - 1))
+            lengths = torch.tensor(n_given, device=self._device).unsqueeze(1)
+            masks["prefix"] = torch.arange(longest, device=self._device) < lengths
+        # The model's vocabulary may be padded; padding must take no part in the softmax.
+        logits = self._model(tokens, **masks)[:, :, : self._tokenizer.vocab_size].float()
+        scores = []
+        for (_, _, continuation), text, row in zip(pairs, inputs, logits, strict=True):
+            log_probabilities = row[len(text) - len(continuation) : len(text)].log_softmax(-1)
+            expected = torch.tensor(continuation, device=self._device)
+            total = log_probabilities.gather(1, expected.unsqueeze(1)).sum()
+            is_greedy = (log_probabilities.argmax(-1) == expected).all()
+            scores.append((float(total), bool(is_greedy)))
+        return scores
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each text, summed over windows that do not overlap, each after one token of context."""
+        pairs: list[Pair] = []
+        owners: list[int] = []
+        for i, request in enumerate(requests):
+            (text,) = request.args
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for window in windows:
+                pairs.append((None, *utils.make_disjoint_window(window)))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        for i, (total, _) in zip(owners, self._loglikelihood_tokens(pairs), strict=True):
+            totals[i] += total
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate the text after each context, up to a stop sequence, which is left out."""
+        numbers = _batches(list(range(len(requests))), 1, "answers")
+        return [self._generate_answer(*requests[i].args) for (i,) in numbers]
+
+    def _generate_answer(self, context: str, task_options: dict[str, Any]) -> str:
+        """Generate one answer, by the options of generation that its task sets."""
+        keys = dict(normalize_gen_kwargs(task_options))
+        n_tokens = keys.pop("max_gen_toks")
+        eod = self._tokenizer.decode([self.eot_token_id])
+        stops = handle_stop_sequences(keys.pop("until", None), eos=eod)
+        draws = keys.pop("do_sample", False)
+        options: dict[str, Any] = {key: keys.pop(key) for key in ("temperature", "top_k", "top_p") if key in keys}
+        if keys:
+            raise ValueError(f"a task asks for generation with {', '.join(keys)}, which is not known here")
+        if not draws:
+            options = {"temperature": 0.0}
+        if n_tokens >= self.max_length:
+            raise ValueError(f"a task asks for {n_tokens} tokens, and the model has positions for {self.max_length}")
+        prompt = self.tok_encode(context)[-(self.max_length - n_tokens) :] or [self.prefix_token_id]
+        end_ids = frozenset([self.eot_token_id])
+        settle = _stop_at(stops, self._tokenizer.decode)
+        options |= {"settle": settle, "prompt_is_prefix": self._prompt_is_prefix}
+        sampling = Sampling(self._tokenizer.vocab_size, end_ids, **options)
+        answer = generate(self._model, prompt, n_tokens, sampling)
+        return postprocess_generated_text(self._tokenizer.decode(answer), stop=stops, think_end_token=None)
+
+
+def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
+    """A `settle` for one answer, which ends it once the tokens before the present one contain a stop sequence."""
+    agree = agreed if mesh.world_size() > 1 else settle_alone
+    answer: list[int] = []
+
+    def settle(token: Tensor) -> bool:
+        agree(token)
+        text = decode(answer)
+        answer.append(int(token))
+        return not any(stop in text for stop in stops if stop)
+
+    return settle
+
+
+def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
+    """Yield `size` numbers at a time, with a progress bar on rank 0, where `what` is the unit's name."""
+    with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
+        for start in range(0, len(numbers), size):
+            batch = numbers[start : start + size]
+            yield batch
+            bar.update(len(batch))

@@ -1,0 +1,1 @@
+"""Models and files of other projects: transformers, Megatron, and whatever torch has pickled."""

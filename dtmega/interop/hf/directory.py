@@ -1,0 +1,87 @@
+"""Reads a directory of `transformers` for the trainer: its configuration, its model, and the initial values."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtmega.files import optional_imports
+from dtmega.interop.hf import families
+from dtmega.interop.hf.files import config_json
+from dtmega.interop.hf.initial import draws_of
+
+
+def read_config(path: str) -> Any:
+    """The configuration that transformers makes of a directory.
+
+    Raises:
+        ValueError: transformers is not installed, there is no config.json, or it is not that of a causal language model
+            whose code is in transformers.
+    """
+    with optional_imports.needed("hf", "[model] name = 'hf'"):
+        import transformers
+    if not path:
+        raise ValueError("name = 'hf' needs a directory with config.json ([model] path)")
+    try:
+        plain = config_json.read_plain(path)
+    except ValueError as error:
+        raise ValueError(f"{error} ([model] path)") from None
+    file, kind = Path(path, config_json.NAME), plain["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{file} has model_type={kind!r:.80}; expected a model of transformers {transformers.__version__} "
+            f"([model] path)"
+        )
+    if "quantization_config" in plain:
+        # Quantised tensors are not the weights themselves: an fp8 weight has to be multiplied by its scales first.
+        raise ValueError(f"{file} says that weights are quantised (quantization_config): not trainable ([model] path)")
+    try:
+        theirs = config_json.make_config(path, plain)
+    except ValueError as error:
+        raise ValueError(f"{error} ([model] path)") from None
+    # BERT and similar families have causal heads too, which `is_decoder` in their config.json switches on.
+    decoder = getattr(theirs, "is_decoder", True) or theirs.model_type in families.ALWAYS_CAUSAL
+    if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model_type '{kind}' of {file} is not a causal language model, which is what the trainer trains; "
+            f"dtmega.plans.parallelize_hf cuts it for a loop of your own ([model] path)"
+        )
+    return theirs
+
+
+def build(theirs: Any) -> Any:
+    """Build the model of a configuration in fp32, uninitialised, without dropout and other noise."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = copy.deepcopy(theirs)
+    for key in dropouts(theirs):
+        setattr(theirs, key, 0.0)
+    return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+
+
+def dropouts(theirs: Any) -> dict[str, float]:
+    """The rates of dropout and other noise (as on the input of a router) in a configuration, by key."""
+    return {key: p for key, p in theirs.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
+
+
+def initial_values(path: str) -> dict[str, tuple[float, float]]:
+    """(mean, std) of the normal distribution of each parameter's initial values, which the family defines.
+
+    Raises:
+        ValueError: the family initialises a parameter in another way.
+    """
+    with torch.device("meta"):
+        draws = draws_of(build(read_config(path)))
+    distributions: dict[str, tuple[float, float]] = {}
+    for name, distribution in draws.items():
+        if distribution is None:
+            raise ValueError(
+                f"initial values for '{name}' of {path} cannot be drawn alike on every layout, because its family has "
+                f"its own code for them. Start from weights, which transformers can make: AutoModelForCausalLM."
+                f"from_config(AutoConfig.from_pretrained(DIR)).save_pretrained(DIR) ([model] path, [model] init_from)"
+            )
+        distributions[name] = distribution
+    return distributions

@@ -1,0 +1,102 @@
+"""Reads the config.json of a directory of `transformers`, which may be crafted, and makes a configuration of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dtmega.files.untrusted_json import dangling, download, read_object
+from dtmega.interop.hf.files.tensors import TensorFiles, has_weights, other_weights
+
+NAME = "config.json"
+# Keys that choose an implementation. Some name code that transformers would download ("attn_implementation":
+# "owner/repository"). Without them transformers chooses one of its own.
+IMPLEMENTATION = re.compile(
+    r".*_implementation(_internal|_autoset)?|use_kernels|kernel_config|fusion_config|base_model_.*_plan"
+)
+# Keys that count modules of one kind, of which each has at least one tensor.
+COUNT = re.compile(r"(.*_)?(layers?|blocks?|experts?|depths?)")
+# Keys, and attributes of modules, that are rates of dropout or of other random noise in training.
+NOISE = re.compile("drop|jitter")
+PLAUSIBLE = 1000  # counts up to here are not compared with the files; the deepest published models have a tenth of it
+
+
+def read_plain(directory: str | Path) -> dict[str, Any]:
+    """The content of the file, unchanged, after the checks that make it safe to build a model of it.
+
+    Raises:
+        ValueError: the file is missing, not a JSON object, or without a model_type; it refers to code or to weights
+            elsewhere; or it counts more layers (experts, blocks) than there are tensors, which transformers would
+            build one by one until memory runs out.
+    """
+    file = Path(directory, NAME)
+    if not file.exists():
+        if not Path(directory).is_dir():
+            raise ValueError(f"{directory} is not a folder with a {NAME}{download(str(directory))}")
+        instead = "" if any(Path(directory).glob("*.safetensors")) else other_weights(Path(directory))
+        raise ValueError(f"{directory} has no {NAME}{dangling(file)}{instead}")
+    plain = read_object(file)
+    kind = plain.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{file} has model_type={kind!r:.80}; expected the name of a family, such as 'llama'")
+    n_tensors: int | None = None
+    for key, value in _walk(plain):
+        if key == "auto_map":
+            raise ValueError(f"{file} has auto_map: code of its own, custom (remote) code is not run")
+        if key in ("transformers_weights", "configuration_files") and value:
+            raise ValueError(f"{file} has {key}={value!r:.80}: expected a directory whose files have the usual names")
+        largest = max((n for n in (value if isinstance(value, list) else [value]) if type(n) is int), default=0)
+        if largest > PLAUSIBLE and COUNT.fullmatch(key):
+            n_tensors = _count_tensors(directory) if n_tensors is None else n_tensors
+            if largest > n_tensors:
+                raise ValueError(f"{file} has {key}={largest}, but {n_tensors} tensors are stored beside it")
+    return plain
+
+
+def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
+    """The configuration that transformers makes of the file, without keys that choose an implementation.
+
+    Args:
+        directory: the directory, which the configuration remembers.
+        plain: content of its config.json, from `read_plain`.
+
+    Raises:
+        ValueError: transformers refuses the file.
+    """
+    import transformers
+
+    # AutoConfig applies rules of its own to the content, and reads it only from a directory.
+    with tempfile.TemporaryDirectory() as cleaned:
+        Path(cleaned, NAME).write_text(json.dumps(_without_implementations(plain)), encoding="utf-8")
+        try:
+            config: Any = transformers.AutoConfig.from_pretrained(cleaned)
+        except Exception as error:  # each family checks its keys in its own way
+            raise ValueError(f"{Path(directory, NAME)}: {error}") from None
+    config.name_or_path = str(directory)
+    return config
+
+
+def _count_tensors(directory: str | Path) -> int:
+    return len(TensorFiles(directory).tensors) if has_weights(directory) else 0
+
+
+def _walk(value: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and values of all objects in a JSON value, at every depth."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            yield key, inside
+            yield from _walk(inside)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _walk(inside)
+
+
+def _without_implementations(value: Any) -> Any:
+    """A copy of a JSON value, without the keys of IMPLEMENTATION at any depth."""
+    if isinstance(value, dict):
+        return {k: _without_implementations(v) for k, v in value.items() if not IMPLEMENTATION.fullmatch(k)}
+    return [_without_implementations(v) for v in value] if isinstance(value, list) else value

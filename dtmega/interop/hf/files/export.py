@@ -1,0 +1,139 @@
+"""Exports a model as a directory that `from_pretrained` and `AutoTokenizer` of transformers load.
+
+OUT/config.json               the model's; or the original's, with another class and dtype
+OUT/generation_config.json    and the tokenizer's files
+OUT/model.safetensors         or several files, as write.py writes them
+
+If the model came from a directory, its original, the tokenizer's files (BESIDE) are copied from there byte by byte.
+Code and other weights are never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from dtmega.files.untrusted_json import parse_object
+from dtmega.formats.sources import Source
+from dtmega.interop.hf.files import config_json
+from dtmega.interop.hf.files.write import MAX_FILE_BYTES, tensor_specs, to_json, widest, write
+
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
+BEGINS = "decoder_start_token_id"  # a key of models only; tokenizers have no such token
+NO_ENDS: Mapping[str, int | None] = MappingProxyType({"bos_token_id": None, "eos_token_id": None})
+# File names that transformers' tokenizers use.
+BESIDE = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+# Role of a special token -> the token that has it in vocabularies like BERT's, where transformers looks for it.
+ROLES = {
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+}
+
+
+def export(
+    source: Source,
+    folder: Path,
+    config_values: Mapping[str, Any],
+    original: Path | None,
+    tokenizer_json: str | None,
+    *,
+    rank: int,
+    size: int,
+    barrier: Callable[[], None],
+    token_ids: Mapping[str, int | None] = NO_ENDS,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write `folder` as `write.write` does; all ranks call it.
+
+    Args:
+        source: the tensors, by the names that they shall have in the files, in the order in which to write them.
+        folder: where to write; new or empty.
+        config_values: content of config.json; with an original, the entries that differ from its config.json.
+        original: directory with the config.json that the weights were trained under; None for a model that is written
+            here.
+        tokenizer_json: text of a tokenizer.json, which replaces all of the original's tokenizer files; None: those of
+            the original, if there is one.
+        rank, size, barrier, max_file_bytes: see `write.write`.
+        token_ids: special tokens of that tokenizer, by the keys that configurations have for them: eos_token_id, ...
+        beside: file -> content, of other files to write; only rank 0's are written. For a model that is written here
+            they may include `tokenizer.json` and `generation_config.json` of the directory that the training began
+            with. The latter is kept if the tokenizer is still that one, and otherwise gets the new tokenizer's ids.
+
+    Raises:
+        ValueError: on every rank, before anything is written: the folder exists and is not empty, a file of the
+            original cannot be read, a tensor has a dtype that such a folder cannot have, or an id has no token.
+        OSError: as `write`.
+    """
+    tensors = tensor_specs(source)
+    files = dict(beside)
+    if original is None:
+        config = {**config_values, **token_ids, "torch_dtype": widest(tensor.dtype for tensor in tensors)}
+    else:
+        config = config_json.read_plain(original)
+        config.pop("torch_dtype", None)  # transformers 4 called the key so
+        config |= {"dtype": widest(tensor.dtype for tensor in tensors), **config_values}
+        files |= {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
+    keeps_tokenizer = tokenizer_json is None or tokenizer_json.encode() == files.get(TOKENIZER)
+    if original is None or not keeps_tokenizer:
+        config |= token_ids
+        if not keeps_tokenizer or GENERATION not in files:
+            generation = parse_object(files.get(GENERATION, b"{}"), f"{GENERATION} of the source")
+            begins = {BEGINS: config[BEGINS]} if BEGINS in config else {}
+            files[GENERATION] = to_json({**generation, **token_ids, **begins})
+        files = {name: content for name, content in files.items() if name not in BESIDE}
+        if tokenizer_json is not None:
+            tokenizer = Tokenizer.from_str(tokenizer_json)
+            files |= _tokenizer_files(tokenizer, tokenizer_json, token_ids, reads_types="type_vocab_size" in config)
+            pad_id = tokenizer.token_to_id(ROLES["pad_token"])
+            if pad_id is not None:
+                config["pad_token_id"] = pad_id
+    files[config_json.NAME] = to_json(config)
+    write(source, folder, tensors, files, rank=rank, size=size, barrier=barrier, max_file_bytes=max_file_bytes)
+
+
+def _tokenizer_files(
+    tokenizer: Tokenizer, text: str, token_ids: Mapping[str, int | None], *, reads_types: bool
+) -> dict[str, bytes]:
+    """The files that AutoTokenizer reads, by name.
+
+    Args:
+        text: the tokenizer.json from which `tokenizer` was made.
+        reads_types: True if the model has `token_type_ids` as an input, which tell a pair's second text from its first.
+
+    Raises:
+        ValueError: the tokenizer has no token with one of the ids.
+    """
+    special: dict[str, Any] = {}
+    for key, i in token_ids.items():
+        if i is None:
+            continue
+        token = tokenizer.id_to_token(i)
+        if token is None:
+            raise ValueError(f"the tokenizer has no id {i}, which is to be {key} ([data] tokenizer)")
+        if key != BEGINS:
+            special[key.removesuffix("_id")] = token
+    special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
+    if reads_types:
+        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    # The class that transformers 4 has for BLOOM would add BLOOM's own special tokens, so the general one is named.
+    loading = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {TOKENIZER: text.encode(), "tokenizer_config.json": to_json(loading | special)}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror} (--original)") from None

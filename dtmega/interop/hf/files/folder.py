@@ -1,0 +1,63 @@
+"""The weights of a directory under the names of the model that is to hold them, ours or one of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from dtmega.formats.sources import Source
+from dtmega.formats.whole import Deduplicated
+from dtmega.interop.hf.files.tensors import TensorFiles
+
+
+class Folder(Deduplicated):
+    """The weights of a directory as a `Source`, each parameter under one name of the model's.
+
+    Attributes:
+        bytes_read: number of bytes of tensors that have been read from the files.
+    """
+
+    def __init__(
+        self, files: TensorFiles, weights: Source, copies: Mapping[str, Sequence[str]], otherwise: str
+    ) -> None:
+        """Read the weights as `Deduplicated` does.
+
+        Args:
+            files: the directory's files, from which `weights` reads.
+            weights, copies, otherwise: see `Deduplicated`.
+        """
+        super().__init__(weights, copies, str(files.path), otherwise)
+        self._files = files
+
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
+
+
+def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str) -> dict[str, str]:
+    """Name in the model -> key in the files, for every tensor of the files.
+
+    Args:
+        files: the directory's files.
+        name_of: function from a key to its name in the model; "" for a key to leave out, None for an unknown one.
+        model: name of the model, for messages.
+
+    Raises:
+        ValueError: a key that the model has no place for, or two keys with the same name.
+    """
+    keys: dict[str, str] = {}
+    unknown: list[str] = []
+    for key in files.tensors:
+        name = name_of(key)
+        if name is None:
+            unknown.append(key)
+        elif name in keys:
+            raise ValueError(f"{files.path}: '{keys[name]}' and '{key}' are there; expected one tensor for {name}")
+        elif name:
+            keys[name] = key
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise ValueError(
+            f"{files.path} is of another model than its config.json says: {model} has no place for "
+            f"{', '.join(unknown[:3])}{more}"
+        )
+    return keys

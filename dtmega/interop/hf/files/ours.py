@@ -1,0 +1,58 @@
+"""Reads weights for a model that is written here from a directory of transformers, by the rules of its format."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dtmega import config
+from dtmega.formats.format import Format
+from dtmega.formats.rules import Assembly
+from dtmega.formats.sources import Renamed, Translated
+from dtmega.formats.whole import SAME, Build, check_stored, stored_copies, tensor_names
+from dtmega.interop.hf.files import config_json
+from dtmega.interop.hf.files.folder import Folder, keys_of
+from dtmega.interop.hf.files.tensors import TensorFiles
+
+
+def open_weights(path: Path, form: Format, model: config.Model, build: Build) -> Folder:
+    """Open the weights of a directory under our names. If a tied parameter is stored more than once, all must be equal.
+
+    Args:
+        path: the directory.
+        form: rules between our tensors and the stored ones.
+        model: the [model] section that config.json has to agree with.
+        build: builds the whole model; called on meta, with a vocabulary without padding, as other programs store it.
+
+    Raises:
+        ValueError: config.json does not agree with [model]; `TensorFiles` refuses the files; a tensor is missing,
+            occurs twice, has a shape or dtype that this weight cannot have, or belongs to another model.
+    """
+    theirs = config_json.read_plain(path)
+    files = TensorFiles(path)
+    form.check(theirs, f"{path}/{config_json.NAME}", model, files)
+    check_stored(model, files, str(path))
+    names = tensor_names(form, model, build)
+    stored_tensors = names.translation.theirs
+    ignored = re.compile(f"({form.ignored})$")
+
+    def name_of(key: str) -> str | None:
+        old_ending = next((ending for ending in form.older if key.endswith(ending)), None)
+        name = key if old_ending is None else key.removesuffix(old_ending) + form.older[old_ending]
+        # A directory of the base model alone, without a head, has names without the prefix `form.base`.
+        for candidate in (name, form.base + name):
+            if candidate in stored_tensors:
+                return candidate
+        return "" if ignored.search(key) else None
+
+    keys = keys_of(files, name_of, model.name)
+    for name, key in keys.items():
+        files.check_weight(key, stored_tensors[name].shape)
+    try:
+        copies = stored_copies(names, keys, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error} in its safetensors files") from None
+    assemblies: dict[str, Assembly] = {}
+    for stored_names in copies.values():
+        assemblies |= {name: names.translation.ours[name] for name in stored_names}
+    return Folder(files, Translated(Renamed(files, keys), assemblies), copies, SAME)

@@ -1,0 +1,229 @@
+"""Writes a directory of safetensors and the files beside them, all ranks together. The project has no other writer.
+
+The weights are in model.safetensors, or in model-00001-of-0000N.safetensors, ... with model.safetensors.index.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dtmega.files import atomic
+from dtmega.formats.sources import Source
+from dtmega.interop.hf.files.tensors import DTYPES, INDEX, SINGLE
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+class TensorSpec(NamedTuple):
+    """A tensor to write, without its values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def tensor_specs(source: Source) -> list[TensorSpec]:
+    """The tensors of a source, in its order.
+
+    Raises:
+        ValueError: a tensor of a dtype that weights do not have in safetensors.
+    """
+    specs = [TensorSpec(name, dtype, shape) for name, (dtype, shape) in source.tensors.items()]
+    for spec in specs:
+        if spec.dtype not in DTYPES.values():
+            raise ValueError(f"'{spec.name}' is of {spec.dtype}, expected one of {list(DTYPES.values())}")
+    return specs
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> str:
+    """The name of the dtype that holds the values of all these dtypes: a config.json names one for the whole model."""
+    return str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+
+
+def write(
+    source: Source,
+    folder: Path,
+    tensors: list[TensorSpec],
+    other_files: Mapping[str, bytes],
+    *,
+    rank: int,
+    size: int,
+    barrier: Callable[[], None],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write `folder`; all ranks call it.
+
+    Which tensors are in which file follows from their names and sizes alone. Rank r writes files r, r + size, ...,
+    reads only the tensors in them, and holds one tensor in memory at a time. The folder appears complete, by one
+    rename, or not at all.
+
+    Args:
+        source: the tensors, by the names that they shall have in the files.
+        folder: where to write; new or empty.
+        tensors: the source's tensors, in the order in which they are dealt out to files.
+        other_files: file -> content, of all files that hold no weights.
+        rank: number of this process.
+        size: number of processes that write; all see the same file system.
+        barrier: waits for all of these processes. Its first call may raise, because a rank that has refused something
+            does not come.
+        max_file_bytes: most bytes of tensors in one file, unless a single tensor is larger.
+
+    Raises:
+        ValueError: on every rank, before anything is written: the folder exists and is not empty.
+        OSError: writing failed on this rank; on rank 0, on any rank.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; expected a new folder, or an empty one")
+    contents = _contents(tensors, max_file_bytes)
+    other_files = dict(other_files)
+    if len(contents) > 1:
+        other_files[INDEX] = _index(contents)
+    writer = _Writer(source, folder.absolute(), contents, other_files, rank, size)
+    barrier()  # so that nothing is made if any rank has refused
+    # From here on, every rank comes to every barrier, whatever has failed on it, so that no other rank waits in vain.
+    errors: list[Exception] = []
+    for step in (writer.prepare, writer.write_weights, writer.publish):
+        try:
+            step()
+        except Exception as error:
+            errors.append(error)
+        barrier()
+    if errors:
+        writer.clean_up()
+        raise errors[0]
+
+
+def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
+    """File -> its tensors, in the order in which they lie in it."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
+    contents: dict[str, list[TensorSpec]] = {}
+    for file, names in split(n_bytes, max_file_bytes).items():
+        # Wider dtypes come first in a file, so that each tensor starts at a multiple of the width of its elements.
+        contents[file] = sorted((by_name[name] for name in names), key=lambda tensor: -tensor.dtype.itemsize)
+    return contents
+
+
+def _index(contents: Mapping[str, Sequence[TensorSpec]]) -> bytes:
+    """The content of model.safetensors.index.json."""
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for file, tensors in contents.items():
+        weight_map |= {tensor.name: file for tensor in tensors}
+        total_bytes += sum(tensor.n_bytes for tensor in tensors)
+    return to_json({"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """The steps in which the ranks write a folder, with a barrier after each.
+
+    Attributes:
+        folder: the folder's final path, absolute.
+        contents: file of weights -> its tensors.
+        other_files: file -> content, of all files that hold no weights.
+    """
+
+    source: Source
+    folder: Path
+    contents: Mapping[str, Sequence[TensorSpec]]
+    other_files: Mapping[str, bytes]
+    rank: int
+    size: int
+
+    @property
+    def temporary(self) -> Path:
+        """The folder in which the files are written, beside the final one."""
+        return self.folder.with_name(f".tmp-{self.folder.name}")
+
+    def prepare(self) -> None:
+        if self.rank == 0:
+            atomic.empty_folder(self.temporary)
+
+    def write_weights(self) -> None:
+        for file in list(self.contents)[self.rank :: self.size]:
+            # The file has another name until it is complete, by which rank 0 sees in `publish` that a rank has failed.
+            with atomic.created(self.temporary / f"part-{file}") as stream:
+                stream.write(header(self.contents[file]))
+                for spec in self.contents[file]:
+                    tensor = self.source.read(spec.name)
+                    stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
+            os.rename(self.temporary / f"part-{file}", self.temporary / file)
+
+    def publish(self) -> None:
+        """Write the files without weights, and give the folder its name if all weights are there."""
+        if self.rank != 0:
+            return
+        temporary, folder = self.temporary, self.folder
+        if missing := sorted(file for file in self.contents if not (temporary / file).is_file()):
+            raise OSError(f"{folder} was not written: {missing[0]} is missing, as the rank that writes it says")
+        for file, content in self.other_files.items():
+            with atomic.created(temporary / file) as stream:
+                stream.write(content)
+        atomic.sync_folder(temporary)
+        os.rename(temporary, folder)
+        atomic.sync_folder(folder.parent)
+
+    def clean_up(self) -> None:
+        """Remove what a failed write has left; a folder that cannot be removed only takes up space."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                atomic.remove_folder(self.temporary)
+
+
+def header(tensors: Sequence[TensorSpec]) -> bytes:
+    """The header of a safetensors file of these tensors: the length of its JSON in 8 bytes, then the JSON.
+
+    The safetensors library is not used for writing: it needs all tensors of a file at once, and gives the file mode
+    0600.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.n_bytes
+        entries[tensor.name] = {"dtype": names[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    content = json.dumps(entries, separators=(",", ":")).encode()
+    # Padding makes the data begin at a multiple of 8 bytes.
+    content += b" " * (-len(content) % 8)
+    return len(content).to_bytes(8, "little") + content
+
+
+def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+    """Deal tensors out to files in their order; a new file begins where the next tensor would make one too large.
+
+    Args:
+        n_bytes: name of each tensor -> its size.
+
+    Returns:
+        File -> names of its tensors.
+    """
+    files: list[list[str]] = []
+    filled = 0
+    for name, size in n_bytes.items():
+        if not files or filled + size > max_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+def to_json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,206 @@
+"""A decoder of `transformers` as a `Model` that the trainer can use: `[model] name = "hf"`, `path = DIR`.
+
+The model is transformers' own, unmodified, and so are the names of its parameters. For a pipeline, `ends` in
+families.py lists the modules that only the first or only the last stage of a family holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.formats.whole import aliases
+from dtmega.interop.hf import families
+from dtmega.interop.hf.directory import build, initial_values, read_config
+from dtmega.models.model import Model
+from dtmega.ops.key_value_cache import KeyValueCache
+
+
+class _Zero(nn.Module):
+    """A stand-in for learned positions on stages whose input contains them already."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        # A tensor without dims does not take part in type promotion, so it leaves the dtype of a sum alone.
+        return torch.zeros(())
+
+
+# Name of a stand-in in families.py -> a function that makes it.
+STAND_INS: Mapping[str, Callable[[], nn.Module | None]] = {
+    families.NOTHING: lambda: None,
+    families.PASS_ON: nn.Identity,
+    families.ZERO: _Zero,
+}
+
+
+class HF(Model):
+    """A decoder of transformers, or the part of it that one pipeline stage holds.
+
+    Attributes:
+        hf: the model of transformers; without a head on stages that are not the last.
+    """
+
+    def __init__(self, cfg: config.Model) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.hf: Any = build(read_config(cfg.directory))
+        self.is_first = self.is_last = True
+        self.longest = longest(self.hf.config)
+        facts = families.KNOWN.get(self.hf.config.model_type)
+        if facts is not None:
+            for name in facts.in_embedding_dtype:
+                self.hf.base_model.get_submodule(name).register_forward_hook(self._cast_to_embedding_dtype)
+        # The caches of other families have not been checked.
+        self.has_cache = facts is not None and facts.ends is not None
+        self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
+        self.experts_per_token = getattr(self.hf.config, "num_experts_per_tok", None)
+        self.ties = tuple(tuple(names) for _, names in aliases(self) if len(names) > 1)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        places: Tensor | None = None,
+        hidden: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Run the model as `Model` says.
+
+        `sample_ids` are not used, because nothing is dropped, and `places` only with a cache, since transformers counts
+        places itself.
+
+        Args:
+            tokens: [B, S]; ignored by a stage that is not the first.
+            labels: [B, S]; None: the last stage returns logits.
+            hidden: [B, S, D], from the stage before.
+            cache: keys and values of the tokens before, for generation.
+            document_ids: [B, S], used only with a cache: 0 for tokens of the text, others for padding on its left.
+            position_ids: [B, S], used only with a cache that has documents.
+
+        Returns:
+            The hidden state for the next stage, logits [B, S, V], or the loss summed over the microbatch.
+        """
+        if cache is not None and places is not None:
+            _, documents = cache.begin_forward(places, document_ids)
+            rows = {}
+            if documents is not None:
+                rows["attention_mask"] = (documents == 0).long()
+                # Families without this argument count positions by the mask.
+                if self._takes_positions:
+                    rows["position_ids"] = position_ids
+            out = self.hf(input_ids=tokens, use_cache=True, past_key_values=cache.inner, **rows)
+            cache.inner = out.past_key_values
+            return out.logits
+        inputs = {"input_ids": tokens} if self.is_first else {"inputs_embeds": hidden}
+        if not self.is_last:
+            return {"hidden": self.hf.base_model(**inputs, use_cache=False)[0]}
+        logits = self.hf(**inputs, use_cache=False).logits
+        if labels is None:
+            return logits
+        smoothing = self.cfg.label_smoothing if self.training else 0.0
+        # If a plan has cut or fused the head, these are `VocabLogits`: the lines below take the loss from them without
+        # computing the whole logits.
+        logits = logits.view(-1, logits.shape[-1]).float()
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
+        return {"lm": loss}
+
+    def _cast_to_embedding_dtype(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out.to(self.hf.get_input_embeddings().weight.dtype)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(blocks_of(self.hf).children())
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        modules_of = super().parts()
+        facts = families.KNOWN.get(self.hf.config.model_type)
+        if facts is None or facts.ends is None:
+            return modules_of
+        owner = self.hf.base_model.get_submodule(facts.owner)
+        for name in facts.ends.last:
+            module = getattr(owner, name, None)
+            # Some families register a module of the last stage before the blocks, where `Model` takes it for embedding.
+            if module in modules_of["embed"]:
+                modules_of["embed"].remove(module)
+                modules_of["head"].append(module)
+        return modules_of
+
+    def attention_flops(self, piece: str) -> int:
+        theirs = self.hf.config
+        heads = getattr(theirs, "num_attention_heads", 0)
+        # Without heads there is no attention; Mamba's scan is not counted.
+        if not heads:
+            return 0
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+        # In latent attention (DeepSeek's), values have another length than queries and keys.
+        query_dim = getattr(theirs, "qk_head_dim", None) or head_dim
+        value_dim = getattr(theirs, "v_head_dim", None) or head_dim
+        return 3 * heads * (query_dim + value_dim) if piece.startswith("layers.") else 0
+
+    def keep(self, pieces: Collection[str]) -> None:
+        self.is_first = "embed" in pieces
+        self.is_last = "head" in pieces
+        # transformers counts the tokens in a cache by its layer 0, which not every stage has.
+        self.has_cache = False
+        facts = families.KNOWN[self.hf.config.model_type]
+        assert facts.ends is not None
+        base = self.hf.base_model
+        owner = base.get_submodule(facts.owner)
+        blocks = blocks_of(self.hf)
+        for name in [name for name in blocks._modules if f"layers.{name}" not in pieces]:
+            # `del blocks[i]` would renumber the other blocks.
+            del blocks._modules[name]
+        if kinds := getattr(base.config, "layer_types", None):
+            # Some families look up the kind of the i-th block that they hold in this list.
+            base.config = copy.copy(base.config)
+            base.config.layer_types = [kinds[int(name)] for name in blocks._modules]
+        stand_ins = {} if self.is_first else dict(facts.ends.first)
+        stand_ins |= {} if self.is_last else facts.ends.last
+        for name, stand_in in stand_ins.items():
+            setattr(owner, name, STAND_INS[stand_in]())
+        if not self.is_first:
+            for name, value in facts.ends.later.items():
+                setattr(owner, name, value)
+        # Everything outside of the base model belongs to the head.
+        if not self.is_last:
+            for name, module in list(self.hf.named_children()):
+                if module is not base:
+                    setattr(self.hf, name, None)
+
+    def init_std(self, name: str) -> float | None:
+        _, std = self._initial_values[name]
+        return std or None
+
+    def init_constant(self, name: str) -> float:
+        mean, _ = self._initial_values[name]
+        return mean
+
+    @functools.cached_property
+    def _initial_values(self) -> dict[str, tuple[float, float]]:
+        return initial_values(self.cfg.directory)
+
+    def full_name(self, name: str) -> str:
+        return super().full_name(name).removeprefix("hf.")
+
+
+def longest(theirs: Any) -> int | None:
+    """The longest sequence that a configuration of transformers allows, in tokens; None: any length."""
+    return next((getattr(theirs, key) for key in families.POSITION_KEYS if getattr(theirs, key, None)), None)
+
+
+def blocks_of(hf: Any) -> nn.ModuleList:
+    """The list of blocks of a model; if the family has no `ends`, the list with the most parameters."""
+    facts = families.KNOWN.get(hf.config.model_type)
+    if facts is not None and facts.ends is not None:
+        return hf.base_model.get_submodule(facts.owner).get_submodule(facts.stacks[facts.owner])
+    lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())

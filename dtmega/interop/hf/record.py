@@ -1,0 +1,145 @@
+"""The family record of `[model] name = "hf"`: what the trainer asks of a family, for any decoder of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtmega import config
+from dtmega.checkpoint.weights import is_hf_folder, open_checkpoint_weights
+from dtmega.data.objectives.objective import NEXT_TOKEN, Objective
+from dtmega.data.tokenizers import exported
+from dtmega.data.tokenizers.exported import ExportedTokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+from dtmega.formats.format import Format
+from dtmega.formats.sources import Source
+from dtmega.interop.hf import resolve
+from dtmega.interop.hf.directory import initial_values
+from dtmega.interop.hf.families import KNOWN
+from dtmega.interop.hf.files import export, theirs
+from dtmega.interop.hf.files.tensors import has_weights
+from dtmega.interop.hf.files.write import widest
+from dtmega.interop.hf.model import HF
+from dtmega.interop.hf.tp.load import materialize, open_folder
+from dtmega.interop.hf.tp.parallel import cut_stage, plan_for
+from dtmega.mesh import World
+from dtmega.models import count
+from dtmega.models.family import check_units, hidden_state, lengths_of
+from dtmega.models.model import Model
+from dtmega.models.show import CONTINUATION
+from dtmega.ops.cost import Piece
+
+
+class Transformers:
+    """The family of all decoders of transformers, unmodified: [model] path is a directory with its config.json.
+
+    `dtmega/models/family.py` says what each method does.
+    """
+
+    libraries = ("transformers",)
+    directory = True
+    formats: Mapping[str, Sequence[Format]] = {}
+    objectives: Mapping[str, Objective] = MappingProxyType({"auto": NEXT_TOKEN})
+    show = CONTINUATION
+    dtypes = ("float32", "bfloat16")
+
+    def resolve(self, cfg: config.Config) -> config.Config:
+        return resolve.resolve(cfg)
+
+    def digest(self, model: config.Model) -> str:
+        return resolve.digest(model.directory)
+
+    def reread_directory(self, model: config.Model, trained: str) -> config.Model:
+        return resolve.reread_directory(model, trained)
+
+    def notes(self, model: config.Model) -> list[str]:
+        return resolve.notes(model)
+
+    def build(self, model: config.Model) -> Model:
+        return HF(model)
+
+    def pieces(self, whole: Model) -> list[Piece]:
+        return count.pieces(whole)
+
+    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+        model = cfg.model
+        with torch.device("meta"):
+            whole = HF(model)
+        lengths_of(cfg, whole)
+        check_units(cfg, whole)
+        kind = whole.hf.config.model_type
+        if not model.init_from and not has_weights(model.directory):
+            initial_values(model.directory)
+        # transformers would round these buffers to the parameters' dtype; dtmega keeps stored buffers as they are.
+        rounded = [name for name, _ in whole.stored_buffers() if not _always_fp32(whole.hf, name)]
+        if rounded and cfg.precision.params != "float32":
+            raise ValueError(
+                f"'{whole.full_name(rounded[0])}' of '{kind}' is a stored buffer, with which transformers computes in "
+                f"the dtype of the parameters; here it stays as it is: expected float32 ([precision] params)"
+            )
+        if sizes["tp"] > 1:
+            try:
+                plan_for(whole.hf, sizes["tp"])
+            except ValueError as error:
+                raise ValueError(f"{error} ([mesh] tp)") from None
+        in_stages = [name for name, facts in KNOWN.items() if facts.ends is not None]
+        if sizes["pp"] > 1 and kind not in in_stages:
+            raise ValueError(
+                f"a pipeline needs to know the ends of a model, and '{kind}' is none of {', '.join(in_stages)} "
+                f"([mesh] pp)"
+            )
+
+    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
+        cut_stage(stage, stage.hf, world.tp, cfg.mesh.sequence_parallel)
+        return []
+
+    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
+        materialize(stage.hf, device)
+
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
+        # Between stages the sequence is never cut: sequence parallelism begins and ends within a stack of blocks.
+        return {"hidden": hidden_state(cfg, 1, "seq_len")}
+
+    def weights(self, model: config.Model) -> Source | None:
+        if model.init_from and not is_hf_folder(model.init_from):
+            return open_checkpoint_weights(model, self.digest(model))
+        if not model.init_from and not has_weights(model.directory):
+            return None
+        key = "init_from" if model.init_from else "path"
+        try:
+            with torch.device("meta"):
+                return open_folder(model.init_from or model.directory, HF(model).hf)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{error} ([model] {key})") from None
+
+    def folder(self, path: Path, model: config.Model) -> Source:
+        raise ValueError(f"--from hf reads a model that is written here, not name = '{model.name}' (--config)")
+
+    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
+        raise ValueError(f"{where}: {program} has no model of name = '{model.name}' (--config)")
+
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
+        return exported.of_documents(tokenizer, data)
+
+    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
+        raise ValueError(f"{program} has no model of name = '{model.name}' (--to)")
+
+    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
+        with torch.device("meta"):
+            built = HF(model)
+        tensors = {built.full_name(name): tensor.detach() for name, tensor in built.stored_tensors()}
+        as_saved = theirs.as_saved(source, built.hf, tensors)
+        # Buffers do not count: one in fp32 must not make from_pretrained load a bfloat16 model in fp32.
+        dtype = widest(source.tensors[built.full_name(name)][0] for name, _ in built.named_parameters())
+        config_values = {"architectures": [type(built.hf).__name__], "dtype": dtype}
+        export.export(as_saved, folder, config_values, Path(model.directory), tokenizer, **options)
+
+
+def _always_fp32(hf: Any, name: str) -> bool:
+    """True if transformers computes in float32 with this tensor, whatever the dtype of the parameters."""
+    return any(part in name.split(".") for part in hf._keep_in_fp32_modules_strict or ())

@@ -1,0 +1,133 @@
+"""Fills in the keys of a configuration that a directory of transformers decides, and notices if it changes later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from dtmega import config
+from dtmega.interop.hf import families
+from dtmega.interop.hf.directory import build, dropouts, read_config
+from dtmega.interop.hf.files import config_json
+from dtmega.interop.hf.files.tensors import has_weights
+from dtmega.interop.hf.model import blocks_of, longest
+
+# Keys of config.json that change no number of a training.
+KEYS_WITHOUT_EFFECT = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "_name_or_path")
+
+
+def resolve(cfg: config.Config) -> config.Config:
+    """Fill in the sizes and the tokenizer that the directory of [model] path has.
+
+    Raises:
+        ValueError: the directory is missing, brings code of its own or is not of a causal language model; a size of the
+            configuration contradicts config.json; or a key asks for something that a model of transformers cannot do.
+    """
+    directory = cfg.model.directory
+    theirs = read_config(directory)
+    try:
+        values = sizes(directory)
+    except ValueError:
+        raise
+    except Exception as error:  # raised by the family's own code, or by a model that is not a plain decoder
+        raise ValueError(
+            f"{directory}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
+            f"{type(error).__name__}: {error} ([model] path)"
+        ) from None
+    for key, value in values.items():
+        if key in cfg.model.model_fields_set and getattr(cfg.model, key) != value:
+            raise ValueError(
+                f"[model] {key}={getattr(cfg.model, key)}, but by {directory}/config.json it is {value}; "
+                f"leave it out ([model] {key})"
+            )
+    if getattr(theirs.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{directory}/config.json has output_router_logits=true: transformers then adds a loss of routers, "
+            f"a product of means over a microbatch, which would change with the layout; it is not part of the loss "
+            f"here. Set it to false (router_aux_loss_coef alone changes nothing) ([model] path)"
+        )
+    max_length = longest(theirs)
+    if max_length and cfg.data.seq_len > max_length:
+        key = next(key for key in families.POSITION_KEYS if getattr(theirs, key, None))
+        raise ValueError(
+            f"seq_len={cfg.data.seq_len} is more than the {key}={max_length} of {directory} ([data] seq_len)"
+        )
+    for key in ("reset_position_ids", "reset_attention_mask"):
+        if getattr(cfg.data, key):
+            raise ValueError(f"[data] {key} is not for name = 'hf': the model computes positions and masks itself")
+    sections: dict[str, config.Section] = {"model": cfg.model.model_copy(update=values)}
+    if "tokenizer" not in cfg.data.model_fields_set:
+        tokenizer = Path(directory, "tokenizer.json")
+        if not tokenizer.is_file():
+            raise ValueError(
+                f"{directory} has no tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) may "
+                f"make one, [data] tokenizer names another"
+            )
+        sections["data"] = cfg.data.model_copy(update={"tokenizer": str(tokenizer)})
+    return cfg.model_copy(update=sections)
+
+
+def notes(model: config.Model) -> list[str]:
+    """Lines for the user: where training departs from config.json, or does something unexpected."""
+    directory = model.directory
+    lines = []
+    if drops := [f"{key}={p}" for key, p in dropouts(read_config(directory)).items() if p > 0]:
+        lines.append(f"{directory}: without its dropout ({', '.join(drops)})")
+    if not model.init_from and not has_weights(directory):
+        lines.append(f"{directory} has no weights: initial values are drawn from [run] seed")
+    return lines
+
+
+def sizes(directory: str) -> dict[str, int]:
+    """The keys of the [model] section that the directory decides, with their values.
+
+    Raises:
+        ValueError: as `read_config`; or the model stores a tensor that is not of floats.
+    """
+    theirs = read_config(directory)
+    with torch.device("meta"):
+        hf = build(theirs)
+    for name, tensor in hf.state_dict().items():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{directory}: '{name}' is {str(tensor.dtype).removeprefix('torch.')}, and stored numbers are expected "
+                f"to be floats ([model] path)"
+            )
+    blocks = list(blocks_of(hf).children())
+    feed_forward = next((getattr(theirs, k) for k in families.FEED_FORWARD_KEYS if hasattr(theirs, k)), 0)
+    return {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": theirs.hidden_size,
+        "n_layers": len(blocks),
+        "n_heads": getattr(theirs, "num_attention_heads", 0),  # Mamba has none
+        "ffn_hidden_size": feed_forward or 0,
+    }
+
+
+def digest(directory: str) -> str:
+    """A digest of config.json, without the keys that change no number."""
+    values = {k: v for k, v in config_json.read_plain(directory).items() if k not in KEYS_WITHOUT_EFFECT}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def reread_directory(model: config.Model, trained: str) -> config.Model:
+    """The [model] section with the sizes that the directory has today.
+
+    Args:
+        model: section that was resolved before.
+        trained: `digest` of the directory at the time of training; '' if it is not known.
+
+    Raises:
+        ValueError: as `resolve`; or config.json has changed since training.
+    """
+    values = sizes(model.directory)
+    today = digest(model.directory)
+    if trained not in ("", today):
+        raise ValueError(
+            f"{model.directory}/config.json is not what was trained: its digest is {today}, expected {trained} "
+            f"([model] path)"
+        )
+    return model.model_copy(update=values)

@@ -1,0 +1,125 @@
+"""The proof of a plan, called by a user: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2`."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dtmega.distributed.rendezvous import meet, place
+from dtmega.files.console import counted
+from dtmega.interop.hf.files import config_json
+from dtmega.interop.hf.tp.parallel import parallelize_hf, plan_for
+from dtmega.interop.hf.tp.verify import Verification, verify
+
+TIMEOUT = timedelta(minutes=5)
+
+
+def verify_plan(
+    model: Any,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+    *,
+    generic: bool = False,
+) -> Verification:
+    """Compare loss, logits and every gradient of a small clone of the model, cut over `mesh`, with one process.
+
+    Every rank of the mesh calls it. Print what it returns; `.ok` says whether all is as it should be.
+
+    Args:
+        model: of `transformers`, real or on meta; only its class and config are used.
+
+    Raises:
+        ValueError: what `parallelize_hf` refuses.
+    """
+    options: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel,
+        "loss_parallel": loss_parallel,
+        "generic": generic,
+    }
+    return verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
+
+
+def verify_directory(directory: Path, tp: int, **options: bool) -> int:
+    """Print the plan of the model in a directory and the table of deviations; 1 where something differs, else 0.
+
+    The ranks are those of torchrun, or processes started here.
+
+    Raises:
+        ValueError: a directory without a model we can plan, or another number of ranks.
+    """
+    made = plan_for(on_meta(directory), tp, **options)
+    if "WORLD_SIZE" in os.environ:
+        rank, size = place()
+        if size != tp:
+            raise ValueError(f"torchrun started {counted(size, 'process')}, expected --tp {tp}")
+        store = meet(rank, size, TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        verification = _verification(directory, tp, options)
+        leads = rank == 0
+        _leave()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            multiprocessing.spawn(_rank, (folder, directory, tp, options), nprocs=tp)  # pyright: ignore[reportPrivateImportUsage]
+            verification, leads = torch.load(Path(folder, "result"), weights_only=False), True
+            if isinstance(verification, ValueError):
+                raise verification
+    if leads:
+        print(f"{made}\n\n{verification}")
+    return 0 if verification.ok else 1
+
+
+def _rank(rank: int, folder: str, directory: Path, tp: int, options: dict[str, bool]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), tp)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=TIMEOUT)
+    try:
+        result = _verification(directory, tp, options)
+    except ValueError as error:  # a refusal, alike on all ranks; raised here it would be a traceback for each
+        result = error
+    if rank == 0:
+        torch.save(result, Path(folder, "result"))
+    _leave()
+
+
+def _leave() -> None:
+    gc.collect()  # gloo aborts at exit if a tensor with pending work outlives the group
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _verification(directory: Path, tp: int, options: dict[str, bool]) -> Verification:
+    mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    return verify_plan(on_meta(directory), mesh, **options)
+
+
+def on_meta(directory: Path) -> Any:
+    """The model that a directory's config.json describes, without weights.
+
+    Raises:
+        ValueError: no such file, code that comes with it, a class transformers does not have.
+    """
+    import transformers
+
+    config = config_json.make_config(directory, config_json.read_plain(directory))
+    (name, *_) = config.architectures or (None,)
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise ValueError(
+            f"{directory}/config.json: architectures={config.architectures} names no model class of transformers"
+        )
+    try:
+        with torch.device("meta"):
+            return found._from_config(config)
+    except Exception as error:  # each family checks its sizes in its own way
+        raise ValueError(f"{directory}/config.json makes no {name}: {type(error).__name__}: {error}") from None

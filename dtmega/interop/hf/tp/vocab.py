@@ -1,0 +1,56 @@
+"""The head of a model of `transformers`, cut over the vocabulary: logits that need not be computed."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dtmega.interop.hf.tp.logits import Parts, VocabLogits
+from dtmega.interop.hf.tp.styles import Stack
+from dtmega.plans import mappings
+from dtmega.plans.base import local_part
+from dtmega.plans.vocabulary import VocabStyle
+
+_FUSED = "backward all-reduce; 3 numbers a token for the loss"
+_WHOLE = "all-gather of the logits, backward all-reduce"
+
+
+class LogitsHead(VocabStyle):
+    """nn.Linear to the vocabulary, cut by rows: [..., D] -> logits [..., V], on every rank.
+
+    With `fused`, in a forward with labels, they are `VocabLogits`: the loss takes this rank's columns, and the whole
+    logits are made only if something else asks for them.
+    """
+
+    cost = (_FUSED, _FUSED)
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__(Stack())
+        self.fused, self.labelled = fused, False
+        self.gathered_by_fsdp, self.calls = False, 0
+        if not fused:
+            self.cost = (_WHOLE, _WHOLE)
+
+    def fuse(self, module: Any) -> None:
+        """Fuse the loss on one rank: the module keeps its parameters."""
+        self.check(module, 1)
+        module.forward = types.MethodType(self._function, module)
+
+    def forward(self, module: Any, x: Tensor) -> Tensor:
+        cut, size = isinstance(module.weight, DTensor), module.weight.shape[0]
+        group = self.group if cut else None
+        weight, bias = (local_part(p) if cut else p for p in (module.weight, module.bias))
+        self.calls += 1
+        parameter, version, call = module.weight, module.weight._version, self.calls
+
+        def unchanged() -> bool:
+            # FSDP2 writes the next weights into the same memory, without a new version of it.
+            return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
+
+        start = 0 if group is None else self.first_row(parameter)
+        x = x if group is None else mappings.copy(x, group)
+        logits = VocabLogits(Parts(x, weight, bias, size, start, group, unchanged))
+        return logits if self.fused and self.labelled else logits.whole()

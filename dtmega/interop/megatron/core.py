@@ -1,0 +1,201 @@
+"""A distributed checkpoint of megatron-core's GPT: whole tensors, given the names of names.py.
+
+    iter_0001000/metadata.json      the program that wrote the tensors; torch_dist is torch.distributed.checkpoint
+    iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
+    iter_0001000/.metadata, __*.distcp
+
+The tensors of all layers are stacked under one name, [L, ...], or stored one by one. A LayerNorm has the name of the
+linear layer that follows it, whether the two are fused or not. `*_extra_state*` are byte entries, which are not opened.
+Adam's moments and the fp32 masters have the names of the weights behind `optimizer.state.exp_avg.` and so on; the step
+is in common.pt.
+
+Source: `dist_checkpointing/optimizer.py` and `optimizer/optimizer.py` of megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtmega.files.untrusted_json import read_object
+from dtmega.formats.rules import Assembly, RowRun
+from dtmega.formats.sources import Source, Translated
+from dtmega.interop.megatron.adam import MOMENTS, IncompleteMoments, scale_of, step_of
+from dtmega.interop.megatron.ranks import arguments, iteration_of
+from dtmega.interop.megatron.saved import SavedFile, entries
+from dtmega.interop.torch_files.dcp import DCPFolder
+from dtmega.interop.torch_files.inert import of_type
+from dtmega.ops.loss_scale import ScaleState
+
+METADATA = "metadata.json"
+COMMON = "common.pt"
+BACKEND = "torch_dist"
+# Classes that common.pt asks for besides those of every Megatron checkpoint: in the arguments, and next to them.
+NAMES = {
+    "signal Signals",
+    *(f"megatron.core.rerun_state_machine {name}" for name in ("RerunMode", "RerunState", "RerunDiagnostic")),
+}
+# Modules of a layer -> the names that Megatron-LM has for them.
+LINEARS = {
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "post_attention_layernorm"}
+LAYER = re.compile(
+    r"decoder\.layers\.((?P<layer>\d{1,6})\.)?(?P<module>[a-z_]+\.[a-z0-9_]+)\.(?P<norm>layer_norm_)?(?P<end>weight|bias)"
+)
+MAX_LAYERS = 100_000
+STATE = "optimizer.state."  # followed by the kind of state and the name of a tensor of the model
+MASTER = f"{STATE}fp32_param."
+# Entries that are no tensors of the model: the optimizer, the random generators, the state of a rerun.
+NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """True if megatron-core wrote the folder."""
+    return (folder / METADATA).is_file() or (folder / COMMON).is_file()
+
+
+class RunState(NamedTuple):
+    """The state of the run that wrote a checkpoint, apart from its weights.
+
+    Attributes:
+        moments: exp_avg and exp_avg_sq by the names of the weights; empty if they are incomplete.
+        iteration: number of iterations done.
+        steps: the numbers of updates in the optimizer; more than one if its groups disagree.
+        scheduler: state of the learning rate's scheduler as the file has it; None if there is none.
+        scale: state of float16's loss scale; None if there is none.
+        why: reason why the moments are incomplete; '' if they are complete.
+    """
+
+    moments: dict[str, Source]
+    iteration: int
+    steps: frozenset[int]
+    scheduler: Any
+    scale: ScaleState | None
+    why: str
+
+
+def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
+    """Open a checkpoint of megatron-core.
+
+    Returns:
+        The run's arguments, its weights, and its further state. A weight is read from its fp32 master where there is
+        one under the weight's name and with its shape.
+
+    Raises:
+        ValueError: the backend is not torch_dist; a file is damaged or crafted; a layer is there twice.
+    """
+    backend = read_object(folder / METADATA).get("sharded_backend")
+    if backend != BACKEND:
+        raise ValueError(
+            f"{folder / METADATA} has sharded_backend={backend!a:.80}, expected '{BACKEND}': megatron-core can load "
+            f"the checkpoint and save it with that backend"
+        )
+    common = SavedFile(folder / COMMON, NAMES)
+    content = entries(common.value, "what was saved")
+    stored = DCPFolder(folder)
+    shapes = {name: shape for name, (_, shape) in stored.tensors.items() if not NOT_WEIGHTS.match(name)}
+    for name, shape in shapes.items():
+        if not shape or 0 in shape:
+            raise ValueError(f"{folder}: '{name}' is {list(shape)}, expected a tensor with elements and dims")
+    keys = {}
+    for name, shape in shapes.items():
+        master = MASTER + name
+        has_master = master in stored.tensors and stored.tensors[master][1] == shape
+        keys[name] = master if has_master else name
+    weights = _translated(stored, shapes, keys)
+    return arguments(content), weights, _run_state(common, content, stored, shapes)
+
+
+def _run_state(
+    common: SavedFile, content: Mapping[Any, Any], stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]]
+) -> RunState:
+    """The run's state apart from its weights.
+
+    Args:
+        content: what common.pt holds.
+        shapes: name in the checkpoint -> shape of every weight.
+    """
+    moments: dict[str, Source] = {}
+    steps: frozenset[int] = frozenset()
+    scale = None
+    why = ""
+    try:
+        if content.get("optimizer") is None:
+            raise IncompleteMoments("the files have no optimizer's state")
+        optimizer = entries(content["optimizer"], "the optimizer")
+        inner = entries(optimizer.get("optimizer", optimizer), "the optimizer")
+        steps = _steps(common, inner)
+        scale = scale_of(common, optimizer.get("grad_scaler"))
+        for kind in MOMENTS:
+            keys = {name: f"{STATE}{kind}.{name}" for name in shapes}
+            for name, key in keys.items():
+                if key not in stored.tensors or stored.tensors[key][1] != shapes[name]:
+                    raise IncompleteMoments(f"there is no {kind} of '{name}', or one of another shape")
+            moments[kind] = _translated(stored, shapes, keys)
+    except IncompleteMoments as reason:
+        moments = {}
+        why = str(reason)
+    return RunState(moments, iteration_of(content), steps, content.get("opt_param_scheduler"), scale, why)
+
+
+def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
+    """The numbers of updates: one that all parameters share, or one for each group of parameters."""
+    state = entries(optimizer.get("state", {}), "the state of the optimizer")
+    steps = [state["common_step"]] if "common_step" in state else []
+    for pickled in of_type(optimizer.get("param_groups", []), list, "groups"):
+        group = entries(pickled, "a group of parameters")
+        if group.get("step") is not None:
+            steps.append(group["step"])
+    if not steps:
+        raise IncompleteMoments("the files do not say how many updates Adam has made")
+    return frozenset(step_of(common, step) for step in steps)
+
+
+def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]) -> Source:
+    """Tensors of the checkpoint by Megatron-LM's names, with stacked layers taken apart.
+
+    Args:
+        shapes: name in the checkpoint -> shape of every weight.
+        keys: name of a weight -> name of the tensor that has its values.
+    """
+    assemblies: dict[str, Assembly] = {}
+    for name, shape in shapes.items():
+        for whole_name, assembly in _assemblies(name, keys[name], shape).items():
+            if whole_name in assemblies:
+                raise ValueError(f"{stored.path}: '{whole_name}' is there twice, once as '{name}'")
+            assemblies[whole_name] = assembly
+    return Translated(stored, assemblies)
+
+
+def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
+    """Megatron-LM's name -> assembly of each tensor that a tensor of the checkpoint holds.
+
+    Args:
+        key: name of the tensor that has the values.
+    """
+    match = LAYER.fullmatch(name)
+    modules = {}
+    if match is not None:
+        modules = FUSED_NORMS if match["norm"] else LINEARS
+    if match is None or match["module"] not in modules:
+        # An unknown name is passed on: no model of Megatron has a place for it, so it is refused later.
+        today = re.sub(r"^decoder\.final_layernorm\.", "encoder.final_layernorm.", name)
+        return {today: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
+    inner = f"{modules[match['module']]}.{match['end']}"
+    if match["layer"]:
+        return {f"encoder.layers.{match['layer']}.{inner}": Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
+    n_layers, *layer_shape = shape
+    if n_layers > MAX_LAYERS or not layer_shape:
+        raise ValueError(f"'{name}' is {list(shape)}, expected [layers, ...] of at most {MAX_LAYERS} layers")
+    rows = layer_shape[0]
+    assemblies = {}
+    for i in range(n_layers):
+        run = RowRun(0, key, i * rows, rows)
+        assemblies[f"encoder.layers.{i}.{inner}"] = Assembly(tuple(layer_shape), (run,), source_view="stack")
+    return assemblies

@@ -1,0 +1,267 @@
+"""Whole tensors, joined from the parts that the tensor-parallel ranks hold, and a comparison of the ranks' copies.
+
+WholeTensors(parts)         a `Source` with the names of names.py; the parts of a tensor are read one after the other
+drifted_copies(tensors)     the tensors of which every rank has a copy, where these copies are no longer equal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dtmega.files.console import counted
+from dtmega.formats.sources import Slices
+from dtmega.interop.megatron.names import cut_dim
+from dtmega.interop.megatron.saved import SavedFile, Stored
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAX_DRIFT = 1e-3  # how far apart copies may be, as a fraction of the tensor's largest absolute value
+
+
+class Part(Protocol):
+    """One rank's part of a tensor.
+
+    Attributes:
+        where: path of the file, for messages.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def where(self) -> str: ...
+
+    def read(self) -> Tensor:
+        """Read the whole part into host memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part that is stored as one tensor in a file."""
+
+    file: SavedFile
+    stored: Stored
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def where(self) -> str:
+        return str(self.file.path)
+
+    def read(self) -> Tensor:
+        return self.file.read(self.stored)
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """A part with the dtype and shape of another part, computed from that one when it is read."""
+
+    part: Part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape
+
+    @property
+    def where(self) -> str:
+        return self.part.where
+
+
+@dataclass(frozen=True)
+class ReorderedQKV(_Derived):
+    """A fused QKV from before version 2.0, with its rows brought into today's order, [H, (q, k, v), K].
+
+    Attributes:
+        qkv_outermost: the stored rows are [(q, k, v), H, K], as in files without a version; otherwise they are
+            [H, K, (q, k, v)], as in version 1.0.
+        n_parts: 3 for q, k and v; 2 where only k and v are fused.
+        n_heads: heads of this rank.
+    """
+
+    qkv_outermost: bool
+    n_parts: int
+    n_heads: int
+
+    def read(self) -> Tensor:
+        rows, *columns = self.shape
+        if rows % (self.n_parts * self.n_heads):
+            raise ValueError(f"{self.where}: {rows} rows cannot be {self.n_parts} x {self.n_heads} heads")
+        tensor = self.part.read()
+        if self.qkv_outermost:
+            by_head = tensor.reshape(self.n_parts, self.n_heads, -1, *columns).transpose(0, 1)
+        else:
+            by_head = tensor.reshape(self.n_heads, -1, self.n_parts, *columns).transpose(1, 2)
+        return by_head.reshape(rows, *columns)
+
+
+@dataclass(frozen=True)
+class Master(_Derived):
+    """The fp32 master of a 16-bit weight. Reading it checks that it rounds to the weight.
+
+    Masters have no names in a file, only positions, so rounding to the weight shows that this master belongs to it.
+
+    Attributes:
+        weight: the 16-bit weight.
+        name: name of the weight, for messages.
+    """
+
+    weight: Part
+    name: str
+
+    def read(self) -> Tensor:
+        master = self.part.read()
+        weight = self.weight.read()
+        rounded = master.to(weight.dtype)
+        if not torch.equal(rounded.contiguous().view(torch.int16), weight.contiguous().view(torch.int16)):
+            raise ValueError(f"{self.where}: the fp32 master that should be of '{self.name}' does not round to it")
+        return master
+
+
+class WholeTensors:
+    """Whole tensors as a `Source`: the ranks' parts concatenated along the dim that is cut, or one of their copies.
+
+    Attributes:
+        tensors: name -> dtype and whole shape.
+        parts: name -> part of each rank, in order.
+    """
+
+    def __init__(self, parts: Mapping[str, Sequence[Part]], average: bool = False) -> None:
+        """Check that the parts of each tensor fit together.
+
+        Args:
+            average: read copies as their mean, which matters if they have drifted apart; otherwise as rank 0's.
+
+        Raises:
+            ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.
+        """
+        self.parts = parts
+        self.tensors = {name: _joined_shape(name, parts_of_name) for name, parts_of_name in parts.items()}
+        self._average = average
+
+    def read(self, name: str, index: Slices | None = None) -> Tensor:
+        """Read a part (None: all) of a tensor."""
+        dtype, shape = self.tensors[name]
+        parts = self.parts[name]
+        index = index or (slice(None),) * len(shape)
+        dim = cut_dim(name)
+        if len(parts) == 1:
+            return parts[0].read()[index]
+        if dim is None:
+            tensor = _mean(parts) if self._average else parts[0].read()
+            return tensor[index]
+        start, stop, _ = index[dim].indices(shape[dim])
+        share = shape[dim] // len(parts)
+        pieces = []
+        for number, part in enumerate(parts):
+            # The index within this part. A part that it does not touch is not read.
+            low = max(start - number * share, 0)
+            high = min(stop - number * share, share)
+            if low < high:
+                pieces.append(part.read()[(*index[:dim], slice(low, high), *index[dim + 1 :])])
+        return torch.cat(pieces, dim) if pieces else torch.empty(0, dtype=dtype)
+
+
+def _joined_shape(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and the whole shape of a tensor with these parts.
+
+    Raises:
+        ValueError: the parts differ in dtype or shape, or have a dtype that no weight has.
+    """
+    first, *others = parts
+    if first.dtype not in FLOATS:
+        raise ValueError(f"{first.where}: '{name}' is of {first.dtype}, expected one of {', '.join(map(str, FLOATS))}")
+    for other in others:
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
+            raise ValueError(
+                f"'{name}' is {list(first.shape)} of {first.dtype} in {first.where}, but {list(other.shape)} of "
+                f"{other.dtype} in {other.where}"
+            )
+    dim = cut_dim(name)
+    if dim is None:
+        return first.dtype, first.shape
+    if dim >= len(first.shape):
+        raise ValueError(f"{first.where}: '{name}' is {list(first.shape)}, expected dim {dim} to be cut over ranks")
+    shape = [*first.shape]
+    shape[dim] *= len(parts)
+    return first.dtype, tuple(shape)
+
+
+def _mean(parts: Sequence[Part]) -> Tensor:
+    """The mean of copies, computed in float64 and rounded to their dtype."""
+    first, *others = parts
+    total = first.read().double()
+    for other in others:
+        total += other.read().double()
+    return (total / len(parts)).to(first.dtype)
+
+
+class Drift(NamedTuple):
+    """The distance between the copies of one tensor.
+
+    Attributes:
+        size: largest difference from rank 0's copy, as a fraction of the largest absolute value of any copy.
+    """
+
+    name: str
+    size: float
+
+
+def drifted_copies(tensors: WholeTensors) -> list[Drift]:
+    """The tensors whose copies are not equal, the worst first.
+
+    Only vectors and the embedding of positions have copies; all other tensors are cut over the ranks.
+    """
+    drifts = []
+    for name, (first, *others) in tensors.parts.items():
+        if cut_dim(name) is not None or not others:
+            continue
+        values = first.read().double()
+        largest = values.abs().max()
+        apart = torch.zeros((), dtype=torch.float64)
+        for other in others:
+            theirs = other.read().double()
+            apart = torch.maximum(apart, (theirs - values).abs().max())
+            largest = torch.maximum(largest, theirs.abs().max())
+        if apart.item() != 0:
+            drifts.append(Drift(name, (apart / largest).item()))
+    # A NaN is neither below nor above the limit. The first key puts it in front of small drifts.
+    return sorted(drifts, key=lambda drift: (drift.size <= MAX_DRIFT, -drift.size))
+
+
+def drift_note(drifts: Sequence[Drift], average: bool) -> str:
+    """The line for the user about copies that have drifted apart.
+
+    Args:
+        drifts: at least one, the worst first.
+        average: the copies are read as their mean, which any distance allows.
+
+    Raises:
+        ValueError: the copies are further apart than MAX_DRIFT, and not averaged.
+    """
+    worst = drifts[0]
+    line = (
+        f"copies of {counted(len(drifts), 'tensor')} differ between tensor-parallel ranks, most of all '{worst.name}': "
+        f"by {worst.size:.1e} of its largest value"
+    )
+    # A NaN compares false, so it counts as too far as well.
+    if not worst.size <= MAX_DRIFT and not average:
+        raise ValueError(f"{line}, expected at most {MAX_DRIFT:.0e}; --average-copies takes their mean")
+    return f"{line}; {'their mean is' if average else 'those of rank 0 are'} taken"

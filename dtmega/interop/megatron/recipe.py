@@ -1,0 +1,113 @@
+"""The configuration of the run that wrote a checkpoint, from the arguments in its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtmega import config
+from dtmega.checkpoint.resume import Progress
+from dtmega.interop.megatron.flags import FLAGS, by_name
+from dtmega.interop.megatron.translate import FAMILY_OF_SCRIPT, Command, translate_known_model
+
+SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # written even where they equal the defaults
+NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the only script whose order of samples dtmega reproduces
+# Sections that the checkpoint records, so that a run that resumes from it can report what it changes.
+RECORDED = ("batch", "optim", "train", "precision")
+# Flags that do not matter to a run that resumes: paths on the old machine, how the run began, and its layout.
+LEFT_OUT = {
+    *("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--finetune", "--no-load-optim"),
+    *(name for flag in FLAGS["Layout"] for name in flag.names),
+}
+
+
+def config_of_args(
+    args: Mapping[str, Any], model: config.Model, order: str = ""
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The configuration with which the run of a checkpoint can continue, without its layout.
+
+    Args:
+        args: the run's arguments as plain values; empty if only the model is known.
+        order: value of [data] order for a checkpoint that a run can resume from; '' for weights alone.
+
+    Returns:
+        The text of a TOML, with comments for the keys that are not known; and the sections that the checkpoint should
+        record (empty if the configuration is not valid as it stands).
+    """
+    section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
+    keys = {f"model.{key}": value for key, value in section.items()}
+    # BLOOM has no script of its own: Megatron-DeepSpeed trains it with pretrain_gpt.
+    script = next((script for script, family in FAMILY_OF_SCRIPT.items() if family == model.name), "pretrain_gpt")
+    if order and script == NEXT_TOKEN_SCRIPT:
+        keys["data.order"] = order
+        keys["data.order_samples"] = _samples(args)
+    title = "From the arguments in a Megatron checkpoint, by dtmega convert."
+    text, values = translate_known_model(Command(script, _flags(args), []), keys, title)
+    try:
+        valid = config.validate(values, "the arguments in the files").model_dump()
+    except config.ConfigError:
+        return text, {}
+    return text, {section: valid[section] for section in RECORDED}
+
+
+def _set_keys(model: config.Model) -> list[str]:
+    """The keys of [model] whose values are not the defaults."""
+    return [key for key, field in type(model).model_fields.items() if getattr(model, key) != field.default]
+
+
+def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The arguments as they would stand on a command line."""
+    flags: dict[str, list[str]] = {}
+    for name, flag in by_name().items():
+        value = args.get(name.removeprefix("--").replace("-", "_"))
+        if name in LEFT_OUT or not flag.keys or value is None or value is False or value == []:
+            continue
+        if flag.n_values == 0:
+            flags[name] = []
+        elif name.endswith("-weighted-split-paths"):
+            flags[name] = _groups(args, name)
+        else:
+            items = value if isinstance(value, list) else [value]
+            flags[name] = [str(item) for item in items]
+    # Megatron works out the steps of a run that is counted in samples, and stores them with its arguments.
+    if "--train-samples" in flags:
+        flags.pop("--train-iters", None)
+    return flags
+
+
+def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
+    """The groups of corpora as the user wrote them: "NAME: WEIGHT START:END PREFIX, ...".
+
+    Megatron's arguments hold them taken apart, as lists of names, weights, ranges and paths.
+    """
+    key = flag.removeprefix("--").replace("-", "_")
+    lists = [args.get(key.replace("paths", part)) for part in ("names", "weights", "splits", "paths")]
+    if not all(isinstance(part, list) for part in lists):
+        return []
+    groups = []
+    for name, *shares in zip(*lists, strict=False):
+        corpora = [" ".join(map(str, share)) for share in zip(*shares, strict=False)]
+        groups.append(f"{name}: {', '.join(corpora)}")
+    return groups
+
+
+def _samples(args: Mapping[str, Any]) -> int:
+    """The number of training samples that the run was started for; 0 if the arguments do not say."""
+    samples = args.get("train_samples")
+    if samples is None:
+        steps, per_step = args.get("train_iters"), args.get("global_batch_size")
+        samples = steps * per_step if type(steps) is int and type(per_step) is int else 0
+    return samples if type(samples) is int and samples > 0 else 0
+
+
+def resume_note(progress: Progress, out: str) -> str:
+    """The line that tells the user how to continue the run from the converted checkpoint.
+
+    Args:
+        out: path of the converted checkpoint.
+    """
+    return (
+        f"with Adam's moments, after {progress.step} steps and {progress.samples} samples: --checkpoint.resume {out} "
+        f"--checkpoint.allow_changed_data true continues the run (with [data] order, on the samples that would have "
+        f"come next); [model] init_from starts a new run with these weights"
+    )

@@ -1,0 +1,319 @@
+"""A file of `torch.save`, read as data: its pickle is decoded without running it, its tensors are read when needed.
+
+    file = SavedFile(path)
+    file.value                          numbers, strings, lists, dicts; else a `PickledObject` (torch_files/inert.py)
+    file.read(file.tensor(pickled))     one tensor, read now
+
+There are two formats. Since torch 1.6 a file is an uncompressed zip with NAME/data.pkl, and NAME/data/KEY for each
+storage. Older files are a sequence of pickles (a magic number, a version, the machine, the value, the keys of the
+storages) followed by the storages, each as its number of elements in 8 bytes and the elements.
+
+The classes that checkpoints of Megatron-LM, megatron-core and Megatron-DeepSpeed contain besides tensors are listed
+here; a pickle that asks for any other is refused. Source: `serialization.py` of torch 1.5 and 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Collection, Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtmega.interop.torch_files import torch_save
+from dtmega.interop.torch_files.inert import PickledObject, decode, items_of, kind_name, of_type
+from dtmega.interop.torch_files.torch_save import (
+    SavedTensor,
+    ZipEntry,
+    read_bytes,
+    records_of,
+    regular_file,
+    tensor_header,
+)
+
+# Names, arguments and generators of 500 ranks are some 5 MB. Decoded, a pickle may take 70 times its size.
+MAX_PICKLE_BYTES = 1 << 24
+ZIP = b"PK\3\4"
+MAGIC = 0x1950A86A20F9469CFC6C
+VERSION = 1001
+LENGTH = struct.Struct("<q")  # number of elements of a storage in the older format
+
+FROM_TYPE = "torch._tensor _rebuild_from_type_v2"  # (function, type, arguments, state): a tensor with attributes
+PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")  # (tensor, ...)
+NAMESPACE = "argparse Namespace"
+# Enums whose members are options in the run's arguments: class -> stored number -> name of the member.
+MEMBERS: dict[str, dict[Any, str]] = {
+    "PositionEmbeddingType": {1: "rotary", 2: "absolute", 3: "alibi"},
+    "ModelType": {1: "encoder_or_decoder", 2: "encoder_and_decoder"},
+}
+ENUMS = {
+    *(f"megatron.enums {name}" for name in ("PositionEmbeddingType", "AttnMaskType", "AttnType", "LayerType")),
+    *(f"megatron.model.enums {name}" for name in ("ModelType", "AttnMaskType", "AttnType", "LayerType")),
+    *("megatron.core.enums ModelType", "megatron.core.transformer.enums AttnBackend"),
+    *("megatron.core.transformer.enums AttnMaskType", "megatron.core.transformer.enums AttnType"),
+}
+# Everything that the pickles of a checkpoint may ask for.
+NAMES = {
+    *(*torch_save.NAMES, NAMESPACE, *ENUMS, FROM_TYPE, *PARAMETERS),
+    *("torch Tensor", "torch.nn.parameter Parameter", "torch Size", "torch device"),
+    *("numpy ndarray", "numpy dtype"),
+    *(f"numpy.{core}.multiarray {name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+    *(f"{builtins} {name}" for builtins in ("builtins", "__builtin__") for name in ("set", "getattr", "bytes")),
+    "_codecs encode",  # how protocol 2 writes bytes
+}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        storage: place in the file of the storage, which several tensors may share.
+        elements: place in the file, and strides, of this tensor's elements.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    storage: ZipEntry
+    elements: SavedTensor
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The range of bytes in the file from its first element to the end of its last."""
+        n = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.elements.strides, strict=True))
+        return self.elements.at, self.elements.at + n * self.dtype.itemsize
+
+
+class SavedFile:
+    """The contents of one file of torch.save.
+
+    Attributes:
+        value: the saved value; a tensor in it is a `PickledObject`, from which `tensor` makes a `Stored`.
+        n_pickle_bytes: size of the pickles.
+    """
+
+    def __init__(self, path: Path, names: Collection[str] = frozenset()) -> None:
+        """Open a file and decode its pickle; tensors are read later.
+
+        Args:
+            names: classes and functions that the pickle may ask for besides NAMES, each as "module qualname".
+
+        Raises:
+            ValueError: there is no such file, torch.save did not write it, or it is damaged or crafted; names the path.
+        """
+        self.path = path
+        self._checked: set[ZipEntry] = set()
+        with regular_file(path) as (fd, n_bytes):
+            is_zip = bytes(read_bytes(fd, 0, min(4, n_bytes))) == ZIP
+            read = _read_zip if is_zip else _read_older
+            self.value, self._storages, self.n_pickle_bytes = read(fd, n_bytes, {*NAMES, *names})
+
+    def tensor(self, pickled: Any) -> Stored:
+        """Locate the tensor that a part of `value` describes: a plain tensor, a parameter, or one with attributes.
+
+        Raises:
+            ValueError: it is not a tensor, has no elements, or its elements are not in the file; names the path.
+        """
+        try:
+            return self._tensor(_plain_tensor(pickled))
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+
+    def _tensor(self, pickled: Any) -> Stored:
+        header = tensor_header(pickled)
+        dtype, sizes, strides = header.dtype, header.sizes, header.strides
+        storage = self._storages.get(header.key)
+        if dtype is None or storage is None:
+            raise ValueError(f"expected a tensor of a known dtype with its storage, {header.key!a:.100}, in the file")
+        if len(strides) != len(sizes) or 0 in sizes:
+            raise ValueError(f"expected a tensor with elements, got sizes {sizes} and strides {strides}")
+        # With a stride of 0 a few bytes would describe a tensor of any size. torch saves no such parameters, so the
+        # storage must have room for every element.
+        needed = max(header.needed_bytes(dtype), math.prod(sizes) * dtype.itemsize)
+        if needed > storage.n_bytes:
+            raise ValueError(f"expected {needed} bytes of data for a tensor {sizes}, got {storage.n_bytes}")
+        at = storage.at + header.offset * dtype.itemsize
+        return Stored(dtype, sizes, storage, SavedTensor(at, dtype, strides))
+
+    def read(self, tensor: Stored, part: list[tuple[int, int]] | None = None) -> Tensor:
+        """Read a tensor into host memory. The first read from a storage compares the storage's checksum.
+
+        Args:
+            part: (start, stop) in each dim, not empty; None reads the whole tensor.
+
+        Raises:
+            ValueError: the file is damaged; names the path.
+        """
+        with regular_file(self.path) as (fd, _):
+            if tensor.storage not in self._checked:
+                tensor.storage.check(fd)
+                self._checked.add(tensor.storage)
+            return tensor.elements.read(fd, part or [(0, n) for n in tensor.shape])
+
+
+def check_apart(path: Path, tensors: Iterable[Stored]) -> None:
+    """Refuse a file whose tensors share bytes, since together they could be many times larger than the file.
+
+    Raises:
+        ValueError: two tensors share bytes.
+    """
+    end = 0
+    for start, stop in sorted(tensor.extent for tensor in tensors):
+        if start < end:
+            raise ValueError(f"{path}: two tensors share the bytes {start} to {end}, which Megatron's never do")
+        end = stop
+
+
+def entries(value: Any, what: str) -> dict[Any, Any]:
+    """The items of a pickled dict, OrderedDict or argparse.Namespace.
+
+    Args:
+        what: description of the value, for messages.
+
+    Raises:
+        ValueError: the value is none of the three.
+    """
+    if type(value) is PickledObject and value.name == NAMESPACE:
+        value = value.state
+    return of_type(items_of(value), dict, what)
+
+
+def plain(value: Any) -> Any:
+    """A value of the run's arguments as a number, a string, a bool, or a list of these; anything else is None.
+
+    An enum's member becomes its name, and a dtype torch's name for it. Lists may be nested once. Items that are not
+    plain are left out of them.
+    """
+    if type(value) is PickledObject:
+        return _plain_object(value)
+    if type(value) not in (list, tuple):
+        return value if _is_plain(value) else None
+    items: list[Any] = []
+    for item in value:
+        if type(item) in (list, tuple):
+            items.append([*filter(_is_plain, item)])
+        elif _is_plain(item):
+            items.append(item)
+    return items
+
+
+def _plain_object(value: PickledObject) -> int | str | None:
+    """The name of a pickled dtype or enum member (its number, if the name is not known); None for anything else."""
+    if value.name in torch_save.PICKLED_DTYPES:
+        return value.name.replace(" ", ".")
+    kind = value.name.rpartition(" ")[2]
+    member = value.args[-1] if value.name in ENUMS and value.args else None
+    # Some enums pickle a member as getattr(the class, name).
+    if kind == "getattr" and value.args and len(value.args) == 2:
+        member = value.args[1]
+    return MEMBERS.get(kind, {}).get(member, member) if isinstance(member, int | str) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (int, float, str, bool)
+
+
+def _plain_tensor(pickled: Any) -> Any:
+    """The plain tensor inside a parameter, a tensor with attributes, or one of them inside the other."""
+    for _ in range(2):
+        if type(pickled) is not PickledObject or not pickled.args:
+            break
+        if pickled.name in PARAMETERS:
+            pickled = pickled.args[0]
+        elif pickled.name == FROM_TYPE and len(pickled.args) == 4:
+            function, _, args, _ = pickled.args
+            if type(function) is not PickledObject or function.args is not None or type(args) is not tuple:
+                raise ValueError(f"expected a tensor with attributes, got a call of {kind_name(function)}")
+            pickled = PickledObject(function.name, args)
+    return pickled
+
+
+_Decoded = tuple[Any, dict[str, ZipEntry], int]  # value, storage by key, bytes of the pickle
+
+
+def _read_zip(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
+    """Decode the format since torch 1.6, a zip.
+
+    Args:
+        names: classes and functions that the pickle may ask for.
+    """
+    records = records_of(fd, 0, n_bytes)
+    pickles = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError(f"expected an archive of torch.save with one data.pkl, got {len(pickles)}")
+    folder = pickles[0].removesuffix("data.pkl")
+    if (order := records.get(f"{folder}byteorder")) and order.n_bytes < 16 and order.read(fd) != b"little":
+        raise ValueError("expected little-endian data")
+    pickle = records[pickles[0]]
+    if pickle.n_bytes > MAX_PICKLE_BYTES:
+        raise ValueError(f"expected data.pkl of at most {MAX_PICKLE_BYTES} bytes, got {pickle.n_bytes}")
+    value = decode(pickle.read(fd), names)
+    data = f"{folder}data/"
+    storages = {name.removeprefix(data): record for name, record in records.items() if name.startswith(data)}
+    return value, storages, pickle.n_bytes
+
+
+def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
+    """Decode the format before torch 1.6, a sequence of pickles and storages.
+
+    Args:
+        names: classes and functions that the pickle of the value may ask for.
+    """
+    stream = BytesIO(read_bytes(fd, 0, min(n_bytes, MAX_PICKLE_BYTES)))
+    try:
+        magic = decode(stream, ())
+    except ValueError:
+        magic = None
+    if type(magic) is not int or magic != MAGIC:
+        raise ValueError("expected a file of torch.save: a zip, or one that begins with its magic number")
+    version = decode(stream, ())
+    machine = entries(decode(stream, ()), "the description of the machine")
+    if type(version) is not int or version != VERSION or machine.get("little_endian") is not True:
+        raise ValueError(f"expected version {VERSION} of torch.save's older format, little-endian")
+    value = decode(stream, names)
+    element_bytes = _element_bytes(value)
+    keys = of_type(decode(stream, ()), list, "the keys of the storages")
+    at = stream.tell()
+    pickle_bytes = at
+    storages: dict[str, ZipEntry] = {}
+    for key in keys:
+        if of_type(key, str, "the key of a storage") not in element_bytes or key in storages:
+            raise ValueError(f"expected the storages of the tensors, each once, got {key!a:.100}")
+        (n,) = LENGTH.unpack(read_bytes(fd, at, LENGTH.size))
+        length = n * element_bytes[key]
+        at += LENGTH.size
+        if n < 0 or at + length > n_bytes:
+            raise ValueError(f"expected a storage of {n} elements at byte {at}, but the file ends at {n_bytes}")
+        storages[key] = ZipEntry(at, length, 0)
+        at += length
+    return value, storages, pickle_bytes
+
+
+def _element_bytes(value: Any) -> dict[str, int]:
+    """The size in bytes of an element of each storage that a value refers to, by the storage's key.
+
+    Raises:
+        ValueError: the type of a storage is unknown, or given twice with different sizes.
+    """
+    element_bytes: dict[str, int] = {}
+    seen: set[int] = set()  # a pickle may put one part in many places
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if type(part) in (int, float, str, bool) or part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if type(part) is not PickledObject:
+            parts += part.values() if type(part) is dict else part
+            continue
+        if part.name == "persistent id" and part.args is not None and len(part.args) == 6:
+            _, kind, key, *_ = part.args
+            dtype = torch_save.STORAGES.get(kind.name) if type(kind) is PickledObject else None
+            size = 0 if dtype is None else dtype.itemsize
+            if size == 0 or element_bytes.setdefault(of_type(key, str, "the key of a storage"), size) != size:
+                raise ValueError(f"expected storages of one known type each, got {kind_name(kind)} for {key!a:.100}")
+        parts += [*(part.args or ()), part.items, part.state]
+    return element_bytes

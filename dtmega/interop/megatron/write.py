@@ -1,0 +1,279 @@
+"""Write a `release` folder of Megatron-LM: weights cut for its ranks, in files that its `load_checkpoint` accepts.
+
+    OUT/latest_checkpointed_iteration.txt        "release"
+    OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
+
+The folder is a release because Megatron's loader exits at a numbered one that has no optimizer and no generators. The
+loader compares the arguments in a file, for model and layout, with its own. Files have the form of checkpoint version
+3.0, and the names of Megatron-LM v2.1 and later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dtmega.files import atomic
+from dtmega.formats.sources import Slices, Source
+from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
+from dtmega.interop.megatron.translate import WORDPIECE_OF
+
+# Rows of the vocabulary on each rank are a multiple of this: Megatron's default of --make-vocab-size-divisible-by.
+MULTIPLE = 128
+TRACKER = "latest_checkpointed_iteration.txt"
+FILE = "model_optim_rng.pt"
+STACKS = ("encoder", "decoder")
+WORDS = "embedding.word_embeddings.weight"
+WORDS_FOR_HEAD = f"{COPY_FOR_HEAD}weight"
+
+
+class Layout(NamedTuple):
+    """The layout of a model on Megatron's ranks.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        pp: pipeline stages.
+        split: stage where the decoder begins, for an encoder-decoder on several stages; else 0.
+    """
+
+    tp: int
+    pp: int
+    split: int = 0
+
+    def stages_of(self, stack: str) -> range:
+        """The stages that hold layers of a stack."""
+        if not self.split:
+            return range(self.pp)
+        return range(self.split) if stack == "encoder" else range(self.split, self.pp)
+
+    def folder(self, rank: int, stage: int) -> str:
+        """The name of the folder of one rank's file."""
+        return f"mp_rank_{rank:02d}" if self.pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
+
+
+def write(
+    folder: Path,
+    source: Source,
+    args: Mapping[str, Any],
+    tp: int,
+    pp: int,
+    *,
+    tokenizer: str = "",
+    work: Callable[[], object] = int,
+) -> None:
+    """Write a checkpoint completely, or not at all. One rank's file is in memory at a time.
+
+    Args:
+        folder: path of the checkpoint, new or empty.
+        source: the whole model by Megatron's names, each tensor once, without padding of the vocabulary.
+        args: the model's arguments, by Megatron's names.
+        tp, pp: tensor-parallel ranks and pipeline stages to write for.
+        tokenizer: the model's tokenizer spec. Megatron's loader compares the kind of tokenizer, if it is given a
+            vocabulary.
+        work: called before each tensor.
+
+    Raises:
+        ValueError: the folder is not empty, or the model cannot have this layout. Nothing has been written.
+        OSError: writing failed.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already; expected a new folder, or an empty one (--to)")
+    layout = _layout(source, args, tp, pp)
+    rows = MULTIPLE * tp
+    padded = -(-source.tensors[WORDS][1][0] // rows) * rows
+    stages = [_names_of_stage(source, layout, stage) for stage in range(pp)]
+    all_args = {**args, **_args_of_layout(layout, padded, source.tensors[WORDS][0], tokenizer)}
+    folder = folder.absolute()
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    atomic.empty_folder(temporary)
+    try:
+        for stage, names in enumerate(stages):
+            for rank in range(tp):
+                tensors: dict[str, Tensor] = {}
+                for local_name, name in names.items():
+                    work()
+                    tensors[local_name] = _part(source, name, rank, tp, padded)
+                rank_folder = temporary / "release" / layout.folder(rank, stage)
+                atomic.make_folder(rank_folder)
+                _save(rank_folder / FILE, all_args, tensors)
+                atomic.sync_folder(rank_folder)
+        with atomic.created(temporary / TRACKER) as file:
+            file.write(b"release")
+        atomic.sync_folder(temporary)
+        os.rename(temporary, folder)
+        atomic.sync_folder(folder.parent)
+    except BaseException:
+        # If deleting fails as well, the remains only take up room. The first error is the one to report.
+        with contextlib.suppress(OSError):
+            atomic.remove_folder(temporary)
+        raise
+
+
+def _layout(source: Source, args: Mapping[str, Any], tp: int, pp: int) -> Layout:
+    """The layout of a model on tp times pp ranks.
+
+    Raises:
+        ValueError: heads, the feed-forward or layers cannot be divided evenly.
+    """
+    for key, ours in (("num_attention_heads", "n_heads"), ("ffn_hidden_size", "ffn_hidden_size")):
+        if args[key] % tp:
+            raise ValueError(f"tp={tp} does not divide {ours}={args[key]} (--tp, [model] {ours})")
+    depths = {stack: _depth(source, stack) for stack in STACKS}
+    layout = Layout(tp, pp)
+    if depths["decoder"] and pp > 1:
+        # Stages are shared out in proportion to the layers of the two stacks.
+        layout = Layout(tp, pp, split=pp * depths["encoder"] // sum(depths.values()))
+    for stack, depth in depths.items():
+        n_stages = len(layout.stages_of(stack))
+        if depth and (not n_stages or depth % n_stages):
+            raise ValueError(
+                f"pp={pp} gives {n_stages} stages to the {depth} layers of the {stack}, which it does not divide "
+                f"(--pp, [model] n_layers)"
+            )
+    return layout
+
+
+def _depth(source: Source, stack: str) -> int:
+    """The number of layers of a stack; 0 if the model has no such stack."""
+    return len({name.split(".")[2] for name in source.tensors if name.startswith(f"{stack}.layers.")})
+
+
+def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str]:
+    """The tensors of a stage: name in its files, where layers count from 0 -> name in the whole model."""
+    last = stage == layout.pp - 1
+    embeds = stage == 0 or stage == layout.split
+    names: dict[str, str] = {}
+    for name in source.tensors:
+        section = name.partition(".")[0]
+        if section in STACKS:
+            stages = layout.stages_of(section)
+            per_stage = _depth(source, section) // len(stages)
+            layer = re.match(rf"{section}\.layers\.(\d+)\.", name)
+            # A stack's final LayerNorm, which has no number, belongs to the last stage of the stack.
+            position = int(layer[1]) // per_stage if layer else len(stages) - 1
+            if stage == stages[position]:
+                local_name = name
+                if layer:
+                    local_name = name.replace(f".{layer[1]}.", f".{int(layer[1]) % per_stage}.", 1)
+                names[local_name] = name
+        else:
+            is_here = embeds if section == "embedding" else last
+            if is_here:
+                names[name] = name
+    # A model with a tied head computes its logits on the last stage, from a copy of the embedding.
+    if last and not embeds and "output_layer.weight" not in source.tensors:
+        names[WORDS_FOR_HEAD] = WORDS
+    return names
+
+
+def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
+    """A rank's part of a tensor, in memory of its own. Rows of padding are zeros.
+
+    Args:
+        name: name in the whole model.
+        padded: rows of the vocabulary over all ranks, padding included.
+    """
+    dtype, shape = source.tensors[name]
+    dim = cut_dim(name)
+    padded_shape = (padded, *shape[1:]) if by_token(name) else shape
+    bounds = [(0, size) for size in padded_shape]
+    if dim is not None:
+        n = padded_shape[dim] // tp
+        bounds[dim] = (rank * n, rank * n + n)
+    part = torch.zeros([stop - start for start, stop in bounds], dtype=dtype)
+    # The last ranks may have rows of padding only, for which nothing is read.
+    if dim is None or bounds[dim][0] < shape[dim]:
+        box: Slices = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, shape, strict=True))
+        values = source.read(name, box)
+        part[tuple(slice(0, size) for size in values.shape)] = values
+    return part
+
+
+def _args_of_layout(layout: Layout, padded: int, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
+    """The arguments that depend on layout, dtype and tokenizer, not on the model."""
+    args = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": MULTIPLE,
+        "params_dtype": dtype,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    if layout.split:
+        args["pipeline_model_parallel_split_rank"] = layout.split
+    kinds = {spec: kind for kind, spec in WORDPIECE_OF.items()}
+    if (spec := tokenizer.partition(":")[0]) in kinds:
+        args["tokenizer_type"] = kinds[spec]
+    return args
+
+
+def _save(path: Path, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write one rank's file with torch.save."""
+    with _position_types() as position_types, atomic.created(path) as file:
+        all_args = dict(args)
+        if all_args.get("position_embedding_type") is not None:
+            all_args["position_embedding_type"] = position_types[all_args["position_embedding_type"]]
+        content = {
+            "args": argparse.Namespace(**all_args),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "model": _nested(tensors),
+        }
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            # If writing fails, closing torch's zip fails as well, and its error hides the one that says why.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors in nested dicts, as Megatron's modules expect their state."""
+    model: dict[str, Any] = {"language_model": {}}
+    for name, tensor in tensors.items():
+        section, _, inner_name = name.partition(".")
+        is_outside = section in ("lm_head", "binary_head", COPY_FOR_HEAD.rstrip("."))
+        owner = model if is_outside else model["language_model"]
+        table = owner.setdefault(section, {})
+        if section == "embedding":
+            embedding, _, inner_name = inner_name.partition(".")
+            table = table.setdefault(embedding, {})
+        table[inner_name] = tensor
+    return model
+
+
+@contextlib.contextmanager
+def _position_types() -> Iterator[type[enum.Enum]]:
+    """The enum that BigScience's fork has for positions, which its loader compares.
+
+    A pickle refers to an enum by module and name. While the context is open, `megatron.enums` is a stand-in module with
+    the enum in it, so torch.save can pickle its members as the fork's own.
+    """
+    module = types.ModuleType("megatron.enums")
+    members = {"rotary": 1, "absolute": 2, "alibi": 3}
+    kinds = enum.Enum("PositionEmbeddingType", members, module=module.__name__)
+    module.PositionEmbeddingType = kinds  # pyright: ignore[reportAttributeAccessIssue]
+    stand_ins = {"megatron": types.ModuleType("megatron"), module.__name__: module}
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield kinds
+    finally:
+        for name, module_before in before.items():
+            if module_before is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module_before

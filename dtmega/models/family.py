@@ -1,0 +1,235 @@
+"""The interface of a family of models, and the checks that all families share.
+
+families.py has one record for each family; no other file knows a family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dtmega import config
+from dtmega.data.objectives.objective import Objective
+from dtmega.data.tokenizers.exported import ExportedTokenizer
+from dtmega.data.tokenizers.tokenizer import Tokenizer
+from dtmega.formats.format import Format
+from dtmega.formats.sources import Source
+from dtmega.mesh import World
+from dtmega.models.model import Model
+from dtmega.models.show import Show
+from dtmega.ops.cost import Piece
+
+
+class Family(Protocol):
+    """The interface through which all other code uses a family of models.
+
+    Attributes:
+        libraries: libraries besides torch whose versions must be the same on all ranks.
+        directory: True if the model is read from a directory, which [model] path names.
+        formats: formats in which other programs store the family's models, by the name of the program in `convert`; a
+            program with several classes for them has several formats.
+        objectives: objectives that it can be trained for, by [data] objective; "auto" is the default.
+        show: the kind of sample shown at the end of training.
+        dtypes: values of [precision] params that it can be trained in. float16 needs heads that know the loss scale.
+    """
+
+    @property
+    def libraries(self) -> tuple[str, ...]: ...
+
+    @property
+    def directory(self) -> bool: ...
+
+    @property
+    def formats(self) -> Mapping[str, Sequence[Format]]: ...
+
+    @property
+    def objectives(self) -> Mapping[str, Objective]: ...
+
+    @property
+    def show(self) -> Show: ...
+
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+
+    def resolve(self, cfg: config.Config) -> config.Config:
+        """The configuration, completed with the values that only the family knows.
+
+        Raises:
+            ValueError: keys that the family ignores or cannot honour.
+        """
+        ...
+
+    def digest(self, model: config.Model) -> str:
+        """A digest of the configuration in the model's directory; '' for a family without directories."""
+        ...
+
+    def reread_directory(self, model: config.Model, trained: str) -> config.Model:
+        """A [model] section from a checkpoint, resolved again from the directory as it is today.
+
+        Args:
+            model: the section that the checkpoint stores.
+            trained: the directory's `digest` in training; '' if it is not known.
+
+        Raises:
+            ValueError: the directory is gone, or its configuration is not the one of training.
+        """
+        ...
+
+    def notes(self, model: config.Model) -> list[str]:
+        """Notes for the user that are printed when a run starts."""
+        ...
+
+    def build(self, model: config.Model) -> Model:
+        """The whole model on the default device, which may be meta; its values are not initialised yet."""
+        ...
+
+    def pieces(self, whole: Model) -> list[Piece]:
+        """The pieces of a whole model in the pipeline's order, each with its costs."""
+        ...
+
+    def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
+        """Refuse a mesh or settings that the model cannot run with.
+
+        Args:
+            cfg: the run's configuration.
+            sizes: resolved size of each axis of the mesh.
+
+        Raises:
+            ValueError: the equation that does not hold, and the keys to change.
+        """
+        ...
+
+    def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
+        """Cut a stage on meta over tp. Returns names of the parameters whose gradients must be summed over tp."""
+        ...
+
+    def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
+        """Allocate a stage that was cut on meta. Ties and buffers are set up again; parameters have no values yet."""
+        ...
+
+    def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
+        """The tensors that a stage ending with the piece `after` hands on: name -> meta tensor in this rank's shape."""
+        ...
+
+    def weights(self, model: config.Model) -> Source | None:
+        """The weights that a new run starts with, by our names; None: draw initial values from the seed.
+
+        Raises:
+            ValueError: [model] init_from or path names nothing usable, or weights of another model.
+            Damaged: a checkpoint that is not intact.
+        """
+        ...
+
+    def folder(self, path: Path, model: config.Model) -> Source:
+        """The weights in a directory of transformers, by our names.
+
+        Raises:
+            ValueError: config.json does not agree with the [model] section, or the tensors are of another model.
+        """
+        ...
+
+    def read(self, program: str, source: Source, model: config.Model, where: str) -> Source:
+        """The weights that another program has stored, by our names.
+
+        Args:
+            program: a key of `formats`.
+            source: tensors of a whole model by the program's names; padding rows of the vocabulary are dropped.
+            model: the [model] section.
+            where: path of the source, for messages.
+
+        Raises:
+            ValueError: a tensor that is missing, unknown, or of another shape. Reading from the returned source raises
+                it for copies of one parameter that differ.
+        """
+        ...
+
+    def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
+        """The tokenizer as an exported directory stores it.
+
+        Args:
+            tokenizer: the tokenizer of the run.
+            data: the [data] section that the model was trained with.
+
+        Raises:
+            ValueError: a tokenizer that tokenizer.json cannot express.
+        """
+        ...
+
+    def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
+        """A model as another program stores it.
+
+        Args:
+            program: a key of `formats`.
+            source: tensors of the whole model by our names.
+            model: the [model] section.
+
+        Returns:
+            The program's configuration, and the tensors by the program's names: without padding of the vocabulary, and
+            tied tensors once.
+
+        Raises:
+            ValueError: the program has no such model, or the source is of another one.
+        """
+        ...
+
+    def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
+        """Write weights as a directory of transformers; all ranks call it.
+
+        Args:
+            source: tensors of the whole model by our names.
+            folder: directory to write.
+            model: the [model] section.
+            tokenizer: text of tokenizer.json; None: the one of the model's own directory, if there is any.
+            options: options of `hf.files.export.export`.
+
+        Raises:
+            ValueError: a model that the format cannot express, or weights of another model; nothing is written then.
+            OSError: writing failed.
+        """
+        ...
+
+
+def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
+    """The hidden state between two stages, [B, S / parts, D] on meta.
+
+    Args:
+        cfg: the run's configuration.
+        parts: number of ranks that the sequence is cut over.
+        length: key of [data] that holds S.
+    """
+    shape = (cfg.batch.micro_batch_size, cfg.data.lengths[length] // parts, cfg.model.hidden_size)
+    dtype = "float32" if getattr(cfg.model, "fp32_residual", False) else cfg.precision.params
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def check_units(cfg: config.Config, whole: Model) -> None:
+    """Refuse to recompute several layers as a unit in a model that does not run them through `Model.run_layers`.
+
+    Raises:
+        ValueError: [recompute] asks for units of several layers, and the model does not support them.
+    """
+    if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
+        raise ValueError(
+            f"name='{cfg.model.name}' runs its layers in a way of its own: expected layers=1 or method='block', got "
+            f"layers={cfg.recompute.layers} ([recompute] layers, [recompute] method)"
+        )
+
+
+def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:
+    """The lengths of a model's sequences, by their keys in [data].
+
+    Raises:
+        ValueError: a length is set for a sequence that the model does not have, such as a decoder's.
+    """
+    for key in cfg.data.lengths:
+        field = config.Data.model_fields[key]
+        if key not in whole.lengths and getattr(cfg.data, key) != field.default:
+            raise ValueError(
+                f"{key}={getattr(cfg.data, key)} means nothing to a model without such sequences: expected "
+                f"{field.default}, or another model ([data] {key}, [model] name)"
+            )
+    return {key: cfg.data.lengths[key] for key in whole.lengths}

@@ -1,0 +1,1 @@
+"""Kernels and memory for CPUs: a GPU needs nothing from here."""

@@ -1,0 +1,374 @@
+"""Cross-entropy fused with the head's matrix product, so that the logits [N, V] of all tokens never exist at once.
+
+The vocabulary may be cut over ranks:
+
+    loss = linear_cross_entropy(h, weight, labels)                         # one device
+    loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same number from this rank's rows
+    loss = linear_cross_entropy(h, weight, labels, bias=bias)              # of logits h @ weight.T + bias
+
+The gradient is computed in the forward pass, while the logits are at hand (Liger, arXiv:2410.10989): three matrix
+products and one softmax for each chunk of tokens, and nothing is computed twice. In float16 much of this gradient would
+underflow to zero before backward could multiply it by the loss scale. So the forward pass is told the scale, as
+`expected`, and applies it before the first rounding.
+
+Over a group, the row maxima, the sums and the label's logits of a chunk travel in one packed all-gather. (Megatron's
+`mpu/cross_entropy.py` makes three all-reduces, and has neither smoothing nor ignored labels.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dtmega.ops.cpu.huge_pages import on_huge_pages
+from dtmega.ops.head_gradient import WeightGradient
+from dtmega.ops.softmax import CompiledPasses, Passes, slices, wide
+
+IGNORED = -100
+# Tokens whose logits exist at once. Each chunk adds a product to dW [V, D]: with this many tokens, the addition costs
+# little compared with the product itself.
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
+# With a small vocabulary a chunk takes more tokens than that, up to this many logits.
+CHUNK_LOGITS = 2**24
+
+
+class Columns(NamedTuple):
+    """The columns of the logits that this rank holds.
+
+    Attributes:
+        start: global number of this rank's first column.
+        n_valid: columns of all ranks of `group` together, without the padding behind them.
+        group: the ranks that share the vocabulary; None: this rank has all of it.
+    """
+
+    start: int
+    n_valid: int
+    group: dist.ProcessGroup | None
+
+
+def linear_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    label_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    n_valid: int | None = None,
+    vocab_start: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    expected: float = 1.0,
+    compiled: bool = False,
+) -> Tensor:
+    """Sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
+
+    Args:
+        h: [N, D], any floating dtype, the same on all ranks. Products are computed in this dtype, softmax and sums in
+            fp32. With N = 0 the loss is 0, and so is every gradient.
+        weight: [V, D], same dtype; with `group`, this rank's rows of it, [V_local, D].
+        labels: [N] int64, global numbers. A label of -100 takes no part in the loss; any other number outside
+            [0, n_valid) is an index error.
+        bias: [V], same dtype; cut like the weight, [V_local]. Its gradient is summed over tokens in fp32.
+        label_weights: [N] fp32, the weight of each token's loss in the sum; None: 1.
+        label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
+        z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
+        softcap: logits are softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2, arXiv:2408.00118). The derivative
+            needs a second buffer for a chunk's logits.
+        n_valid: V without the padding rows at its end, which never enter the softmax. None: there are none.
+        vocab_start: global number of the first row. None: the ranks tell each other how many rows they have.
+        group: the ranks that share the vocabulary. One all-gather a chunk, of 3 fp32 a token (4 with smoothing).
+        expected: the gradient that backward will pass to this sum, in float16 loss scale / count. The gradients are
+            multiplied by it in fp32, before they are rounded. If backward passes another number, the gradients are
+            rescaled and rounded once more.
+        compiled: the softmax runs as two kernels of Inductor, compiled once for all sizes; on a GPU they never store
+            the softmax in fp32.
+
+    Returns:
+        fp32 scalar, the same on all ranks. The gradients of weight and bias are final; that of h is this rank's part
+        of a sum ({U_group}), which whatever gave h to the whole group must add up. Backward works once, because it
+        hands out its buffers.
+    """
+    columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
+    n_tokens = h.shape[0]
+    # Every chunk has a collective, so all ranks must cut the tokens alike: the size follows from numbers that they
+    # share, not from V_local, which is smaller on the last rank.
+    n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
+    chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
+    gradients = _Gradients(h, weight, bias, chunk)
+    with torch.no_grad():
+        loss = torch.zeros((), dtype=wide(h.dtype), device=h.device)
+        buffer = on_huge_pages(h.new_empty(min(chunk, n_tokens), weight.shape[0]))
+        for rows in slices(n_tokens, chunk):
+            logits, tanh = _logits(h[rows], weight, bias, softcap, buffer[: rows.stop - rows.start])
+            dlogits = logits if gradients.are_needed else None
+            weights = None if label_weights is None else label_weights[rows]
+            loss += token_losses(
+                logits, labels[rows], columns, label_smoothing, z_loss, dlogits, expected, weights, compiled
+            ).sum()
+            if dlogits is not None:
+                if tanh is not None:
+                    torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)  # times 1 - tanh^2
+                gradients.add(rows, dlogits, h, weight)
+        # Free the logits first: the weight's gradient in its final dtype can then take their memory.
+        logits = dlogits = tanh = buffer = None
+        dh, dweight, dbias = gradients.finish(weight.dtype)
+    # One node of the graph for each: zero-bubble schedules go backward to h and to the parameters at different times.
+    for x, dx in ((h, dh), (weight, dweight), (bias, dbias)):
+        if x is not None and dx is not None:
+            loss = loss + with_gradient(torch.zeros_like(loss), x, dx.to(x.dtype), expected)
+    return loss
+
+
+def _logits(
+    h: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, out: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The logits of a chunk, and the tanh that the cap's derivative needs; None without a cap. Both are [n, V_local].
+
+    Args:
+        out: memory for h @ weight.T + bias.
+    """
+    if bias is None:
+        torch.mm(h, weight.t(), out=out)
+    else:
+        torch.addmm(bias, h, weight.t(), out=out)
+    if softcap is None:
+        return out, None
+    tanh = out.div_(softcap).tanh_()
+    return tanh * softcap, tanh
+
+
+class _Gradients:
+    """The gradients of h [N, D], weight [V_local, D] and bias [V_local], collected chunk by chunk.
+
+    A gradient that nobody needs stays None.
+
+    Args:
+        chunk: tokens of each chunk but the last.
+
+    Attributes:
+        are_needed: at least one of the three is.
+    """
+
+    def __init__(self, h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:
+        needs_dh, needs_dweight, needs_dbias = (
+            x is not None and x.requires_grad and torch.is_grad_enabled() for x in (h, weight, bias)
+        )
+        n_tokens = h.shape[0]
+        self.are_needed = needs_dh or needs_dweight or needs_dbias
+        self._dh = torch.empty_like(h) if needs_dh else None
+        # Zeros if there are no tokens: FSDP reduces the gradients that exist, so all ranks must have the same ones.
+        self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
+        self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
+        # In fp32: a sum of thousands of tokens in bf16 would lose the small terms.
+        self._dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
+
+    def add(self, rows: slice, dlogits: Tensor, h: Tensor, weight: Tensor) -> None:
+        """Add what the tokens `rows` contribute, from the gradient [n, V_local] of their logits."""
+        if self._dh is not None:
+            torch.mm(dlogits, weight, out=self._dh[rows])
+        if self._products is not None:
+            self._products.add(dlogits, h[rows])
+        if self._dbias is not None:
+            self._dbias += dlogits.sum(dim=0, dtype=self._dbias.dtype)
+
+    def finish(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of h, of weight in `dtype`, and of bias, which is still in fp32."""
+        if self._products is not None:
+            self._dweight = self._products.finish(dtype)
+        return self._dh, self._dweight, self._dbias
+
+
+def token_losses(
+    logits: Tensor,
+    labels: Tensor,
+    columns: Columns,
+    label_smoothing: float,
+    z_loss: float,
+    gradient: Tensor | None,
+    expected: float = 1.0,
+    weights: Tensor | None = None,
+    compiled: bool = False,
+) -> Tensor:
+    """Losses [N] in fp32 from logits [N, V_local]; all ranks of the group call it together.
+
+    A rank may have no columns; it still takes part in the collective, for which the others would wait in vain.
+
+    Args:
+        gradient: [N, V_local], to which the derivative of each loss by its logits is written; None: no derivatives.
+            It may be the logits themselves. Columns of padding, which are never read, get a gradient of 0.
+        expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
+        weights: [N] fp32, the factor of each loss; None: 1.
+    """
+    start, n_valid, group = columns
+    n_tokens = logits.shape[0]
+    n_local = max(0, min(logits.shape[1], n_valid - start))
+    if gradient is not None:
+        gradient[:, n_local:] = 0
+        gradient = gradient[:, :n_local] if n_local else None
+    # A rank without columns computes on one that no label names. Its logits are finite: -inf would become NaN.
+    logits = logits[:, :n_local] if n_local else logits.new_full((n_tokens, 1), torch.finfo(logits.dtype).min)
+    is_counted, is_local, column = _find_labels(labels, columns, n_local)
+
+    # From here on one number a row, [N, 1], in fp32. This rank's are `local_`, to tell them from those of all ranks.
+    # What is read from the logits is read now, for the derivatives may overwrite them below.
+    dtype = wide(logits.dtype)
+    local_label = logits.gather(1, column).to(dtype)
+    local_peak = torch.empty_like(local_label)
+    local_total = torch.empty_like(local_label)
+    factor = is_counted.to(dtype) * expected
+    if weights is not None:
+        factor *= weights.unsqueeze(1)
+    smooth = label_smoothing / n_valid * factor if label_smoothing else None
+    local_sums = [local_peak, local_total, local_label * is_local]
+    if label_smoothing:
+        local_sums.append(logits[:, :n_local].sum(dim=1, keepdim=True, dtype=dtype))
+
+    # Without a group the softmax of a few rows is complete at once, and their derivatives follow while the rows are
+    # still in the cache. With a group they have to wait for the other ranks' maxima and sums.
+    passes = (CompiledPasses if compiled else Passes)(logits)
+    for rows in passes.rows:
+        peak, total = local_peak[rows], local_total[rows]
+        passes.peak_and_total(logits[rows], peak, total)
+        if gradient is not None and group is None:
+            slope = _slope(peak, total, factor[rows], z_loss)
+            passes.derivatives(logits[rows], gradient[rows], peak, slope, _rows(smooth, rows), reuse_scratch=True)
+    sums = _all_gather(torch.cat(local_sums, dim=1), group).split(1, dim=2)  # 3 or 4 of [ranks, N, 1]
+    # Each rank summed exp(x - its own peak); brought to the peak of all ranks, the sums can be added.
+    peak = sums[0].amax(dim=0)
+    total = (sums[1] * (sums[0] - peak).exp()).sum(dim=0)  # Z / exp(peak)
+    slope = _slope(peak, total, factor, z_loss)
+    if gradient is not None and group is not None:
+        for rows in passes.rows:
+            passes.derivatives(
+                logits[rows], gradient[rows], peak[rows], slope[rows], _rows(smooth, rows), reuse_scratch=False
+            )
+    if gradient is not None:
+        target = (1 - label_smoothing) * is_local * factor
+        _subtract_target(gradient, column, local_label, peak, slope, smooth, target)
+
+    # The loss is log(Z) - label's logit, with log(Z) = peak + log(total). The two logits are subtracted first: both may
+    # be large, and log(Z) alone would round away the small difference that remains of them.
+    log_total = total.log()
+    losses = log_total + (1 - label_smoothing) * (peak - sums[2].sum(dim=0)) + z_loss * (peak + log_total).square()
+    if label_smoothing:
+        losses += label_smoothing * (peak - sums[3].sum(dim=0) / n_valid)
+    losses = losses.where(is_counted, 0).squeeze(1)
+    return losses if weights is None else losses * weights
+
+
+def _find_labels(labels: Tensor, columns: Columns, n_local: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find each label among this rank's `n_local` columns; three tensors [N, 1].
+
+    Returns:
+        True where the token takes part in the loss; True where this rank has the label's column; the number of that
+        column on this rank, 0 where another rank has it, and -1, which fails in `gather`, for an invalid label.
+    """
+    start, n_valid, _ = columns
+    labels = labels.unsqueeze(1)
+    is_counted = labels != IGNORED
+    is_valid = (labels >= 0) & (labels < n_valid)
+    is_local = is_valid & (labels >= start) & (labels < start + n_local)
+    column = (labels - start).where(is_local, 0).masked_fill(is_counted & ~is_valid, -1)
+    return is_counted, is_local, column
+
+
+def _subtract_target(
+    gradient: Tensor,
+    column: Tensor,
+    local_label: Tensor,
+    peak: Tensor,
+    slope: Tensor,
+    smooth: Tensor | None,
+    target: Tensor,
+) -> None:
+    """Subtract `target` [N, 1] in the label's column of each row of `gradient`; 0 leaves the row as it is.
+
+    The derivative there is computed anew from the label's logit: subtracting from the number that stands in `gradient`,
+    which is rounded to its dtype already, would round twice.
+    """
+    derivative = (local_label - peak).exp() * slope - target
+    if smooth is not None:
+        derivative -= smooth
+    # By an index, since scatter_ would copy all of a gradient in bf16 to fp32 and back on a CPU (torch 2.13).
+    tokens = torch.arange(gradient.shape[0], device=column.device)
+    gradient[tokens, column.squeeze(1)] = derivative.squeeze(1).to(gradient.dtype)
+
+
+def _slope(peak: Tensor, total: Tensor, factor: Tensor, z_loss: float) -> Tensor:
+    """The factor of exp(logit - peak) in the derivative of a row's loss.
+
+    Smoothing and the label each subtract a constant from that product.
+    """
+    slope = factor / total
+    return slope * (1 + 2 * z_loss * (peak + total.log())) if z_loss else slope
+
+
+def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[rows]
+
+
+def locate(
+    n_local: int, vocab_start: int | None, n_valid: int | None, group: dist.ProcessGroup | None, device: torch.device
+) -> Columns:
+    """Find this rank's `n_local` columns among those of the group.
+
+    A start or a number of columns that is None follows from the sizes of all ranks, which one all-gather exchanges.
+    """
+    sizes, rank = [n_local], 0
+    if group is not None and (vocab_start is None or n_valid is None):
+        sizes, rank = _all_gather(torch.tensor(n_local, device=device), group).tolist(), group.rank()
+    start = sum(sizes[:rank]) if vocab_start is None else vocab_start
+    return Columns(start, sum(sizes) if n_valid is None else n_valid, group)
+
+
+def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 1.0) -> Tensor:
+    """Return `value` as a function of x with a derivative that is known already.
+
+    Args:
+        value: number or numbers; the leading dims of x are those of `value`, and each number depends on its part of x.
+        gradient: `expected` times the derivative, in the shape of x. Backward changes it in place and hands it out.
+        expected: the gradient that backward will probably pass to `value`.
+    """
+    return _KnownGradient.apply(value, x, gradient, expected)  # pyright: ignore[reportReturnType]
+
+
+class _KnownGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, x: Tensor, gradient: Tensor, expected: float) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.expected = expected
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = ctx.saved_tensors
+        (upstream,) = grad_outputs
+        if ctx.expected != 1.0:
+            # Divided by a tensor of the same dtype: an upstream gradient that was expected gives exactly 1, and the
+            # product below changes no bit.
+            upstream = upstream / upstream.new_full((), ctx.expected)
+        # A scalar stays a scalar: it does not promote dtypes, so a bf16 gradient is multiplied without an fp32 copy.
+        if upstream.ndim:
+            upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
+        # In place, for dW [V, D] is the largest buffer of the step. The product also marks the buffer as changed, so
+        # that autograd raises in a second backward. If the factor is 1, a product of no rows is enough to mark it. Only
+        # a factor on the CPU is looked at: reading one from a GPU would make the host wait.
+        is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(upstream == 1)
+        (gradient[:0] if is_one else gradient).mul_(upstream)
+        return None, gradient, None, None
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """x of all ranks of the group, [ranks, *x.shape]."""
+    if group is None:
+        return x.unsqueeze(0)
+    ranks = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(ranks, x, group)
+    return torch.stack(ranks)

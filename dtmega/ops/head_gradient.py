@@ -1,0 +1,85 @@
+"""The gradient of the head's weight, summed over chunks of tokens: dW [V, D] = sum of dlogits^T h.
+
+A CPU with AMX multiplies bfloat16 at half its rate where the first factor is transposed, as dlogits^T is (oneDNN, torch
+2.13). There, if there are many tokens, the transposed sum of h^T dlogits [D, V] is made instead, and transposed once at
+the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtmega.ops.cpu import features
+from dtmega.ops.cpu.huge_pages import on_huge_pages
+from dtmega.ops.softmax import slices, wide
+
+PRODUCT_COLUMNS = 4096  # columns of the vocabulary whose product is made in bf16 before it is added to the fp32 sum
+TRANSPOSE_FROM_TOKENS = 768  # below that, transposing the sum costs more than the slower products
+TRANSPOSED_COLUMNS = 256  # columns of the vocabulary that are transposed at a time: they stay in the second-level cache
+
+
+class WeightGradient:
+    """The sum over chunks, in fp32 if there are more than two: two products are rounded no more often without it.
+
+    Args:
+        n_tokens: tokens of all chunks together.
+        chunk: tokens of each chunk but the last.
+    """
+
+    def __init__(self, n_tokens: int, chunk: int) -> None:
+        self._at_most_two_chunks = n_tokens <= 2 * chunk
+        self._many_tokens = n_tokens >= TRANSPOSE_FROM_TOKENS
+        self._is_transposed = False
+        self._total: Tensor | None = None  # [V, D], or [D, V] if it is transposed
+
+    def add(self, dlogits: Tensor, h: Tensor) -> None:
+        """Add the product of one chunk, from dlogits [n, V] and h [n, D]."""
+        # A GPU writes the product of bf16 factors in fp32 by itself; a CPU needs `_add_product` for that.
+        if h.is_cuda and h.dtype != wide(h.dtype) and not self._at_most_two_chunks:
+            product = torch.mm(dlogits.t(), h, out_dtype=wide(h.dtype))
+            self._total = product if self._total is None else self._total.add_(product)
+            return
+        on_tiles = h.dtype == torch.bfloat16 and h.device.type == "cpu" and features.HAS_TILES
+        self._is_transposed = on_tiles and self._many_tokens
+        if self._is_transposed:
+            self._add_product(h.t().contiguous(), dlogits)
+        else:
+            self._add_product(dlogits.t(), h)
+
+    def finish(self, dtype: torch.dtype) -> Tensor:
+        """The sum over all chunks, [V, D] in `dtype`."""
+        assert self._total is not None
+        if not self._is_transposed:
+            return self._total.to(dtype)
+        n_columns = self._total.shape[1]
+        gradient = on_huge_pages(self._total.new_empty(n_columns, self._total.shape[0], dtype=dtype))
+        for columns in slices(n_columns, TRANSPOSED_COLUMNS):
+            # Copied first, since torch transposes a whole tensor in blocks, but a slice of one number by number.
+            block = self._total[:, columns].to(dtype, memory_format=torch.contiguous_format, copy=True)
+            gradient[columns] = block.t()
+        return gradient
+
+    def _add_product(self, first: Tensor, second: Tensor) -> None:
+        """Add first @ second to the total."""
+        is_first = self._total is None
+        if self._total is None:
+            dtype = first.dtype if self._at_most_two_chunks else wide(first.dtype)
+            self._total = on_huge_pages(first.new_empty(first.shape[0], second.shape[1], dtype=dtype))
+        if self._total.dtype == first.dtype:
+            torch.addmm(self._total, first, second, beta=0 if is_first else 1, out=self._total)
+            return
+        # On a CPU the product of bf16 factors is bf16, too, and has to be added to the fp32 sum. Made for a part of the
+        # vocabulary at a time, it is still in the cache when it is added.
+        vocabulary_dim = 1 if self._is_transposed else 0
+        for columns in slices(self._total.shape[vocabulary_dim], PRODUCT_COLUMNS):
+            if self._is_transposed:
+                part = self._total[:, columns]
+                product = torch.mm(first, second[:, columns])
+            else:
+                part = self._total[columns]
+                product = torch.mm(first[columns], second)
+            if is_first:
+                part.copy_(product)
+            else:
+                part.add_(product)

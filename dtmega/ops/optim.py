@@ -1,0 +1,250 @@
+"""Optimizers with Megatron's decay groups, rates as a function of progress, gradient norm, clipping, spikes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtmega import config
+from dtmega.ops.shards import local
+
+
+class _OnLocalParts(torch.optim.Adam):
+    """An Adam whose kernel gets this rank's part of each DTensor: every number is updated by itself.
+
+    DTensor would do the same, after it has found out how lists of tensors are cut; that takes longer than small steps.
+    """
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> bool:
+        """Fill the lists as torch does, from a state that stays as DTensors; then put the local parts into them."""
+        lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        has_complex = super()._init_group(group, *lists)
+        for parameter, gradient in zip(params_with_grad, grads, strict=True):
+            assert getattr(parameter, "placements", None) == getattr(gradient, "placements", None)
+        for tensors in lists:
+            tensors[:] = [local(tensor) for tensor in tensors]
+        return has_complex
+
+
+class AdamW(_OnLocalParts, torch.optim.AdamW):
+    """torch's AdamW on local parts."""
+
+
+class Adam(_OnLocalParts, torch.optim.Adam):
+    """torch's Adam on local parts."""
+
+
+def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
+    """AdamW (arXiv:1711.05101), Adam with the decay in its gradient, or SGD with momentum.
+
+    Biases and LayerNorms are not decayed, embeddings are (Megatron `get_param_groups`). A group has the parameters with
+    one decay and one factor of the rate: `decays` and `lr_factor`, for `set_rates`. Frozen parameters are left out; a
+    pipeline stage may have no others, and then a group of none.
+
+    Args:
+        named: parameters by their names in the whole model.
+    """
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            factor = next((factor for pattern, factor in optim.factors if fnmatchcase(name, pattern)), 1.0)
+            groups.setdefault((parameter.ndim >= 2, factor), []).append(parameter)
+    in_order = sorted(groups.items(), key=lambda group: not group[0][0]) or [((True, 1.0), [])]
+    parameters = [
+        {"params": found, "weight_decay": optim.weight_decay * decays, "decays": decays, "lr_factor": factor}
+        for (decays, factor), found in in_order
+    ]
+    if optim.name == "sgd":
+        # Not fused: DTensor has no rule for that kernel (torch 2.13).
+        return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, foreach=True)
+    kind = AdamW if optim.name == "adamw" else Adam
+    return kind(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
+    """Refuse a pattern of lr_factors that names no parameter of the whole model.
+
+    Raises:
+        ValueError: one does not.
+    """
+    names = list(names)
+    for pattern, _ in optim.factors:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"no parameter has a name like '{pattern}'; there are '{names[0]}' to '{names[-1]}' "
+                f"([optim] lr_factors)"
+            )
+
+
+def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
+    """The rate of the update that brings the run to `progress`.
+
+    Megatron's curves (`optimizer_param_scheduler.py`), with one difference: progress counts the batch of the update
+    itself, so that the first update already moves (Megatron's first one has rate 0).
+
+    Args:
+        progress: steps, samples or tokens ([optim] unit) consumed when this update is done; >= 1.
+        total: the same for the whole run; where the decay ends if [optim] decay is 0.
+    """
+    peak, low = optim.lr, optim.min_lr
+    end = optim.decay or total
+    warmup = optim.warmup_until(total)
+    if progress <= warmup:
+        return peak * progress / warmup
+    if optim.schedule == "constant":
+        return peak
+    if progress > end:
+        return low
+    if optim.schedule == "inverse-sqrt":
+        return max(low, peak * math.sqrt(max(warmup, 1) / progress))
+    if optim.schedule == "wsd":
+        # The configuration refuses a tail that begins before the warm-up ends, where the rate would jump.
+        tail = optim.wsd_decay or min(max(1, end // 10), end - warmup)
+        return low + (peak - low) * min(1.0, (end - progress) / tail)
+    done = (progress - warmup) / (end - warmup)
+    weight = 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return low + (peak - low) * weight
+
+
+def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
+    """The rate of the update that brings the run to so many steps and samples.
+
+    Args:
+        end: of the run, `cfg.end` of any point of it.
+    """
+    return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
+
+
+def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
+    """A line for the user if the warm-up takes more than half of the run: [optim] lr is then hardly reached, or not.
+
+    Args:
+        end: of the run, `cfg.end` of any point of it.
+    """
+    total = cfg.progress(*end)
+    warmup = cfg.optim.warmup_until(total)
+    if warmup <= total / 2:
+        return []
+    unit = cfg.optim.unit
+    return [
+        f"the learning rate rises for {min(warmup, total):,.0f} of the run's {total:,} {unit}: the warm-up is "
+        f"{warmup:,.0f} {unit} long ([optim] warmup, or warmup_fraction = 0.1 for a tenth of any length)"
+    ]
+
+
+def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
+    """The weight decay of the update that brings the run to so many steps and samples; arguments as of `rate_at`.
+
+    Megatron's curves (`optimizer_param_scheduler.py`, get_wd), which end with the training, and count the batch of the
+    update itself, as the rate does.
+    """
+    optim = cfg.optim
+    if optim.weight_decay_schedule == "constant":
+        return optim.weight_decay
+    done = min(1.0, cfg.progress(steps, samples) / cfg.progress(*end))
+    weight = done if optim.weight_decay_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - done)))
+    return optim.start_weight_decay + weight * (optim.weight_decay - optim.start_weight_decay)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float) -> None:
+    """Give each group of `build_optimizer` its part of both."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
+        group["weight_decay"] = weight_decay * group["decays"]
+
+
+class Spikes:
+    """A judge of losses and gradient norms: steps out of the ordinary are skipped (OLMo-core `SkipStepOptimizer`).
+
+    Args:
+        sigmas: how far above the mean of the last WINDOW steps; 0 = nothing is a spike.
+        recent: (loss, gradient norm) of these steps, as a checkpoint keeps them.
+    """
+
+    WINDOW = 128
+
+    def __init__(self, sigmas: float, recent: Iterable[Sequence[float]] = ()) -> None:
+        self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
+
+    def is_spike(self, loss: float, grad_norm: float) -> bool:
+        """Compare with the steps before, then count this one among them. Never true in the first half window."""
+        found = False
+        if self.sigmas and len(self.recent) >= self.WINDOW // 2:
+            for value, before in zip((loss, grad_norm), zip(*self.recent, strict=True), strict=True):
+                found |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
+        if self.sigmas and math.isfinite(loss) and math.isfinite(grad_norm):
+            self.recent.append((loss, grad_norm))
+        return found
+
+
+def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
+    """L2 norm over the (local) tensors of all ranks of `group`; each element must be given by exactly one rank."""
+    return math.sqrt(_sum(squared_norm(tensors), device, group))
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """The square of the L2 norm over tensors of this rank, an fp64 scalar where they are."""
+    on_cpu = not tensors or tensors[0].device.type == "cpu"
+    norm = _norm(tensors) if on_cpu else nn.utils.get_total_norm(tensors)
+    return norm.to(torch.float64).square()
+
+
+def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
+    """The L2 norm of a tensor. On a CPU torch adds up squares in fp32: half a million are 5e-5 off, by the layout."""
+    norms = [torch.zeros(1)]
+    for tensor in tensors:
+        flat = tensor.flatten()
+        whole = flat.numel() // row * row
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1))
+        norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
+
+
+def count_zeros(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> int:
+    """Zeros among the elements, with the same rule."""
+    zeros = torch.stack([(t == 0).sum() for t in tensors]).sum() if tensors else torch.zeros(())
+    return int(_sum(zeros.to(torch.float64), device, group))
+
+
+def _sum(value: Tensor, device: torch.device, group: dist.ProcessGroup) -> float:
+    value = value.to(device)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def unscale(gradients: Sequence[Tensor], scale: float) -> None:
+    """Divide the (local) gradients of a loss that was multiplied by `scale`: of a power of 2 to the bit."""
+    _multiply(gradients, 1 / scale)
+
+
+def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> None:
+    """Scale the (local) gradients so that a total norm of `norm` becomes at most `largest`; 0 = leave them.
+
+    Megatron's factor (`optimizer/clip_grads.py`): largest / (norm + 1e-6) if that is below 1.
+    """
+    factor = largest / (norm + 1e-6)
+    if 0 < factor < 1:
+        _multiply(gradients, factor)
+
+
+def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """In place; on a GPU a few kernels, not one for each tensor."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,112 @@
+"""Evaluation of a run: losses on the other splits, and a sample of what the model does with a prompt.
+
+All ranks call these functions together. A signal ends them between two batches or tokens, so that the run saves in
+time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtmega import families
+from dtmega.data.loader import eval_batches
+from dtmega.data.objectives.sums import divisors, loss_of, means_of
+from dtmega.training.metrics import several
+from dtmega.training.step import Run, count, signalled, to
+
+
+def evaluate_validation(run: Run, step: int) -> bool:
+    """Evaluate the validation split and each set of [data] validation; returns False if a signal ended it early."""
+    return all(evaluate(run, step, split) for split in run.text.evaluated)
+
+
+def evaluate(run: Run, step: int, split: str) -> bool:
+    """Report the mean loss of a split; returns False if a signal ended it early.
+
+    Args:
+        run: the run.
+        step: number of the last optimizer step.
+        split: name of the split; one without documents is not reported.
+    """
+    if run.text.splits[split] is None:
+        return True
+    means = mean_losses(run, step, split)
+    if means is None:
+        return False
+    loss = loss_of(run.model.objective.sums, means)
+    if split == "test":
+        run.metrics.test(step, loss, **several(means))
+    else:
+        run.metrics.validation(step, loss, "" if split == "valid" else split, **several(means))
+    return True
+
+
+def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
+    """The means over the first `eval.steps` global batches of a split, by name; None if a signal ended it early.
+
+    Each mean is a sum over all these batches divided by its count, not an average of the batches' means.
+    """
+    cfg, world, text, objective = run.cfg, run.world, run.text, run.model.objective
+    totals = torch.zeros(len(objective.sums), dtype=torch.float64, device=world.device)
+    counts: Counter[str] = Counter()
+    batches = eval_batches(text.rows(split), cfg.batch, world.data_rank, world.data_size, cfg.eval.steps)
+    for batch in run.metrics.evaluating(batches, split, cfg.eval.steps):
+        if signalled(run):
+            return None
+        run.watch.beat(step, "evaluation")
+        totals += run.model.losses(to(world.device, batch.microbatches))
+        # Counter.update adds, where dict.update would replace.
+        counts.update(count(world, objective, batch))
+    dist.all_reduce(totals, group=world.groups["loss"])
+    return means_of(objective.sums, totals, divisors(counts))
+
+
+def show_sample(run: Run, step: int) -> bool:
+    """Report a sample for `eval.prompt`, of the kind that the family shows; returns False if a signal ended it early.
+
+    A pipeline, whose schedules cannot grow a sequence token by token, reports the command that makes a sample instead.
+    """
+    cfg = run.cfg
+    if not cfg.eval.prompt or not cfg.eval.sample_tokens:
+        return True
+    if run.model.pipeline is not None:
+        command = f"python -m dtmega generate --run {cfg.run.dir} --prompt {cfg.eval.prompt!r}"
+        run.metrics.message(f"for a sample: {command}")
+        return True
+    show = families.of(cfg.model).show
+    configured = {"tokens": cfg.eval.sample_tokens, "seed": cfg.run.seed}
+    options = {name: value for name, value in configured.items() if name in show.options}
+    options |= families.sample_options(cfg)
+    stopped = False
+
+    def settle(token: Tensor) -> bool:
+        nonlocal stopped
+        run.watch.beat(step, "sample")
+        # Logits may differ in the last bit between ranks. One that drew another token, and ended by it, would leave the
+        # others waiting: all take rank 0's.
+        dist.broadcast(token, src=0)
+        stopped = signalled(run)
+        return not stopped
+
+    # Eager: blocks are compiled for the shapes of training, and each length of a sample would compile them again.
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            shown = show.text(
+                run.model.stages[0],
+                run.text.tokenizer,
+                cfg.eval.prompt,
+                multiple=run.world.sizes["tp"],
+                settle=settle,
+                **options,
+            )
+    except ValueError as error:
+        # A prompt that the model cannot take, on all ranks alike. A finished run must not fail for its sample.
+        run.metrics.message(f"no sample of [eval] prompt: {error}")
+        return True
+    if not stopped:
+        run.metrics.sample(step, shown)
+    return not stopped

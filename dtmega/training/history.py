@@ -1,0 +1,137 @@
+"""`starts.jsonl`: one line for each start of a run; `config.toml` and the newest checkpoint know the last one only.
+
+    append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
+    starts = read(run_dir)        # oldest first
+    parts(starts)                 # which of them the steps of metrics.jsonl are of
+
+A line is for people and for `dtmega report`; no run reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from dtmega import __version__
+from dtmega.distributed.exit_codes import MAX_STEP
+from dtmega.files import atomic
+from dtmega.files.untrusted_json import parse_object
+
+NAME = "starts.jsonl"
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_STEP)]
+
+
+class Start(BaseModel):
+    """A start of a run.
+
+    Attributes:
+        step: the run goes on after; 0 for a new run.
+        time: in UTC, as ISO 8601 has it.
+        config: resolved, by section.
+        layout: "processes", and the size of each axis of the mesh.
+        device: what a process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
+        parameters: of the whole model, each once.
+        steps: at which the run was to end.
+        versions: of dtmega, torch and Python.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)  # a later version may say more
+    step: Count
+    time: str
+    config: dict[str, dict[str, Any]]
+    layout: dict[str, Count]
+    device: str
+    parameters: Count
+    steps: Count
+    versions: dict[str, str]
+
+    @field_validator("config")
+    @classmethod
+    def _is_a_configuration(cls, config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Refuse values that no configuration has, which whoever shows one need not bear: null in a list, 10^30."""
+        for keys in config.values():
+            for value in keys.values():
+                if value is not None and not _is_toml(value):
+                    raise ValueError("expected values that a TOML file has")
+        return config
+
+
+def _is_toml(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_toml, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_toml, value))
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return isinstance(value, float | str)
+
+
+def append(
+    run_dir: Path,
+    *,
+    step: int,
+    config: Mapping[str, Any],
+    layout: Mapping[str, int],
+    device: torch.device,
+    parameters: int,
+    steps: int,
+) -> None:
+    """Add the line of a start, whole or not at all, whatever the process or the machine does meanwhile.
+
+    Raises:
+        OSError: it could not be written, and the file is as it was.
+    """
+    start = Start(
+        step=step,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        config=dict(config),
+        layout=dict(layout),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        parameters=parameters,
+        steps=steps,
+        versions={"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+    path = run_dir / NAME
+    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if before and not before.endswith("\n"):
+        before += "\n"
+    with atomic.replaced(path) as file:
+        file.write(before + json.dumps(start.model_dump()) + "\n")
+
+
+def read(run_dir: Path) -> list[Start]:
+    """The starts, oldest first; lines that are none are left out. Empty for a run of an earlier version."""
+    try:
+        lines = (run_dir / NAME).read_bytes().splitlines()
+    except OSError:
+        return []
+    return [*_starts(lines)]
+
+
+def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
+    for line in lines:
+        try:
+            yield Start.model_validate(parse_object(line, NAME))
+        except ValueError:  # pydantic's too
+            continue
+
+
+def parts(starts: Sequence[Start]) -> list[Start]:
+    """The starts whose steps stand in metrics.jsonl, in the order of their steps.
+
+    Each wrote from the step after its own to the one that the next has started from: a start that goes back takes away
+    what others had written after that step.
+    """
+    found: list[Start] = []
+    for start in starts:
+        found = [*(earlier for earlier in found if earlier.step < start.step), start]
+    return found

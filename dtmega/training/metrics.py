@@ -1,0 +1,376 @@
+"""The report of a step, and where it goes: a progress line, `metrics.jsonl`, TensorBoard, trackers.
+
+    metrics = Metrics(config, pieces, device, world_size, end, start_step=step, write=rank == 0)
+    metrics.step(step, loss, grad_norm, lr, samples=range(first, end), step_time_s=seconds)
+    metrics.validation(step, val_loss)     # before the checkpoint of the same step, so that a resumed run has it
+    metrics.close()
+
+`metrics.jsonl` is the record: one object per line, whole after any crash, each step once. A number that JSON cannot
+hold (NaN, infinity) is null there, and `reason` says what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from dtmega.config import Config, RunEnd
+from dtmega.distributed.exit_codes import MAX_STEP
+from dtmega.files import atomic
+from dtmega.files.console import counted
+from dtmega.files.untrusted_json import parse_object
+from dtmega.ops import cost
+from dtmega.ops.cost import Piece
+from dtmega.training import device_peaks
+from dtmega.training.trackers import ABANDON_S, CLOSE_S, Trackers
+
+Item = TypeVar("Item")
+
+
+class Metrics:
+    """The sinks of one run. On a process without `write` every method does nothing.
+
+    Args:
+        pieces: of the whole model.
+        device: what this process computes on; the `world_size` processes are taken to have one like it each.
+        end: of the run, `config.end`.
+        start_step: the step the run resumes after, 0 for a new run. Lines of later steps, left by a run that was killed
+            after its last checkpoint, are cut from metrics.jsonl and hidden in TensorBoard; a new run starts both anew.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pieces: Sequence[Piece],
+        device: torch.device,
+        world_size: int,
+        end: RunEnd,
+        *,
+        start_step: int = 0,
+        write: bool = True,
+    ) -> None:
+        self.write = write
+        if not write:
+            return
+        self._device = device
+        self._seq_len = config.data.seq_len
+        self._interval = config.log.interval
+        self._total_steps = end.steps
+        self._world_size = world_size
+        data = config.data
+        self._flops_per_token = cost.flops_per_token(pieces, data.seq_len, data.mask_prob, data.decoder_length)
+        self._peak_flops = world_size * device_peaks.reference_flops(device, config.precision.params)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # (tokens, seconds) of a step
+        self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
+
+        self._run_dir = run_dir = Path(config.run.dir)
+        atomic.make_folder(run_dir)
+        path = run_dir / ("evaluation.jsonl" if config.eval.only else "metrics.jsonl")
+        if not config.eval.only:
+            keep_until(path, start_step, finished=start_step >= self._total_steps)
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time: what a killed run wrote is there
+        atomic.sync_folder(run_dir)
+        self._tensorboard = None
+        if config.log.tensorboard and not config.eval.only:
+            purge_step = start_step + 1 if start_step else 0
+            # A queue without end: its writer dies of a full disk, and a full queue would then stop the run.
+            # A file's name has the second it was made in: two starts in one second would otherwise share it.
+            try:
+                self._tensorboard = SummaryWriter(
+                    str(run_dir / "tensorboard"),
+                    purge_step=purge_step,
+                    max_queue=0,
+                    flush_secs=10,
+                    filename_suffix=f".{start_step}",
+                )
+            except OSError:
+                self._file.close()
+                raise
+        self._newest = start_step
+        self._trackers = None
+        if config.log.trackers and not config.eval.only:
+            self._trackers = Trackers(config, new=start_step == 0)
+        self._bar = None
+        if sys.stderr.isatty():
+            layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
+            self._bar = tqdm(total=self._total_steps, initial=start_step, bar_format=layout, dynamic_ncols=True)
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        *,
+        samples: range,
+        step_time_s: float,
+        **more: float,
+    ) -> None:
+        """A training step: `samples` are the global indices of its sequences, `loss` the mean over its tokens.
+
+        `tokens` counts from the start of the run, `tokens_per_s` is of all processes, `peak_memory_bytes` of this one.
+        With float16 `more` has the `loss_scale` of the step.
+        """
+        if not self.write:
+            return
+        tokens = len(samples) * self._seq_len
+        self._record(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=samples.stop * self._seq_len,
+            tokens_per_s=tokens / step_time_s,
+            mfu=tokens / step_time_s * self._flops_per_token / self._peak_flops,
+            peak_memory_bytes=device_peaks.memory_bytes(self._device),
+            step_time_s=step_time_s,
+            **more,
+        )
+        self._recent.append((tokens, step_time_s))
+        self._first = self._first or (step, time.monotonic())
+        speed, eta = f"{self._tokens_per_s():,.0f} tok/s", f"eta {tqdm.format_interval(self._eta_s(step))}"
+        if self._bar:
+            self._bar.set_description_str(f" | loss {loss:.4f} | {speed} | {eta}", refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif self._interval and (step % self._interval == 0 or step == self._total_steps):
+            scale = f"loss_scale {more['loss_scale']:.0f} | " if "loss_scale" in more else ""
+            tflops = self._tokens_per_s() * self._flops_per_token / self._world_size / 1e12
+            speed = f"{speed} | {tflops:.3g} TFLOP/s per device | {eta}"
+            self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {scale}{speed}")
+
+    def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range, **more: float) -> None:
+        """A step that changed no weight: loss or gradient norm is not finite (`reason` names which), or a spike."""
+        if not self.write:
+            return
+        reason = self._record(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens=samples.stop * self._seq_len,
+            skipped=True,
+            sample_ids=[samples.start, samples.stop],
+            **more,
+        )
+        why = reason or f"spike: loss {loss:.4f}, grad_norm {grad_norm:.2f}"
+        scale = f" | loss_scale {more['loss_scale']:.0f}" if "loss_scale" in more else ""
+        self._line(step, f"skipped: {why} | samples {samples.start} to {samples.stop - 1}{scale}")
+
+    def passed_over(self, step: int, reason: str, *, samples: range) -> None:
+        """A step whose samples were read and not trained on."""
+        if not self.write:
+            return
+        ids = [samples.start, samples.stop]
+        self._record(step, tokens=samples.stop * self._seq_len, skipped=True, reason=reason, sample_ids=ids)
+        self._line(step, f"passed over: {reason} | samples {samples.start} to {samples.stop - 1}")
+
+    def evaluating(self, batches: Iterable[Item], split: str, n: int) -> Iterable[Item]:
+        """The `n` batches of an evaluation; on a terminal a bar of their own counts them, as they can take minutes."""
+        if not self.write or not self._bar:
+            return batches
+        return tqdm(batches, desc=f"{split} loss", total=n, unit=" batches", leave=False, dynamic_ncols=True)
+
+    def validation(self, step: int, loss: float, name: str = "", **more: float) -> None:
+        """The loss on the validation split, or on the set of that name, after `step` steps.
+
+        `more` are the means that it is made of.
+        """
+        self._evaluation(f"val_{name}" if name else "val", step, loss, more)
+
+    def test(self, step: int, loss: float, **more: float) -> None:
+        """The same on the test split, of the finished model."""
+        self._evaluation("test", step, loss, more)
+
+    def sample(self, step: int, text: str) -> None:
+        """Print what the model makes of a prompt after `step` steps, and keep it in sample.json."""
+        if not self.write:
+            return
+        self.message(f"a sample:\n{text}")
+        try:
+            with atomic.replaced(self._run_dir / "sample.json") as file:
+                file.write(json.dumps({"step": step, "text": text}) + "\n")
+        except OSError as error:  # a run that is done does not fail for its sample
+            self.message(f"WARNING: sample.json cannot be written: {error}")
+
+    def _evaluation(self, split: str, step: int, loss: float, more: Mapping[str, float]) -> None:
+        if not self.write:
+            return
+        self._record(step, **{f"{split}_loss": loss}, **{f"{split}_{name}": mean for name, mean in more.items()})
+        parts = [f"{name} {mean:.4f}" for name, mean in more.items()]
+        # Of one loss per token; a weighted sum of several has no perplexity.
+        self._line(step, " | ".join([f"{split} loss {loss:.4f}", *(parts or [f"ppl {perplexity(loss):.2f}"])]))
+
+    def saved(self, step: int, checkpoint: int, stall_s: float, error: str, warning: str = "") -> None:
+        """Report, after `step`, whether the checkpoint of step `checkpoint` is there; training stood still for it.
+
+        Args:
+            error: why it is not there, or ''.
+            warning: why a power cut may undo it, or ''.
+        """
+        if not self.write:
+            return
+        failed = {"checkpoint_error": error} if error else {}
+        self._record(step, checkpoint=checkpoint, checkpoint_stall_s=stall_s, **failed)
+        if error:
+            self._line(step, f"WARNING: no checkpoint of step {checkpoint}, the ones before stay: {error}")
+        if warning:
+            self._line(step, f"WARNING: a power cut may undo the checkpoint of step {checkpoint}: {warning}")
+
+    def sync(self) -> None:
+        """Put the record on the disk: before a checkpoint, which must not outlive the lines of its steps."""
+        if not self.write:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.message(f"WARNING: metrics.jsonl may not survive a power cut: {error}")
+
+    def message(self, text: str) -> None:
+        """A line of its own on stdout, above the bar if there is one."""
+        if self.write:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if not self.write or self._file.closed:
+            return
+        if self._bar:
+            self._bar.close()
+        self.sync()
+        with contextlib.suppress(OSError):  # a full disk, as above
+            self._file.close()
+        if self._tensorboard:
+            with contextlib.suppress(OSError):
+                self._tensorboard.close()
+        if self._trackers:
+            self._trackers.close(self._newest >= self._total_steps, CLOSE_S)
+
+    def abandon(self) -> None:
+        """Close the trackers, from another thread than the main one, whose process is ended in a few seconds."""
+        if self.write and self._trackers:
+            self._trackers.close(False, ABANDON_S)
+
+    def _record(self, step: int, **values: Any) -> str:
+        """Write a line of metrics.jsonl, and its numbers to TensorBoard and the trackers.
+
+        Returns:
+            What JSON could not hold, in words.
+        """
+        odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
+        record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:  # a full disk; what could not be written is tried again with the next line
+            self._line(step, f"WARNING: metrics.jsonl cannot be written: {error}")
+        self._newest = step
+        numbers = {name: value for name, value in values.items() if name not in odd and type(value) in (int, float)}
+        if self._tensorboard:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._trackers:
+            self._trackers.record(step, numbers)
+        return reason
+
+    def _line(self, step: int, text: str) -> None:
+        self.message(f"step {step}/{self._total_steps} | {text}")
+
+    def _tokens_per_s(self) -> float:
+        return sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)
+
+    def _eta_s(self, step: int) -> float:
+        """The seconds that are left, by the time since the first step: evaluation and checkpoints count."""
+        assert self._first is not None
+        first_step, ended = self._first
+        per_step = (time.monotonic() - ended) / (step - first_step) if step > first_step else self._recent[-1][1]
+        return per_step * (self._total_steps - step)
+
+
+def describe_run(
+    config: Config,
+    pieces: Sequence[Piece],
+    device: torch.device,
+    world_size: int,
+    n_tokens: int,
+    epochs: float,
+    step: int,
+    end: RunEnd,
+) -> str:
+    """The numbers that follow from the configuration, each once.
+
+    Args:
+        pieces: of the whole model.
+        n_tokens: there are to train on.
+        epochs: in which the whole run reads them.
+        step: the run starts after.
+        end: where it ends.
+    """
+    seq_len = config.data.seq_len
+    tokens = end.samples * seq_len
+    per_token = cost.flops_per_token(pieces, seq_len, config.data.mask_prob, config.data.decoder_length)
+    return "\n".join(
+        [
+            f"{config.model.name}: {cost.n_parameters(pieces):,} parameters, "
+            f"{per_token / 1e6:,.1f} MFLOP/token, "
+            f"{config.precision.params} on {world_size} x {device.type}",
+            f"data: {counted(n_tokens, 'training token')}; {counted(end.steps, 'step')} of "
+            f"{config.batch.global_batch_size} x {seq_len} tokens = {counted(tokens, 'token')}, "
+            f"{epochs:.2f} epochs",
+            f"run: {config.run.dir}, " + (f"resumed at step {step}" if step else "from the start"),
+        ]
+    )
+
+
+def several(means: Mapping[str, float]) -> dict[str, float]:
+    """The means that a loss is made of, where they are worth a line of their own: a single one is the loss."""
+    return dict(means) if len(means) > 1 else {}
+
+
+def keep_until(path: Path, step: int, finished: bool = False) -> None:
+    """Cut from a metrics.jsonl what a run that resumes after `step` will write again.
+
+    A `finished` run writes the evaluation of its last step again. Lines that are not whole go as well. The file is
+    exchanged in one rename; a run that starts anew sets the whole of it aside as metrics.1.jsonl, metrics.2.jsonl, ...
+    """
+    if not path.exists():
+        return
+    if step == 0:
+        path.rename(next(p for n in itertools.count(1) if not (p := path.with_suffix(f".{n}.jsonl")).exists()))
+        return
+    with path.open("rb") as old, atomic.replaced(path) as new:
+        for line in old:
+            record = parse_line(line)
+            if record is None:
+                continue
+            is_evaluation = any(key.startswith(("val_", "test_")) for key in record)
+            again = finished and record["step"] == step and is_evaluation
+            if line.endswith(b"\n") and record["step"] <= step and not again:
+                new.write(line.decode("utf-8"))
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl; None for a line that is damaged: no object with a step."""
+    try:
+        record = parse_object(line, "a line")
+    except ValueError:
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step <= MAX_STEP else None
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), the loss cut at 20 as in Megatron-LM's `training.py`."""
+    return math.exp(min(loss, 20.0))

@@ -1,0 +1,445 @@
+"""THE order in which a model becomes what one rank holds: `parallelize` and `_shard` apply it.
+
+    build      the whole model on the meta device, which costs no memory
+    split      keep only this rank's pipeline stages (pp)
+    plan       cut matrices over tp, and put tp's collectives into the modules
+    recompute  wrap blocks so that backward computes them again, tp's collectives included
+    compile    compile each block, recomputing included
+    fsdp       cut what tp left over the data ranks; FSDP's hooks stay outside the compiled blocks
+    memory     allocate only what this rank holds; values are then loaded or drawn
+
+This file knows no family: families.py says how each model is built and cut. `check` refuses combinations that cannot
+work before anything starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from dtmega import config, families
+from dtmega.data.objectives.objective import Objective
+from dtmega.data.objectives.sums import Tally
+from dtmega.distributed import replica_check
+from dtmega.fsdp import apply_fsdp, keep_masters, keeps_masters, release, reshards, sync_gradients, wraps
+from dtmega.fsdp.replicas import Replicas
+from dtmega.mesh import World
+from dtmega.models.initial import init_weights
+from dtmega.models.model import Model
+from dtmega.ops import optim, softmax
+from dtmega.ops.cpu import features
+from dtmega.ops.cpu.linear import multiply_on_amx
+from dtmega.ops.shards import boxes, local
+from dtmega.pipelining import schedule
+from dtmega.pipelining.schedule import Pipeline
+from dtmega.pipelining.split import Stages, plan_stages
+from dtmega.pipelining.tied import Tied, shared
+from dtmega.plans import keep_gathered, sum_partial_gradients
+from dtmega.training.recompute import recompute
+
+LARGEST_FITTED = 4  # sequences; larger microbatches are left to those who have measured them
+
+
+class ShardedModel:
+    """The part of a model that this rank holds: its pipeline stages, cut by tp and fsdp, and a training step on them.
+
+    Attributes:
+        stages: stage number -> model; {0: the whole model} without a pipeline.
+        partial: stage number -> names of the parameters whose gradients must be summed over tp.
+        reshard: True if FSDP frees the gathered weights of a block after its forward and after each backward.
+        objective: the objective that the model is trained for.
+        pipeline: the schedule over all stages; None without a pipeline.
+        tied: parameters of this rank of which other stages hold copies.
+        replicas: gradient sums over dp_replicate, one per stage, where FSDP does not make them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        stages: Mapping[int, Model],
+        partial: Mapping[int, Sequence[str]],
+        reshard: bool,
+        objective: Objective,
+    ) -> None:
+        self.world, self.stages, self.partial, self.reshard = world, stages, partial, reshard
+        self.objective = objective
+        self.pipeline: Pipeline | None = None
+        self.tied: list[Tied] = []
+        self.replicas: list[Replicas] = []
+
+    def draw(self, seed: int) -> None:
+        """Draw the initial values of all parameters, as a function of seed, name and place in the whole tensor."""
+        for stage in self.stages.values():
+            init_weights(stage, seed)
+
+    def forward_backward(
+        self, microbatches: Sequence[dict[str, Tensor]], counts: Mapping[str, float], scale: float | None = None
+    ) -> Tensor:
+        """Compute the gradients of one step. The loss is the weighted sum of the objective's means over the batch.
+
+        Each mean is a sum over the global batch divided by its count there. So every rank, microbatch and stage adds
+        its part with the same divisor, and the layout does not change the loss.
+
+        Args:
+            microbatches: this rank's rows of the global batch.
+            counts: divisors of the sums, counted over the global batch, by name.
+            scale: loss scale of float16, by which all gradients are multiplied; None in other precisions.
+
+        Returns:
+            This rank's part of each sum, fp64 [sums] in the objective's order; the `loss` group adds them up.
+        """
+        tally = Tally(self.objective.sums, self.world.device, counts, 1.0 if scale is None else scale)
+        if scale is not None:
+            for model in self.stages.values():
+                model.expect(tally.factors())
+        if self.pipeline is not None:
+            self.pipeline.step(microbatches, tally)
+        else:
+            self._run_microbatches(microbatches, tally)
+        # First, because the sums below expect a gradient of every trained parameter on every rank.
+        self._fill_missing_gradients()
+        for replicas in self.replicas:
+            replicas.finish()
+        for number, model in self.stages.items():
+            sum_partial_gradients(model, self.partial[number], self.world.tp)
+        # After the sums over dp and tp: a copy's gradient is then complete but for the other stages' parts.
+        for tied in self.tied:
+            tied.sum_gradients()
+        for parameter, mask in self._unseen:
+            if parameter.grad is not None:
+                local(parameter.grad).masked_fill_(mask, 0.0)
+        return tally.totals
+
+    def _run_microbatches(self, microbatches: Sequence[dict[str, Tensor]], tally: Tally) -> None:
+        """Run forward and backward of all microbatches without a pipeline; gradients add up."""
+        (model,) = self.stages.values()
+        for i, microbatch in enumerate(microbatches, start=1):
+            # The data ranks exchange gradients once a step: before the last microbatch they only add up locally.
+            last = i == len(microbatches)
+            sync_gradients(model, last, reshard=self.reshard)
+            if last:
+                for replicas in self.replicas:
+                    replicas.expect()
+            in_loss = tally.add_all(model(**microbatch))
+            # The loss itself is never formed: backward starts at each sum, with the loss's derivative by that sum.
+            factors = [torch.full_like(total, factor) for total, factor in in_loss]
+            torch.autograd.backward([total for total, _ in in_loss], factors)
+        release(model)
+
+    @functools.cached_property
+    def _unseen(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Parameters with elements that no output depends on, each with a mask of this rank's part (`Model.unseen`)."""
+        masked = []
+        for stage in self.stages.values():
+            for name, mask in stage.unseen().items():
+                parameter = stage.get_parameter(name)
+                for box in boxes(parameter.detach()):
+                    masked.append((parameter, mask[box.where].to(box.part.device)))
+        return masked
+
+    def _fill_missing_gradients(self) -> None:
+        """Set the gradient of parameters that no token of this rank has used to zeros.
+
+        AdamW would skip a parameter without a gradient, so that its decay and moments depended on which tokens and
+        layers a rank has. Frozen parameters stay without a gradient.
+        """
+        for _, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def losses(self, microbatches: Sequence[dict[str, Tensor]]) -> Tensor:
+        """Compute this rank's part of the objective's sums, as `forward_backward` does, but without dropout."""
+        for model in self.stages.values():
+            model.eval()
+        tally = Tally(self.objective.sums, self.world.device)
+        if self.pipeline is not None:
+            self.pipeline.evaluate(microbatches, tally)
+        else:
+            (model,) = self.stages.values()
+            for microbatch in microbatches:
+                tally.add_all(model(**microbatch))
+        for model in self.stages.values():
+            release(model)
+            model.train()
+        return tally.totals
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their names in the whole model.
+
+        A parameter comes once for each of this rank's stages that hold a copy, under the same name.
+        """
+        for model in self.stages.values():
+            for name, parameter in model.named_parameters():
+                yield model.full_name(name), parameter
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors that a checkpoint stores, by name: each stage's parameters, then its stored buffers."""
+        for model in self.stages.values():
+            for name, tensor in model.stored_tensors():
+                yield model.full_name(name), tensor
+
+    def weights(self) -> list[Tensor]:
+        """Local parts of parameters, chosen so that over the `shards` group each element comes once."""
+        return [local(p.detach()) for p in self._counted_once()]
+
+    def gradients(self, every: bool = False) -> list[Tensor]:
+        """Local parts of gradients.
+
+        Args:
+            every: all gradients that this rank holds, as clipping needs them; False: chosen like `weights`, so that a
+                norm over the `shards` group counts each element once.
+        """
+        parameters = [p for _, p in self.named_parameters()] if every else self._counted_once()
+        return [local(p.grad) for p in parameters if p.grad is not None]
+
+    def statistics(self, num_zeros: bool, params_norm: bool) -> dict[str, float]:
+        """Statistics of the whole model for the log: zeros in the last gradient, and the norm of all parameters."""
+        device = self.world.device
+        group = self.world.groups["shards"]
+        values: dict[str, float] = {}
+        if num_zeros:
+            values["num_zeros"] = optim.count_zeros(self.gradients(), device, group)
+        if params_norm:
+            values["params_norm"] = optim.total_norm(self.weights(), device, group)
+        return values
+
+    def _counted_once(self) -> list[nn.Parameter]:
+        """The parameters of this rank that it counts in sums over the `shards` group.
+
+        Of copies over tp only the first tp rank counts its own, and of copies on several stages only the first stage.
+        """
+        first_tp_rank = self.world.coordinate("tp") == 0
+        parameters = [tensor for tensor in self.owned().values() if isinstance(tensor, nn.Parameter)]
+        return [p for p in parameters if first_tp_rank or not _replicated_over_tp(p)]
+
+    def owned(self) -> dict[str, Tensor]:
+        """The stored tensors of this rank's stages by name, without copies of a parameter that an earlier stage has."""
+        duplicates = {id(copy) for tied in self.tied for copy in tied.duplicates}
+        return {name: tensor for name, tensor in self.stored_tensors() if id(tensor) not in duplicates}
+
+    def check_copies(self) -> None:
+        """Check that the copies of stored tensors on several ranks are equal to the bit.
+
+        Raises:
+            RuntimeError: copies that differ; the message names the tensor and the ranks.
+        """
+        tensors = self.owned()
+        replica_check.check_equal(tensors, self.world.groups["dp_replicate"], "copies over dp_replicate")
+        replicated = {n: t for n, t in tensors.items() if _replicated_over_tp(t)}
+        replica_check.check_equal(replicated, self.world.groups["tp"], "copies over tp")
+        for tied in self.tied:
+            if not tied.equal():
+                raise RuntimeError(f"the copies of '{tied.name}' on stages {tied.stages} are not equal any more")
+
+
+def parallelize(cfg: config.Config, world: World) -> ShardedModel:
+    """Build this rank's part of the configured model. Its values are not set: load them, or `draw` initial ones."""
+    with torch.device("meta"):
+        whole = families.build(cfg)
+    cut = None
+    stages = {0: whole}
+    if world.sizes["pp"] > 1:
+        cut = plan_stages(cfg, families.of(cfg.model).pieces(whole), world.sizes["pp"])
+        stages = _split(cut, whole, cut.ranks[world.coordinate("pp")])
+    reshard = reshards(cfg, world.sizes["pp"], world.sizes["dp_shard"])
+    splits = schedule.splits_backward(cfg, world.sizes["pp"])
+    partial = {number: _shard(cfg, world, stage, reshard) for number, stage in stages.items()}
+    model = ShardedModel(world, stages, partial, reshard, families.objective(cfg))
+    # After `_shard`, which replaces parameters: the sums hook into the ones that stay.
+    if world.sizes["dp_replicate"] > 1 and not wraps(cfg, world.sizes, splits):
+        copies = world.groups["dp_replicate"]
+        model.replicas = [Replicas(stage, stage.blocks(), copies) for stage in stages.values()]
+    if cut is not None:
+        model.tied = _tied(world, cut, whole, stages)
+        boundaries = _boundaries(cfg, world, cut, whole)
+        model.pipeline = Pipeline(cfg.pipeline, stages, world.groups["pp"], boundaries, world.device)
+    return model
+
+
+def _split(cut: Stages, whole: Model, numbers: Sequence[int]) -> dict[int, Model]:
+    """Copies of the meta model, one per stage number, each with only the pieces of its stage."""
+    stages = {number: copy.deepcopy(whole) for number in numbers}
+    for number, stage in stages.items():
+        stage.keep(cut.pieces[number])
+    return stages
+
+
+def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> list[dict[str, Tensor]]:
+    """The tensors that each stage but the last hands on, on meta.
+
+    They need a gradient if any parameter of this stage or of an earlier one is trained; otherwise backward ends before.
+    """
+    family, parts = families.of(cfg.model), whole.parts()
+    trained = False
+    boundaries = []
+    for pieces in cut.pieces[:-1]:
+        modules = [module for piece in pieces for module in parts[piece]]
+        trained |= any(p.requires_grad for module in modules for p in module.parameters(recurse=False))
+        tensors = family.boundary(cfg, world.sizes, whole, pieces[-1])
+        for tensor in tensors.values():
+            tensor.requires_grad_(trained and tensor.is_floating_point())
+        boundaries.append(tensors)
+    return boundaries
+
+
+def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) -> list[Tied]:
+    """The parameters that stages of this rank share with other stages. Every rank calls it, since it makes groups."""
+    rank_of = {number: rank for rank, numbers in enumerate(cut.ranks) for number in numbers}
+    parameters = {}
+    for number, stage in stages.items():
+        for name, parameter in stage.named_parameters():
+            parameters[number, stage.full_name(name)] = parameter
+    tied = []
+    for first_name, numbers in shared(whole, whole.parts(), cut.pieces).items():
+        ranks = sorted({rank_of[number] for number in numbers})
+        group = world.between(ranks) if len(ranks) > 1 else None
+        name = whole.full_name(first_name)
+        places = [[number for number in numbers if rank_of[number] == rank] for rank in ranks]
+        copies = {number: parameters[number, name] for number in numbers if number in stages}
+        if copies:
+            tied.append(Tied(name, copies, places, group))
+    return tied
+
+
+def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> list[str]:
+    """Apply plan, recompute, compile, fsdp and memory to one stage on meta.
+
+    Returns:
+        Names of the parameters whose gradients must be summed over tp (`ShardedModel.partial`).
+    """
+    # plan: from here on parameters are DTensors on the tp mesh, if tp > 1.
+    family = families.of(cfg.model)
+    partial = family.cut(cfg, stage, world)
+
+    # recompute. tp usually frees the gathered input of a region and gathers it again in backward. Not in a recomputed
+    # block, which has just gathered it, nor where backward runs in two parts, which only torch's own products can do.
+    blocks = stage.blocks()
+    splits = schedule.splits_backward(cfg, world.sizes["pp"])
+    if splits:
+        keep_gathered(stage)
+    if cfg.recompute.mode != "none":
+        for block in recompute(stage, cfg.recompute):
+            keep_gathered(block)
+
+    # compile, block by block: one compiled graph serves all of them. Before it, linears of CPUs with matrix tiles get
+    # faster products in bfloat16.
+    if keeps_masters(cfg, world.sizes) and world.device.type == "cpu" and features.HAS_TILES:
+        multiply_on_amx(stage)
+    if compiling(cfg, world.device):
+        for block in blocks:
+            block.compile()
+        if world.device.type in softmax.COMPILED_ON:
+            stage.compile_losses()
+
+    # fsdp, or masters where a rank holds the whole model and only dtypes differ. After compile, so that FSDP's hooks,
+    # which gather and free weights, stay outside of the graphs.
+    if wraps(cfg, world.sizes, splits):
+        apply_fsdp(stage, blocks, world.fsdp, cfg, reshard=reshard)
+    elif keeps_masters(cfg, world.sizes):
+        keep_masters(stage, cfg)
+
+    # memory, only now: every tensor has shrunk to this rank's part.
+    family.allocate(cfg, stage, world, torch.device("cpu") if cfg.fsdp.cpu_offload else world.device)
+    _move_buffers(stage, world.device)
+    return partial
+
+
+def _move_buffers(stage: Model, device: torch.device) -> None:
+    """Move the buffers to the computing device; with CPU offload FSDP moves only parameters there by itself."""
+    for module in stage.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _replicated_over_tp(tensor: Tensor) -> bool:
+    """True if every tp rank has the whole tensor."""
+    # No stored buffer is cut.
+    if not isinstance(tensor, nn.Parameter):
+        return True
+    if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
+        return False
+    # FSDP puts its mesh axes before those that a DTensor had, so tp is the last one.
+    return tensor.placements[-1] == Replicate()
+
+
+def compiling(cfg: config.Config, device: torch.device) -> bool:
+    """True if blocks are compiled; 'auto' compiles on GPUs."""
+    return cfg.compile.enable is True or (cfg.compile.enable == "auto" and device.type == "cuda")
+
+
+def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> config.Config:
+    """The configuration with a microbatch size for this layout, if [batch] micro_batch_size = 0 leaves it open.
+
+    It is the largest size up to LARGEST_FITTED that divides every rank's share of every step and leaves a pipeline as
+    many microbatches as its schedule needs. If not even 1 does, `check` and the loader say why.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: resolved size of each axis of the mesh.
+    """
+    if cfg.batch.micro_batch_size:
+        return cfg
+    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+
+    def fits(micro_batch_size: int) -> bool:
+        unit = data_size * micro_batch_size
+        for batch_size in cfg.batch.sizes:
+            if batch_size % unit:
+                return False
+            if sizes["pp"] > 1 and schedule.broken_rule(cfg.pipeline, sizes["pp"], batch_size // unit):
+                return False
+        return True
+
+    largest = next((size for size in range(LARGEST_FITTED, 1, -1) if fits(size)), 1)
+    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"micro_batch_size": largest})})
+
+
+def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
+    """The configuration with this value for [precision] params, which 'auto' leaves open."""
+    return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"params": params})})
+
+
+def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Refuse combinations that cannot work, before anything starts.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: resolved size of each axis of the mesh.
+        device: the device that this rank computes on.
+
+    Raises:
+        ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other. The
+            message has the reason and the keys to change.
+    """
+    pp = sizes["pp"]
+    family = families.of(cfg.model)
+    # 'auto' becomes bfloat16 or float32, which every family supports.
+    if cfg.precision.params not in (*family.dtypes, "auto"):
+        raise ValueError(
+            f"params = '{cfg.precision.params}' is not for name = '{cfg.model.name}', expected one of "
+            f"{', '.join(family.dtypes)} ([precision] params, [model] name)"
+        )
+    family.check(cfg, sizes)
+    if cfg.optim.lr_factors:
+        optim.check_factors(cfg.optim, families.shapes(cfg.model))
+    idle = [key for key, field in config.Pipeline.model_fields.items() if getattr(cfg.pipeline, key) != field.default]
+    if pp == 1 and idle:
+        raise ValueError(f"there is no pipeline for [pipeline] {', '.join(idle)}: expected pp > 1, got 1 ([mesh] pp)")
+    if pp > 1 and cfg.fsdp.reshard_after_forward is True:
+        raise ValueError(
+            "under a pipeline weights stay gathered between microbatches ([fsdp] reshard_after_forward, [mesh] pp)"
+        )
+    if pp > 1 and cfg.recompute.mode == "selective" and compiling(cfg, device):
+        raise ValueError(
+            "selective recompute of compiled blocks under a pipeline breaks in torch (pytorch#166926) "
+            "([recompute] mode, [compile] enable, [mesh] pp)"
+        )
+    if pp > 1:
+        pieces = families.pieces(cfg.model)
+        schedule.check_schedule(cfg, pieces, pp, sizes["dp_replicate"] * sizes["dp_shard"], compiling(cfg, device))

@@ -1,0 +1,77 @@
+"""Recomputing (activation checkpointing): backward computes blocks again instead of keeping their activations.
+
+Full, or selective (Korthikanti et al., arXiv:2205.05198): then matrix products and attention are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from dtmega import config
+from dtmega.models.model import Model
+from dtmega.ops.cpu.attention import OPERATOR
+from dtmega.ops.cpu.linear import BIASED_PRODUCT
+
+# The operations whose results selective recompute keeps: matrix products and attention.
+EXPENSIVE = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    BIASED_PRODUCT,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    OPERATOR,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
+
+
+def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
+    """Make backward compute blocks again: all of their operations, or in selective mode all but the EXPENSIVE ones.
+
+    The method is Megatron's --activations-checkpoint-method: `block` recomputes the first `layers` blocks of the stage;
+    `uniform` recomputes all, in units of `layers`, and keeps only the input of each unit. Only forward methods are
+    replaced, so parameters keep their names. Dropout needs no saved generator state, because its masks are keyed.
+
+    Args:
+        stage: the stage, on meta or not.
+        how: the section [recompute].
+
+    Returns:
+        The blocks that backward computes again.
+    """
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+    keywords: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if how.mode == "selective":
+        keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    # One function for all blocks: torch.compile would compile a separate one for each block again.
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
+
+    if how.method == "uniform" and how.layers > 1:
+        original_run_layers = type(stage).run_layers
+
+        def in_units(stage: Model, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
+            for first in range(0, len(layers), how.layers):
+                unit = functools.partial(original_run_layers, stage, layers[first : first + how.layers])
+                hidden = checkpoint(unit, hidden, *shared, **keywords)
+            return hidden
+
+        stage.run_layers = types.MethodType(in_units, stage)
+        return stage.blocks()
+    recomputed = stage.blocks()
+    if how.method == "block":
+        recomputed = recomputed[: how.layers]
+    for block in recomputed:
+        block.forward = types.MethodType(forward, block)
+    return recomputed

@@ -1,0 +1,180 @@
+"""One optimizer step on one global batch, which the training loop repeats, and whose time is the time of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtmega import mesh
+from dtmega.checkpoint.run import Checkpoints
+from dtmega.config import Config
+from dtmega.data.loader import StepBatch, TrainBatches
+from dtmega.data.objectives.objective import Objective
+from dtmega.data.objectives.sums import divisors, loss_of, means_of
+from dtmega.data.text import Text
+from dtmega.distributed import replica_check
+from dtmega.distributed.exit_codes import Ending
+from dtmega.distributed.watchdog import Watch
+from dtmega.mesh import World
+from dtmega.ops import optim
+from dtmega.ops.loss_scale import LossScale
+from dtmega.ops.optim import Spikes
+from dtmega.training.metrics import Metrics
+from dtmega.training.parallelize import ShardedModel
+
+
+class Run(NamedTuple):
+    """A run as its training loop and evaluation use it.
+
+    Attributes:
+        saved_cfg: the configuration that config.toml and checkpoints store. Values left open, such as the size of a
+            microbatch, stay open in it, because another layout may need others.
+        cfg: the same configuration with all values chosen for this layout and machine.
+        world: this process among the others.
+        text: the data: splits, samples and tokenizer.
+        model: this rank's part of the model.
+        optimizer: the optimizer of that part.
+        batches: this rank's part of the training batches, from the run's place on.
+        spikes: recent losses and gradient norms, to find spikes.
+        checkpoints: writer of the run's checkpoints.
+        metrics: output for people and files.
+        watch: guard that ends a run that hangs, and hears signals.
+        ending: record of how the run ends.
+        digest: digest of the directory that the model is read from; '' if it is not read from one.
+        loss_scale: dynamic loss scale of float16; None in other precisions.
+    """
+
+    saved_cfg: Config
+    cfg: Config
+    world: World
+    text: Text
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    batches: TrainBatches
+    spikes: Spikes
+    checkpoints: Checkpoints
+    metrics: Metrics
+    watch: Watch
+    ending: Ending
+    digest: str = ""
+    loss_scale: LossScale | None = None
+
+
+class StepResult(NamedTuple):
+    """The result of a step, the same on all ranks.
+
+    Attributes:
+        loss: the weighted sum of the means.
+        grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
+        skipped: True if the weights were left unchanged, because loss or gradient is not finite or a spike.
+        means: mean over the global batch of each sum of the objective, by name.
+        loss_scale: scale that float16's gradients were computed with; None in other precisions.
+        overflowed: True if the step was skipped because a gradient is not finite in float16.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    means: dict[str, float]
+    loss_scale: float | None = None
+    overflowed: bool = False
+
+
+def train_step(run: Run, batch: StepBatch) -> StepResult:
+    """Take one optimizer step on one global batch.
+
+    The loss is made of sums over the global batch divided by counts over the global batch, so that neither microbatches
+    nor the layout can change it.
+    """
+    cfg, world, model = run.cfg, run.world, run.model
+    run.watch.enter("forward")
+    sums = model.objective.sums
+    # Before forward: every gradient is divided by the global count already where it arises.
+    counts = divisors(count(world, model.objective, batch))
+    run.optimizer.zero_grad()
+    scale = None if run.loss_scale is None else run.loss_scale.scale
+    totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
+    run.watch.enter("reduce")
+    # The norm counts each element of the model once; clipping scales every copy.
+    counted, gradients = model.gradients(), model.gradients(every=True)
+    if scale is not None:
+        optim.unscale(gradients, scale)
+    totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
+    means = means_of(sums, totals, counts)
+    loss = loss_of(sums, means)
+    # An infinity or NaN on any rank makes this norm infinite or NaN on all of them, so they all decide alike.
+    grad_norm = math.sqrt(squared_norm)
+    overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
+    if run.loss_scale is not None:
+        run.loss_scale.update(overflowed)
+    skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
+    run.watch.enter("optimizer")
+    if not skip:
+        optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
+        run.optimizer.step()
+    # On a GPU the update has only been launched: wait, so that the time of the step includes it.
+    mesh.synchronize(world.device)
+    return StepResult(loss, grad_norm, skip, means, scale, overflowed)
+
+
+def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:
+    """Add up the totals over the `loss` group and the squared norms over the `shards` group.
+
+    All ranks exchange both in one message, so that the host waits for a device once. Each adds the same numbers in the
+    order of ranks and gets the same bits.
+
+    Args:
+        world: this process among the others.
+        totals: fp64 [sums], this rank's part.
+        squared_norm: fp64 scalar, squared norm of the gradients that this rank counts.
+
+    Returns:
+        Totals and squared norm of the whole, on the host.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    mine = torch.cat([totals, squared_norm.to(totals.device).view(1)])
+    gathered = replica_check.gather_vectors(mine, everyone).cpu()  # [ranks, sums + 1]
+    of_loss = dist.get_process_group_ranks(world.groups["loss"])
+    of_shards = dist.get_process_group_ranks(world.groups["shards"])
+    return gathered[of_loss, :-1].sum(0), gathered[of_shards, -1].sum().item()
+
+
+def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
+    """The counts that divide the objective's sums, over the global batch, by name; they may be 0."""
+    of_microbatches = [objective.counts(microbatch) for microbatch in batch.microbatches]
+    mine = {name: sum(counts[name] for counts in of_microbatches) for name in of_microbatches[0]}
+    counts = torch.tensor([*mine.values()], dtype=torch.float64, device=world.device)
+    dist.all_reduce(counts, group=world.groups["data"])
+    return dict(zip(mine, counts.tolist(), strict=True))
+
+
+def check_same_batch(batch: StepBatch, world: World) -> None:
+    """Check that ranks that compute a microbatch together read the same one.
+
+    Raises:
+        RuntimeError: the batches of tp or pp ranks differ.
+    """
+    tokens = torch.cat([microbatch["tokens"] for microbatch in batch.microbatches]).to(world.device)
+    replica_check.check_equal(
+        {"tokens": tokens}, world.groups["model"], "the first batch, which tp and pp ranks must share"
+    )
+
+
+def signalled(run: Run) -> bool:
+    """True on all ranks if any rank has received a signal to stop."""
+    n_signals = torch.tensor(len(run.watch.signals), device=run.world.device)
+    dist.all_reduce(n_signals, dist.ReduceOp.MAX)
+    return bool(n_signals.item())
+
+
+def to(device: torch.device, microbatches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Copies of the microbatches on the device."""
+    copies = []
+    for microbatch in microbatches:
+        copies.append({name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()})
+    return copies

@@ -1,0 +1,333 @@
+"""Trackers that people look at their runs with: wandb, mlflow and trackio, as `[log] trackers` names them.
+
+    trackers = Trackers(config, new=True)
+    trackers.record(step, {"loss": 2.5})  # returns at once
+    trackers.close(finished=True, within_s=CLOSE_S)
+
+Each tracker has a thread of its own, which imports the library beside the first steps, opens the run and sends what
+waits. A tracker that fails, or is slow, is one line on stderr: training never waits for it and never ends by it.
+
+`trackers.json` in the run directory keeps the id of the run at each tracker, and the last step that was sent. So a run
+that goes on is one run there too, and steps that it repeats after its newest checkpoint are sent once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from dtmega.config import Config
+from dtmega.files import atomic, console, optional_imports
+from dtmega.files.untrusted_json import read_object
+
+FILE = "trackers.json"
+WAITING = 10_000  # rows that may wait for one tracker; more are lost
+PAUSE_S = 1.0  # between two looks for rows
+CLOSE_S = 10.0  # for all trackers together, at the end of the run
+ABANDON_S = 5.0  # the same, where the process is ended in the middle of the run
+# The most that one request of mlflow's may hold: mlflow/utils/validation.py.
+MLFLOW_METRICS = 1000
+MLFLOW_PARAMS = 100
+MLFLOW_VALUE = 6000  # characters
+
+MASK = "***"
+# Names of keys whose values are nobody else's to see; "tokens" and "tokenizer" are none.
+SECRET = re.compile(
+    r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
+)
+URL_USER = re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+URL_QUERY = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^?#\s]+\?)[^\s]+")
+
+
+class Row(NamedTuple):
+    """The finite numbers of one line of metrics.jsonl.
+
+    Attributes:
+        time_s: when it was written, since 1970.
+    """
+
+    step: int
+    values: dict[str, float]
+    time_s: float
+
+
+class Tracker(Protocol):
+    """A run that is open at one tracker. Any exception of these means that it tracks no longer.
+
+    Attributes:
+        id: of the run there, by which a later start finds it again.
+    """
+
+    id: str
+
+    def send(self, rows: list[Row]) -> None: ...
+
+    def close(self, finished: bool) -> None: ...
+
+
+class Wandb:
+    """A run of wandb, https://docs.wandb.ai; offline in the run directory where nobody is logged in."""
+
+    def __init__(self, config: Config, known: str) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        self._wandb = import_module("wandb")
+        self.id = known or uuid.uuid4().hex[:8]
+        # Asked to be online without a key, it would wait for somebody to type one.
+        mode = os.environ.get("WANDB_MODE") or ("online" if self._wandb.login(prompt=False) else "offline")
+        self._run = self._wandb.init(
+            project=config.log.project,
+            name=Path(config.run.dir).name,
+            id=self.id,
+            resume="allow",
+            dir=config.run.dir,
+            mode=mode,
+            config=masked(config.model_dump()),
+            settings=self._wandb.Settings(
+                silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True
+            ),
+        )
+
+    def send(self, rows: list[Row]) -> None:
+        for row in rows:
+            self._run.log(row.values, step=row.step)
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
+        self._wandb.teardown()  # its process would live as long as ours
+
+
+class Mlflow:
+    """A run of mlflow, https://mlflow.org, at MLFLOW_TRACKING_URI or in `mlruns/` of the run directory.
+
+    Its client, and not its fluent interface, which keeps the run of a process in a global.
+    """
+
+    def __init__(self, config: Config, known: str) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._entities = import_module("mlflow.entities")
+        folder = Path(config.run.dir, "mlruns").resolve()
+        uri = os.environ.get("MLFLOW_TRACKING_URI", folder.as_uri())
+        self._client = import_module("mlflow").MlflowClient(tracking_uri=uri)
+        if known:
+            self._client.update_run(known, status="RUNNING")
+            self.id = known
+            return
+        experiment = self._client.get_experiment_by_name(config.log.project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(config.log.project)
+        self.id = self._client.create_run(experiment_id, run_name=Path(config.run.dir).name).info.run_id
+        keys = masked(config.model_dump())
+        parameters = [
+            self._entities.Param(f"{section}.{key}", str(value)[:MLFLOW_VALUE])
+            for section, values in keys.items()
+            for key, value in values.items()
+        ]
+        for first in range(0, len(parameters), MLFLOW_PARAMS):
+            self._client.log_batch(self.id, params=parameters[first : first + MLFLOW_PARAMS])
+
+    def send(self, rows: list[Row]) -> None:
+        metrics = [
+            self._entities.Metric(name, value, int(row.time_s * 1000), row.step)
+            for row in rows
+            for name, value in row.values.items()
+        ]
+        for first in range(0, len(metrics), MLFLOW_METRICS):
+            self._client.log_batch(self.id, metrics=metrics[first : first + MLFLOW_METRICS])
+
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self.id, status="FINISHED" if finished else "KILLED")
+
+
+class Trackio:
+    """A run of trackio, https://github.com/gradio-app/trackio, in its own folder (TRACKIO_DIR)."""
+
+    def __init__(self, config: Config, known: str) -> None:
+        trackio = import_module("trackio")
+        for module in (trackio, import_module("trackio.run"), import_module("trackio.utils")):
+            vars(module)["print"] = _nothing  # six lines at each start, without a switch
+        # It finds a run again by its name alone, so the name has to be this run's own.
+        name = Path(config.run.dir).name
+        self.id = known or f"{name}-{uuid.uuid4().hex[:8]}"
+        self._run = trackio.init(
+            project=config.log.project,
+            name=self.id,
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+            config=masked(config.model_dump()),
+        )
+
+    def send(self, rows: list[Row]) -> None:
+        for row in rows:
+            self._run.log(row.values, step=row.step)
+
+    def close(self, finished: bool) -> None:
+        self._run.finish()
+
+
+def masked(value: Any) -> Any:
+    """A configuration for others to see: without values of keys named like a secret, and credentials in URLs."""
+    if isinstance(value, Mapping):
+        return {key: MASK if SECRET.search(str(key)) else masked(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inside) for inside in value]
+    if not isinstance(value, str):
+        return value
+    without_user = URL_USER.sub(rf"\1{MASK}@", value)
+    return URL_QUERY.sub(rf"\1{MASK}", without_user)
+
+
+def _nothing(*words: object, **options: object) -> None:
+    """Print nothing."""
+
+
+TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse trackers whose library is not there, before anything starts.
+
+    Raises:
+        ValueError: says what to install.
+    """
+    for name in names:
+        optional_imports.check(name, name, "[log] trackers")
+
+
+class Trackers:
+    """All trackers of one run, on the one process that writes.
+
+    Args:
+        new: the run starts at step 0, so it is a new one at each tracker, too.
+    """
+
+    def __init__(self, config: Config, *, new: bool) -> None:
+        kept = Kept(Path(config.run.dir, FILE), new)
+        self._sinks = [Sink(name, config, kept) for name in config.log.trackers]
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand the finite numbers of one line of metrics.jsonl to each tracker."""
+        row = Row(step, dict(values), time.time())
+        for sink in self._sinks:
+            sink.take(row)
+
+    def close(self, finished: bool, within_s: float) -> None:
+        """Send what waits and close each run, in so many seconds together; from any thread."""
+        deadline = time.monotonic() + within_s
+        for sink in self._sinks:
+            sink.finish(finished)
+        for sink in self._sinks:
+            if not sink.joined(deadline):
+                console.say(f"{sink.name} did not close in {within_s:g} s: it may lack the last steps")
+
+
+class Kept:
+    """`trackers.json`: for each tracker the id of the run there, and the newest step that was sent.
+
+    Args:
+        new: begin without what an earlier run has left there.
+    """
+
+    def __init__(self, path: Path, new: bool) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._known: dict[str, Any] = {}
+        if new or not path.is_file():
+            return
+        try:
+            self._known = read_object(path)
+        except ValueError as error:
+            console.say(f"trackers begin new runs: {error}")
+
+    def last(self, name: str) -> tuple[str, int]:
+        """The id of the run at that tracker and the newest step that was sent; '' and −1 where there is none."""
+        known = self._known.get(name)
+        if not isinstance(known, dict):
+            return "", -1
+        run_id = known.get("id")
+        newest = known.get("newest")
+        if not isinstance(run_id, str) or type(newest) is not int:
+            return "", -1
+        return run_id, newest
+
+    def keep(self, name: str, run_id: str, newest: int) -> None:
+        with self._lock:
+            self._known[name] = {"id": run_id, "newest": newest}
+            # On a full disk the steps that are sent now may be sent again by a later start.
+            with suppress(OSError), atomic.replaced(self._path) as file:
+                json.dump(self._known, file, indent=1)
+
+
+class Sink:
+    """One tracker and the thread that feeds it."""
+
+    def __init__(self, name: str, config: Config, kept: Kept) -> None:
+        self.name = name
+        self._config = config
+        self._kept = kept
+        self._rows: queue.Queue[Row] = queue.Queue(WAITING)
+        self._lost = 0
+        self._ending = threading.Event()
+        self._finished = False
+        # The process may leave while a library hangs.
+        self._thread = threading.Thread(target=self._feed, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def take(self, row: Row) -> None:
+        """Let a row wait for its turn; lost where the tracker has failed, or is further behind than WAITING rows."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._lost += 1
+            if self._lost == 1:
+                console.say(f"{self.name} is {WAITING} lines behind: it gets no more until it has caught up")
+
+    def finish(self, finished: bool) -> None:
+        """Ask the thread to send what waits, to close the run, and to end."""
+        self._finished = finished
+        self._ending.set()
+
+    def joined(self, deadline: float) -> bool:
+        """Wait for the thread until `deadline`, a time of `time.monotonic`. Returns False if it has not ended."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _feed(self) -> None:
+        try:
+            known, sent = self._kept.last(self.name)
+            tracker: Tracker = TRACKERS[self.name](self._config, known)
+            self._kept.keep(self.name, tracker.id, sent)
+            while True:
+                ending = self._ending.is_set()
+                rows = [row for row in self._waiting() if row.step > sent]
+                if rows:
+                    tracker.send(rows)
+                    self._kept.keep(self.name, tracker.id, rows[-1].step)
+                if ending:
+                    break
+                self._ending.wait(PAUSE_S)
+            tracker.close(self._finished)
+        except Exception as error:  # whatever a library of others raises, on whichever network
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            console.say(f"{self.name} tracks no longer: {reason[0]}")
+
+    def _waiting(self) -> list[Row]:
+        rows = []
+        while True:
+            try:
+                rows.append(self._rows.get_nowait())
+            except queue.Empty:
+                return rows

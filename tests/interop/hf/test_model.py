@@ -1,0 +1,96 @@
+"""File model.py: a model of transformers cut into stages is the whole one, of every family that can be cut."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtmega import config, families
+from dtmega.interop.hf.families import KNOWN, LAYER_KEYS
+from dtmega.interop.hf.model import HF, blocks_of
+from tests import hf_models
+from tests.hf_models import Case
+
+# Each has something to lose at a boundary that no other one has.
+DISTINCT = ["llama", "bloom", "gpt2", "gpt_neox", "opt", "gemma3_text", "granite", "smollm3", "xglm"]
+ALIKE = ["mistral", "qwen2", "qwen3", "arcee", "ernie4_5", "exaone4", "starcoder2", "gemma", "gemma2", "olmo", "olmo2"]
+ALIKE += [
+    "gptj",
+    "codegen",
+    "mpt",
+    "gpt_bigcode",
+    "stablelm",
+    "olmo3",
+    "phi",
+    "phi3",
+    "cohere",
+    "cohere2",
+    "glm",
+    "glm4",
+]
+CASES = [Case(name, tied=tied) for name in DISTINCT for tied in (True, False)]
+CASES += [Case("qwen2 sliding"), Case("opt projected, post-layernorm")]
+CASES += [Case(name) for name in (*ALIKE, *hf_models.MIXTURES)]
+
+
+def built(case: Case, folder: Path) -> tuple[HF, HF]:
+    """The model under the house's contract, with values, of three layers; and the same untouched."""
+    plain = hf_models.plain(case).config
+    key = next(key for key in LAYER_KEYS if key in plain.to_dict())
+    three = {**plain.to_dict(), key: 3}
+    for by_layer in ("layer_types", "no_rope_layers"):
+        if plain.to_dict().get(by_layer):
+            three[by_layer] = (2 * getattr(plain, by_layer))[:3]
+    folder.joinpath("config.json").write_text(json.dumps(three))
+    torch.manual_seed(0)
+    whole = HF(config.Transformers(path=str(folder), label_smoothing=0.1))
+    for p in whole.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return whole.train(), copy.deepcopy(whole).train()
+
+
+def test_every_family_that_can_be_cut_has_a_case():
+    assert {name for name, known in KNOWN.items() if known.ends is not None} == {*DISTINCT, *ALIKE, *hf_models.MIXTURES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}{'-tied' if case.tied else ''}")
+def test_three_stages_one_after_another_are_the_whole_and_hold_each_block_once(case: Case, tmp_path: Path):
+    whole, truth = built(case, tmp_path)
+    longest = {"bloom": None, "mpt": whole.hf.config.to_dict().get("max_seq_len")}
+    assert whole.longest == longest.get(case.family, getattr(whole.hf.config, "max_position_embeddings", None))
+    stages = [copy.deepcopy(whole) for _ in range(3)]
+    pieces = families.of(whole.cfg).pieces(whole)
+    embed, *layers, head = [piece.name for piece in pieces]
+    held = [[embed, layers[0]], [layers[1]], [layers[2], head]]
+    for stage, names in zip(stages, held, strict=True):
+        stage.keep(names)
+        there = sum(piece.elements + piece.shared for piece in pieces if piece.name in names)
+        assert sum(p.numel() for p in stage.parameters()) == there
+    tokens = torch.arange(26).view(2, 13)
+    labels = torch.where(tokens % 5 == 0, -100, tokens + 1)
+    carried = {}
+    for stage in stages[:2]:
+        carried = stage(tokens, **carried)
+        assert carried.keys() == {"hidden"}
+    expected = truth.hf(tokens).logits
+    torch.testing.assert_close(stages[2](tokens, **carried), expected, rtol=1e-4, atol=1e-5)
+    # The last one has the sum of the losses, in training with the smoothing of [model].
+    for training, smoothing in ((True, 0.1), (False, 0.0)):
+        stages[2].train(training)
+        options = {"reduction": "sum", "label_smoothing": smoothing}
+        loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), **options)
+        torch.testing.assert_close(stages[2](tokens, labels, **carried), {"lm": loss}, rtol=1e-4, atol=1e-5)
+    names = Counter(stage.full_name(name) for stage in stages for name, _ in stage.named_parameters())
+    # A tied weight is on both ends, under one name.
+    twice = [truth.full_name(first) for first, _ in truth.ties]
+    assert names == Counter([*dict(truth.hf.named_parameters()), *twice])
+    assert bool(twice) is case.tied
+    for i, stage in enumerate(stages):
+        (block,) = stage.blocks()
+        same = zip(block.parameters(), blocks_of(truth.hf)[i].parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in same)

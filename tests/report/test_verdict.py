@@ -1,0 +1,156 @@
+"""The verdict of a report: how a run stands, by files that are made up for each rule of docs/report.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtmega.distributed import exit_codes
+from dtmega.report import record, run, verdict
+from tests.report.test_page import start, step_line, write
+
+NOW = 1_800_000_000.0  # seconds since 1970
+
+
+def judged(folder: Path, silent_s: float = 0.0) -> verdict.Verdict:
+    """The verdict on a run that has written nothing for so long."""
+    for path in folder.iterdir():
+        os.utime(path, (NOW - silent_s, NOW - silent_s))
+    (found,) = run.read([str(folder)])
+    return verdict.judge(found, datetime.fromtimestamp(NOW, timezone.utc))
+
+
+def going(folder: Path, step_time_s: float = 0.5, **config: Any) -> Path:
+    """A run of 120 steps that is at its 60th."""
+    write(folder, [step_line(step, step_time_s=step_time_s) for step in range(1, 61)])
+    start(folder, 0, **config)
+    (folder / "config.toml").write_text("".join(f"[{key}]\ntimeout_s = {config[key]['timeout_s']}\n" for key in config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("step_time_s", "timeout_s", "silent_s", "state"),
+    [
+        (0.5, 100.0, 99.0, "going on"),
+        (0.5, 100.0, 101.0, "stalled"),  # a run that hangs would have left by itself
+        (60.0, 100.0, 20 * 60 - 1, "going on"),
+        (60.0, 100.0, 20 * 60 + 1, "stalled"),
+        (0.5, 5000.0, 4999.0, "going on"),
+    ],
+)
+def test_a_run_that_writes_nothing_for_its_timeout_and_for_twenty_steps_is_stalled(
+    tmp_path: Path, step_time_s: float, timeout_s: float, silent_s: float, state: str
+):
+    found = judged(going(tmp_path, step_time_s, run={"timeout_s": timeout_s}), silent_s)
+    assert found.state == state
+    assert "step 60 of 120" in found.why
+
+
+def locked_by(folder: Path, host: str) -> None:
+    (folder / exit_codes.LOCK).write_text(json.dumps({"pid": 1, "host": host, "since": "2026-11-23"}))
+
+
+@pytest.mark.parametrize(
+    ("host", "state"), [(socket.gethostname(), "killed"), ("another-machine", "going on"), (None, "going on")]
+)
+def test_a_run_whose_process_on_this_machine_is_gone_and_has_told_nothing_was_killed(
+    tmp_path: Path, host: str | None, state: str
+):
+    going(tmp_path)
+    if host is not None:
+        locked_by(tmp_path, host)
+    assert judged(tmp_path, silent_s=5).state == state
+
+
+@pytest.mark.parametrize(("silent_s", "state"), [(5.0, "going on"), (5000.0, "stalled")])
+def test_a_run_whose_process_is_there_was_not_killed(tmp_path: Path, silent_s: float, state: str):
+    claim = exit_codes.Claim(going(tmp_path))
+    try:
+        found = judged(tmp_path, silent_s)
+    finally:
+        claim.close()
+    assert found.state == state
+    assert ("its process is still there" in found.why) == (state == "stalled")
+    assert judged(tmp_path, silent_s).state == "killed"
+
+
+def test_a_directory_in_which_nothing_was_written_yet_is_not_begun(tmp_path: Path):
+    (tmp_path / "config.toml").touch()
+    assert judged(tmp_path).state == "not begun"
+
+
+def losses(of_step: Callable[[int], float], n: int, noise: float) -> list[dict[str, Any]]:
+    noises = np.random.default_rng(n).normal(scale=noise, size=n)
+    return [{"step": step, "loss": of_step(step) + noises[step - 1]} for step in range(1, n + 1)]
+
+
+@pytest.mark.parametrize(
+    ("of_step", "n", "noise", "diverges"),
+    [
+        (lambda step: 2 + 7 * 0.99**step, 1000, 0.1, False),
+        (lambda step: 2 + 7 * 0.99**step, 1000, 1.0, False),
+        (lambda step: 9.0, 25, 0.02, False),
+        (lambda step: 2 + 7 * 0.99**step + 5 * (step == 990), 1000, 0.1, False),  # one spike
+        (lambda step: 2 + 7 * 0.99**step + 5 * (300 < step < 400), 1000, 0.1, False),  # it has come back
+        (lambda step: 2 + 7 * 0.99**step + 0.4 * (step > 900), 1000, 0.1, False),  # a tenth of the fall is 0.44
+        (lambda step: 2 + 7 * 0.99**step + 0.5 * (step > 900), 1000, 0.1, True),
+        (lambda step: 2 + 7 * 0.99**step + 5 * (step > 980), 1000, 0.1, True),  # just now
+        (lambda step: 9 + 0.05 * step, 40, 0.02, True),  # it never fell
+        (lambda step: 9 + 0.05 * step, 19, 0.02, False),  # too short to say
+        (lambda step: 2.0 if step < 900 else 1e300, 1000, 0.1, True),
+    ],
+)
+def test_a_loss_that_has_risen_clearly_over_its_best_mean_diverges(
+    tmp_path: Path, of_step: Callable[[int], float], n: int, noise: float, diverges: bool
+):
+    path = write(tmp_path, losses(of_step, n, noise)) / "metrics.jsonl"
+    assert bool(verdict.diverging(record.read(path))) == diverges
+
+
+@pytest.mark.parametrize(
+    ("n_skipped", "line", "diverges"),
+    [
+        (5, {"loss": None, "grad_norm": None}, True),
+        (5, {"loss": 4.0, "grad_norm": None}, True),
+        (4, {"loss": None, "grad_norm": None}, False),
+        (10, {"loss": 4.0, "grad_norm": 50.0}, False),  # spikes
+        (10, {"loss": 4.0, "grad_norm": None, "loss_scale": 2.0**24}, False),  # float16 looks for its scale
+        (10, {"loss": None, "grad_norm": None, "loss_scale": 1.0}, True),
+        (10, {"reason": "[train] skip_steps"}, False),
+    ],
+)
+def test_a_run_diverges_when_five_of_its_last_ten_steps_are_not_finite(
+    tmp_path: Path, n_skipped: int, line: dict[str, Any], diverges: bool
+):
+    lines = [step_line(step, loss=4.0) for step in range(1, 12)]
+    lines += [{"step": step, "skipped": True} | line for step in range(12, 12 + n_skipped)]
+    lines += [step_line(step, loss=4.0) for step in range(12 + n_skipped, 22)]
+    assert bool(verdict.diverging(record.read(write(tmp_path, lines) / "metrics.jsonl"))) == diverges
+    later = [step_line(step, loss=4.0) for step in range(22, 33)]
+    assert not verdict.diverging(record.read(write(tmp_path, lines + later) / "metrics.jsonl"))
+
+
+def test_the_verdict_has_the_best_validation_its_step_the_time_the_tokens_and_the_speed(tmp_path: Path):
+    lines = [step_line(step, step_time_s=30.0, tokens_per_s=1500.0 + step) for step in range(1, 10)]
+    lines += [{"step": step, "val_loss": loss} for step, loss in ((2, 3.0), (4, 2.0), (6, 2.0), (8, 2.5))]
+    (found,) = run.read([str(write(tmp_path, lines))])
+    assert verdict.facts(found) == [
+        "best validation loss 2 (ppl 7.389) at step 4",  # e² = 7.389
+        "4.5 min of steps",
+        "576 tokens",
+        "1.5 K tokens/s",
+    ]
+
+
+def test_of_several_validation_sets_the_verdict_names_the_one_it_tells_of(tmp_path: Path):
+    lines = [step_line(1), {"step": 1, "val_web_loss": 3.0}, {"step": 1, "val_code_loss": 2.0}]
+    (found,) = run.read([str(write(tmp_path, lines))])
+    assert verdict.facts(found)[0] == "best validation code loss 2 (ppl 7.389) at step 1"
