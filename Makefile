@@ -1,5 +1,5 @@
 # make train [ARGS="--section.key value ..."]   install on first use, train the default model, write its report
-# make test                                     install on first use, then lint, types and tests
+# make test                                     install on first use, then lint, rooms, types and tests
 # make test-extras                              what needs a browser (Debian's chromium), trackers, lm-eval or a notebook;
 #                                               and that every extra of pyproject.toml installs
 # make docs                                     install on first use, then build the pages of docs/ as a site, in .site
@@ -28,6 +28,7 @@ RUN_DIR = import sys; from dtmega import config; print(config.load(sys.argv[1:])
 test: .venv/installed-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	.venv/bin/lint-imports --no-cache
 	$(MAKE) --no-print-directory -j 2 site types tests
 
 types:

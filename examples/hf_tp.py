@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from dtmega.ops.shards import whole
+from dtmega.ops.shards import full_tensor
 from dtmega.plans import parallelize_hf, plan_for
 
 if len(sys.argv) != 3:
@@ -37,7 +37,7 @@ for step in range(3):
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.full_tensor().item():.3f}")
 
-weights = {name: whole(parameter).cpu() for name, parameter in model.state_dict().items()}  # by all ranks
+weights = {name: full_tensor(parameter).cpu() for name, parameter in model.state_dict().items()}  # by all ranks
 if dist.get_rank() == 0:
     model.save_pretrained(target, state_dict=weights)
 dist.barrier()

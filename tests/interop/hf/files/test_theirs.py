@@ -22,7 +22,7 @@ from dtmega.cli.convert import to_checkpoint
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import INDEX, TensorFiles, has_weights
 from dtmega.interop.hf.tp.load import open_folder
-from dtmega.ops.shards import whole
+from dtmega.ops.shards import full_tensor
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from tests import hf_models, ranks
 from tests.hf_models import Case
@@ -576,7 +576,7 @@ def on_one_rank() -> dict[str, list[str]]:
         for each in (truth, model):
             each(input_ids=tokens, labels=tokens).loss.backward()
         pairs = zip(truth.named_parameters(), model.parameters(), strict=True)
-        found[name] = [n for (n, p), q in pairs if not torch.allclose(whole(q.grad), p.grad, 1e-4, 1e-6)]
+        found[name] = [n for (n, p), q in pairs if not torch.allclose(full_tensor(q.grad), p.grad, 1e-4, 1e-6)]
         found[name] += [str(plan_for(truth, 1)).splitlines()[-1]]
     dist.barrier()
     return found

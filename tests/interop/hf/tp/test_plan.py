@@ -37,7 +37,7 @@ from dtmega.interop.hf.tp.regions import EnterHeads
 from dtmega.interop.hf.tp.styles import Stack
 from dtmega.interop.hf.tp.verify import Verification, verify
 from dtmega.ops import cross_entropy as loss_room
-from dtmega.ops.shards import whole
+from dtmega.ops.shards import full_tensor
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from dtmega.plans.styles import Enter, Whole
 from tests import hf_models, ranks
@@ -81,7 +81,7 @@ GENERATING_LIKE_THEM = ("qwen2", "qwen3", "gpt_neox")
 
 def error(ours: Tensor, truth: Tensor, of_all: float = 0.0) -> float:
     """Relative to truth, or to all gradients if it is 0 but for rounding: softmax does not see a bias of the keys."""
-    found = whole(ours)
+    found = full_tensor(ours)
     size = truth.norm().item()
     return (found - truth).norm().item() / (of_all if size < 1e-5 * of_all else max(size, 1e-30))
 
@@ -483,7 +483,7 @@ def loaded(mesh: DeviceMesh, directories: dict[Case, str]) -> dict[Case, dict[st
         loss, expected = (hf_models.forward(m, hf_models.batch(case))[0].item() for m in (model, truth))
         pairs = zip(model.parameters(), truth.parameters(), strict=True)
         found[case] = {
-            "equal": all(torch.equal(whole(p), q) for p, q in pairs),
+            "equal": all(torch.equal(full_tensor(p), q) for p, q in pairs),
             "loss": abs(loss / expected - 1),
             "share": read.bytes / read.of,
             "held": held == read.bytes,
@@ -726,7 +726,7 @@ def test_dropout_keeps_the_ranks_together_and_ranks_with_other_seeds_are_refused
         ("vocabulary", "leave a rank without any of 1"),
         ("layerdrop", "layerdrop=0.1 of a opt config: ranks would skip different layers"),
         ("cross-attention", "add_cross_attention=True"),
-        ("code", "expected a model class of transformers, got test_hf_plans.Mine"),
+        ("code", "expected a model class of transformers, got tests.interop.hf.tp.test_plan.Mine"),
         ("auto_map", "custom (remote) code"),
         ("attention", "attn_implementation='paged|sdpa' is not known to work"),
         ("flash on CPU", "attn_implementation='flash_attention_2' does not run on a CPU"),
