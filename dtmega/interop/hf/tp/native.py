@@ -1,7 +1,7 @@
-"""The plan that a model of `transformers` carries itself, in our words: `config.base_model_tp_plan` and `_tp_plan`.
+"""Plans how to cut a model by the plan that transformers brings: `config.base_model_tp_plan` and `_tp_plan`.
 
-Plain tensor parallelism: the strings say nothing about the sequence. Nobody checked these plans against gradients, so
-`parallelize_hf` does, on a small clone, each time.
+Its strings mean plain tensor parallelism, without sequence parallelism. Nobody else checks these plans against the
+gradients of one process, so `parallelize_hf` does it each time, on a small clone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dtmega.interop.hf.tp.styles import GatheredColumn, SplitRow, Stack
 from dtmega.plans.styles import Column, KVColumn, Row, Whole, check_kv_heads
 from dtmega.plans.vocabulary import VocabEmbedding
 
-WORDS: dict[str, Callable[[], ParallelStyle]] = {
+# String of transformers' plans -> a function that makes the style that it means.
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": lambda: Column(Stack()).entering(),
     "rowwise": lambda: Row(Stack()),
     "colwise_gather_output": GatheredColumn,
@@ -36,43 +37,28 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = False) -> HFPlan:
-    """The plan of a model by the strings that it carries.
+    """Plan a model by the strings that it carries itself.
 
     Args:
-        rest_whole: what the plan says and we have no word for, or what cannot be cut so, is whole on every rank.
+        model: model of `transformers`, real or on meta.
+        tp: number of ranks.
+        loss_parallel: True if the loss is computed from each rank's part of the logits.
+        rest_whole: True if a module stays whole on every rank where the plan's string has no style here, or where tp
+            cannot cut the module so; False refuses it.
 
     Raises:
-        ValueError: heads that tp does not divide; a string we have no word for or a bare parameter, not `rest_whole`.
+        ValueError: tp does not divide the heads; without `rest_whole`, also a string without a style, or a plan for a
+            single parameter.
     """
     config = model.config
     check_heads(config, tp)
-    prefix, _ = base_model(model)
-    strings = {joined(prefix, name): string for name, string in (config.base_model_tp_plan or {}).items()}
-    strings |= type(model)._tp_plan or {}
     plan = HFPlan(config.model_type, tp, False, {}, block_names(model), native=tp > 1)
     add_guard(plan, model, Stack(), "")
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
-        plan.table[next(name for name, module in model.named_modules() if module is embedding)] = VocabEmbedding(
-            Stack()
-        )
-    whole: list[str] = []
-    mixtures = [pattern for pattern, string in strings.items() if string == "moe_tp_experts"]
-    for pattern, string in strings.items():
-        if pattern.rpartition(".")[0] in mixtures:
-            continue  # how transformers cuts each expert; here they stay whole, each on one rank
-        found = [module for _, module in matching(model, pattern)]
-        is_parameter = any(_fits(name, pattern) for name, _ in model.named_parameters())
-        if is_parameter or (found and string not in WORDS):
-            if not rest_whole:
-                raise ValueError(_no_word(config.model_type, string, pattern, is_parameter))
-            whole.append(pattern)
-        elif found and not any(module in (embedding, head) for module in found):
-            style = WORDS[string]()
-            if pattern in mixtures and not _shares(style, found, tp, rest_whole):
-                whole.append(pattern)
-                continue
-            plan.table[pattern] = style
+        name = next(name for name, module in model.named_modules() if module is embedding)
+        plan.table[name] = VocabEmbedding(Stack())
+    left_whole = _add_styles(plan, model, rest_whole)
     copy_heads(plan, model)
     add_head(plan, model, loss_parallel)
     add_rest(plan, model, in_blocks=True)
@@ -80,16 +66,47 @@ def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = Fal
         plan.notes.append("one rank: nothing is cut")
         return plan
     plan.notes.append("the plan of transformers itself; without sequence parallelism")
-    if whole:
-        plan.notes.append(f"whole on every rank, though it says how to cut them: {', '.join(whole)}")
+    if left_whole:
+        plan.notes.append(f"whole on every rank, though it says how to cut them: {', '.join(left_whole)}")
     return plan
 
 
+def _add_styles(plan: HFPlan, model: Any, rest_whole: bool) -> list[str]:
+    """Add a style for each string of the model's plan. Returns the patterns whose modules stay whole instead."""
+    prefix, _ = base_model(model)
+    strings = {joined(prefix, name): string for name, string in (model.config.base_model_tp_plan or {}).items()}
+    strings |= type(model)._tp_plan or {}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    mixtures = [pattern for pattern, string in strings.items() if string == "moe_tp_experts"]
+    left_whole: list[str] = []
+    for pattern, string in strings.items():
+        # transformers would cut each expert, and has strings for the parameters inside. Here each expert is whole on
+        # one rank, so only the string of the whole mixture counts.
+        if pattern.rpartition(".")[0] in mixtures:
+            continue
+        modules = [module for _, module in matching(model, pattern)]
+        is_parameter = any(_fits(name, pattern) for name, _ in model.named_parameters())
+        if is_parameter or (modules and string not in STYLES):
+            if not rest_whole:
+                raise ValueError(_no_style(plan.family, string, pattern, is_parameter))
+            left_whole.append(pattern)
+            continue
+        # The embedding and the head are cut over the vocabulary, whatever their strings say.
+        if not modules or any(module in (embedding, head) for module in modules):
+            continue
+        style = STYLES[string]()
+        if pattern in mixtures and not _shares(style, modules, plan.tp, rest_whole):
+            left_whole.append(pattern)
+            continue
+        plan.table[pattern] = style
+    return left_whole
+
+
 def _shares(style: Any, experts: list[nn.Module], tp: int, rest_whole: bool) -> bool:
-    """Tell whether tp ranks share these experts; otherwise they are whole on every rank.
+    """True if tp ranks can share these experts; otherwise the experts are whole on every rank.
 
     Raises:
-        ValueError: they cannot share them, and the experts may not be whole on every rank.
+        ValueError: the ranks cannot share them, and without `rest_whole` they may not stay whole.
     """
     try:
         for module in experts:
@@ -101,8 +118,8 @@ def _shares(style: Any, experts: list[nn.Module], tp: int, rest_whole: bool) -> 
     return True
 
 
-def _no_word(family: str, string: str, pattern: str, is_parameter: bool) -> str:
-    why = "a parameter, and we cut modules only" if is_parameter else "which we have no word for"
+def _no_style(family: str, string: str, pattern: str, is_parameter: bool) -> str:
+    why = "a parameter, and we cut modules only" if is_parameter else "which we have no style for"
     return (
         f"the plan of transformers for '{family}' says '{string}' for {pattern}, {why}; parallelize_hf(..., "
         f"generic=True) leaves it whole on every rank"
@@ -110,6 +127,11 @@ def _no_word(family: str, string: str, pattern: str, is_parameter: bool) -> str:
 
 
 def check_heads(config: Any, tp: int) -> None:
+    """Refuse heads that tp does not divide, and heads of keys that can be neither cut nor copied evenly.
+
+    Raises:
+        ValueError: such numbers of heads.
+    """
     key = "num_attention_heads"
     heads = getattr(config, key, None)
     if heads and heads % tp:
@@ -120,28 +142,28 @@ def check_heads(config: Any, tp: int) -> None:
 
 
 def copy_heads(plan: HFPlan, model: Any) -> None:
-    """Copy heads of keys where tp is a multiple of them: each rank computes the one that its heads of queries need.
+    """Copy heads of keys if there are fewer than ranks: a rank computes the one that its heads of queries need.
 
     Raises:
-        ValueError: keys and values are not linears of their own, cut by output features.
+        ValueError: keys and values are not separate linears that are cut by output features.
     """
     kv_heads, tp = getattr(model.config, "num_key_value_heads", None), plan.tp
     if not kv_heads or kv_heads % tp == 0:
         return
-    shared = [name for name in plan.table if name.rpartition(".")[2] in ("k_proj", "v_proj")]
-    if not shared or any(type(plan.table[name]) is not Column for name in shared):
+    projections = [name for name in plan.table if name.rpartition(".")[2] in ("k_proj", "v_proj")]
+    if not projections or any(type(plan.table[name]) is not Column for name in projections):
         raise ValueError(
             f"tp={tp} does not divide num_key_value_heads={kv_heads}, and the plan of transformers for "
             f"'{plan.family}' has no k_proj and v_proj whose heads could be copied ([mesh] tp)"
         )
-    for name in shared:
+    for name in projections:
         plan.table[name] = KVColumn(kv_heads, Stack()).entering()
-        # One head of keys for all heads of queries that are here.
+        # All heads of queries on a rank share its one head of keys.
         plan.table[name.rpartition(".")[0]] = Counts({"num_key_value_groups": model.config.num_attention_heads // tp})
 
 
 def block_names(model: Any) -> list[str]:
-    """The names of the modules in the longest list of the model: what FSDP2 wraps."""
+    """Names of the blocks that FSDP2 wraps: the modules of the list that has the most parameters."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0}
     if not lists:
         return []
@@ -150,5 +172,6 @@ def block_names(model: Any) -> list[str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+    """True if a parameter's name matches a pattern, in which `*` stands for one part between dots."""
+    parts, expected = name.split("."), pattern.split(".")
+    return len(parts) == len(expected) and all(e in ("*", p) for p, e in zip(parts, expected, strict=True))

@@ -191,8 +191,8 @@ def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
             continue
         if not in_blocks and any(f"{name}.".startswith(f"{block}.") for block in plan.blocks):
             raise ValueError(
-                f"the plan of '{plan.family}' has no word for the parameters of {name} ({type(module).__name__}): this "
-                f"version of transformers, or an option of the config, is not one it knows"
+                f"the plan of '{plan.family}' has no style for the parameters of {name} ({type(module).__name__}): it "
+                f"does not know this version of transformers, or an option of the config"
             )
         if name in plan.table:
             raise ValueError(f"{name or type(model).__name__} has parameters of its own, which the plan does not know")

@@ -1,10 +1,10 @@
-"""A small model with all the peculiarities of a large one, and a batch for it: a plan is proven on these."""
+"""Builds a small clone of a large model, which keeps all that decides how tp cuts it, and a batch to compare it on."""
 
 from __future__ import annotations
 
 import copy
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,67 +26,51 @@ SIZES |= dict.fromkeys(POSITION_KEYS, POSITIONS)
 TOKENS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
-def tiny_config(config: Any, tp: int) -> Any:
-    """The configuration with two layers (or one of each kind), few and small heads, and no dropout.
+class _Sizes(NamedTuple):
+    """The sizes of the clone's attention.
 
-    What decides how tp cuts stays: whether keys have fewer heads than queries and than there are ranks, whether heads
-    make up the hidden size, ties, biases, norms, the kind of attention. Two heads a rank show a wrong order of them, as
-    do two experts.
+    Attributes:
+        heads: number of heads of queries.
+        kv_heads: number of heads of keys and values.
+        hidden: width of the hidden state.
+    """
+
+    heads: int
+    kv_heads: int
+    hidden: int
+
+
+def tiny_config(config: Any, tp: int) -> Any:
+    """A configuration like this one with two layers (or one of each kind), few and small heads, and no dropout.
+
+    It keeps what decides how tp cuts: whether there are fewer heads of keys than of queries, or than ranks, whether the
+    heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. A rank gets two heads, and
+    two experts, so that a wrong order of them shows.
+
+    Args:
+        config: configuration of the large model, which is not changed.
+        tp: number of ranks over which the clone is to be cut.
 
     Raises:
         ValueError: a model without heads (Mamba).
     """
+    sizes = _attention_sizes(config, tp)
     new = copy.deepcopy(config)
-
-    def first(keys: tuple[str, ...]) -> Any:
-        return next((getattr(config, key) for key in keys if getattr(config, key, None)), None)
-
-    def put(keys: tuple[str, ...], value: Any) -> None:
-        for key in keys:
-            if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
-                setattr(new, key, value)
-
-    heads, hidden = first(HEAD_KEYS), first(HIDDEN_KEYS)
-    if not isinstance(heads, int) or not isinstance(hidden, int):
-        raise ValueError(
-            f"a plan is proven on a small clone, and a config of '{config.model_type}' has no number of heads or no "
-            f"hidden size to make one by (none of {', '.join(HEAD_KEYS)}; {', '.join(HIDDEN_KEYS)})"
-        )
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    few_kv = 2 * tp if kv_heads == heads else tp if kv_heads % tp == 0 else kv_heads
-    few = few_kv if kv_heads == heads else max(2 * few_kv, 2 * tp)
-    if known := KNOWN.get(config.model_type):
-        few, few_kv = few * known.head_blocks, few_kv * known.head_blocks
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
-    small = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    put(LAYER_KEYS, max(2, len(kinds)))
-    if kinds:
-        new.layer_types = kinds if len(kinds) > 1 else kinds * 2
-    put(HEAD_KEYS, few)
-    put(("num_key_value_heads",), few_kv)
-    if not getattr(config, "qk_rope_head_dim", None):  # latent attention has lengths of its own
-        put(("head_dim", "d_kv"), HEAD_DIM)
-    put(HIDDEN_KEYS, small)
-    put((*FEED_FORWARD_KEYS, "moe_intermediate_size"), 2 * small)
-    experts = first(EXPERT_KEYS)
-    visited = getattr(config, "num_experts_per_tok", None)
-    if experts and visited and not getattr(config, "n_group", None):
-        # Two a rank or more, and more than a token visits.
-        put(EXPERT_KEYS, min(experts, tp * max(2, visited // tp + 1)))
-    # So that the second layer has experts, where any has.
-    put(("first_k_dense_replace",), 1)
-    put(("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
-    put(("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
+    _shrink_layers(config, new)
+    _put(config, new, HEAD_KEYS, sizes.heads)
+    _put(config, new, ("num_key_value_heads",), sizes.kv_heads)
+    # Latent attention has several head sizes of its own, which stay.
+    if not getattr(config, "qk_rope_head_dim", None):
+        _put(config, new, ("head_dim", "d_kv"), HEAD_DIM)
+    _put(config, new, HIDDEN_KEYS, sizes.hidden)
+    _put(config, new, (*FEED_FORWARD_KEYS, "moe_intermediate_size"), 2 * sizes.hidden)
+    _shrink_experts(config, new, tp)
     if getattr(config, "word_embed_proj_dim", None):
-        new.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small // 2
+        is_projected = config.word_embed_proj_dim != _first(config, HIDDEN_KEYS)
+        new.word_embed_proj_dim = sizes.hidden // 2 if is_projected else sizes.hidden
     for key, value in SIZES.items():
-        put((key,), value)
-    for key, value in TOKENS.items():
-        if getattr(config, key, None) is not None:
-            setattr(new, key, value)
-    if getattr(config, "is_encoder_decoder", False):
-        new.decoder_start_token_id = TOKENS["decoder_start_token_id"]
+        _put(config, new, (key,), value)
+    _put_tokens(config, new)
     for key, value in config.to_dict().items():
         if NOISE.search(key) and isinstance(value, float):
             setattr(new, key, 0.0)
@@ -94,8 +78,77 @@ def tiny_config(config: Any, tp: int) -> Any:
     return new
 
 
+def _first(config: Any, keys: tuple[str, ...]) -> Any:
+    """The value of the first of these keys that a configuration sets; None if it sets none."""
+    return next((getattr(config, key) for key in keys if getattr(config, key, None)), None)
+
+
+def _put(config: Any, new: Any, keys: tuple[str, ...], value: Any) -> None:
+    """Set those of the keys in `new` that `config` sets; a property follows from other keys and is left alone."""
+    for key in keys:
+        if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
+            setattr(new, key, value)
+
+
+def _attention_sizes(config: Any, tp: int) -> _Sizes:
+    heads, hidden = _first(config, HEAD_KEYS), _first(config, HIDDEN_KEYS)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        raise ValueError(
+            f"a plan is proven on a small clone, and a config of '{config.model_type}' has no number of heads or no "
+            f"hidden size to make one by (none of {', '.join(HEAD_KEYS)}; {', '.join(HIDDEN_KEYS)})"
+        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if kv_heads == heads:
+        few_kv = few = 2 * tp
+    else:
+        # Key heads that tp divides stay divisible; others are copied to several ranks, and their number stays.
+        few_kv = tp if kv_heads % tp == 0 else kv_heads
+        few = max(2 * few_kv, 2 * tp)
+    if facts := KNOWN.get(config.model_type):
+        few, few_kv = few * facts.head_blocks, few_kv * facts.head_blocks
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
+    # Heads that do not add up to the hidden size must not do so in the clone either.
+    width = few * HEAD_DIM * (1 if head_dim * heads == hidden else 2)
+    return _Sizes(few, few_kv, width)
+
+
+def _shrink_layers(config: Any, new: Any) -> None:
+    """Keep one layer of each kind, and two layers at least."""
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    _put(config, new, LAYER_KEYS, max(2, len(kinds)))
+    if kinds:
+        new.layer_types = kinds if len(kinds) > 1 else kinds * 2
+
+
+def _shrink_experts(config: Any, new: Any, tp: int) -> None:
+    n_experts = _first(config, EXPERT_KEYS)
+    per_token = getattr(config, "num_experts_per_tok", None)
+    if n_experts and per_token and not getattr(config, "n_group", None):
+        # At least two for each rank, and more than a token uses.
+        _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
+    # These keys say which layers are dense; of the two layers, the second must have experts if any layer has.
+    _put(config, new, ("first_k_dense_replace",), 1)
+    _put(config, new, ("decoder_sparse_step",), min(2, getattr(config, "decoder_sparse_step", 0)))
+    _put(config, new, ("mlp_only_layers",), [i for i in getattr(config, "mlp_only_layers", None) or () if i == 0])
+
+
+def _put_tokens(config: Any, new: Any) -> None:
+    """Give special tokens ids that the small vocabulary has."""
+    for key, value in TOKENS.items():
+        if getattr(config, key, None) is not None:
+            setattr(new, key, value)
+    if getattr(config, "is_encoder_decoder", False):
+        new.decoder_start_token_id = TOKENS["decoder_start_token_id"]
+
+
 def build(model_class: type[Any], config: Any, attention: str) -> Any:
-    """A model in fp32 with the same values on every rank, biases and norms not left at 0 and 1."""
+    """Build a model in fp32 with the same values on every rank, and with biases and norms other than 0 and 1.
+
+    Args:
+        model_class: a class of transformers.
+        config: the model's configuration.
+        attention: name of the attention implementation.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = model_class._from_config(copy.deepcopy(config), attn_implementation=attention)
@@ -103,9 +156,9 @@ def build(model_class: type[Any], config: Any, attention: str) -> Any:
 
 
 def without_dropout(model: nn.Module) -> Any:
-    """Set all dropout to 0, also of modules whose rate is in no key of the config.
+    """Set all dropout to 0, even in modules whose rate no key of the config sets.
 
-    Masks are random, so with them a right cut would look wrong.
+    Random masks would make a correct cut look wrong.
     """
     for module in model.modules():
         if "drop" in type(module).__name__.lower():
@@ -118,7 +171,7 @@ def without_dropout(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def perturbed(model: nn.Module) -> Any:
-    """Move every parameter by noise from its name, so that a missing or doubled term shows."""
+    """Add noise to every parameter, drawn from a seed of its name, so that a missing or doubled term shows."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.ndim < 2 else 0.05))
@@ -126,26 +179,42 @@ def perturbed(model: nn.Module) -> Any:
 
 
 def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -> dict[str, Tensor]:
-    """Tokens [rows, length], where the model takes them labels, some of them -100; `padded` hides ends and starts."""
+    """A batch of random tokens.
+
+    Args:
+        model: the model that is to read it.
+        length: tokens in a row.
+        padded: masks the last three tokens of the first row and the first two of the last row.
+        rows: number of rows.
+        seed: seed of the tokens.
+
+    Returns:
+        input_ids [rows, length], and where the model has a head, labels, every fifth of which is -100; an encoder-
+        decoder without a head gets decoder_input_ids.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = model.config.vocab_size
-    found = {"input_ids": torch.randint(3, size, (rows, length), generator=generator)}
+    inputs = {"input_ids": torch.randint(3, size, (rows, length), generator=generator)}
     if padded:
         mask = torch.ones(rows, length, dtype=torch.int64)
         mask[0, length - 3 :] = 0
         mask[-1, :2] = 0
-        found["attention_mask"] = mask
+        inputs["attention_mask"] = mask
     if model.get_output_embeddings() is not None:
         labels = torch.randint(3, size, (rows, length), generator=generator)
         labels[:, ::5] = -100
-        found["labels"] = labels
+        inputs["labels"] = labels
     elif model.config.is_encoder_decoder:
-        found["decoder_input_ids"] = found["input_ids"].roll(1, dims=1)
-    return found
+        inputs["decoder_input_ids"] = inputs["input_ids"].roll(1, dims=1)
+    return inputs
 
 
 def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(loss, logits or hidden states) of a forward; without a loss of the model's, a number that depends on all."""
+    """Run a forward, and return a loss and the output that it depends on.
+
+    Returns:
+        (loss, logits); for a model without labels a random linear function of the hidden states, and these.
+    """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]
     if "labels" in inputs:

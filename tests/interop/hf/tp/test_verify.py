@@ -688,7 +688,7 @@ def test_a_parameter_of_a_module_that_only_moves_the_hidden_state_is_refused():
         with torch.device("meta"):
             model = hf_models.transformers.LlamaForCausalLM(config)
             model.get_submodule(path).register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
-        text = f"no word for the parameters of {path}" if path in blocks else "model has parameters of its own"
+        text = f"no style for the parameters of {path}" if path in blocks else "model has parameters of its own"
         with pytest.raises(ValueError, match=text):
             plan_for(model)
 
