@@ -49,6 +49,7 @@ def held(tensor: DTensor) -> dict[str, Any]:
     return {
         "right": all(torch.equal(box.part, numbers[box.where]) for box in parts),
         "put together": not in_parts(tensor) or torch.equal(full_tensor(tensor), numbers),
+        "dtype": not in_parts(tensor) or full_tensor(tensor).dtype == tensor.dtype,
         "views": all(box.part.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() for box in parts),
         "all": sorted(x for box in parts for x in box.part.flatten().tolist()) == sorted(mine.flatten().tolist()),
         "empty": any(box.part.numel() == 0 for box in parts),
@@ -110,6 +111,7 @@ def check_tiles(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["right"]
         assert found["put together"]
+        assert found["dtype"]
         assert found["views"]
         assert found["all"]
         assert not found["empty"]
