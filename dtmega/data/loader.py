@@ -1,8 +1,8 @@
-"""Batches made of samples, one optimizer step at a time. The only state is the number of samples consumed.
+"""Batches of samples, one optimizer step at a time. The only state is the number of samples consumed.
 
-The step after c consumed samples has `batch.size_at(c)` sequences, samples c, c + 1, ...; data rank r of R takes the
-r-th of R equal, contiguous slices of them, cut into microbatches of B = `[batch] micro_batch_size`. What is in one is
-said in `rows.py`.
+The step after c consumed samples has `batch.size_at(c)` sequences: samples c, c + 1, .... They are cut into R equal,
+contiguous slices; data rank r of R takes slice r, in microbatches of B = `[batch] micro_batch_size`. `rows.py`
+describes the tensors of a microbatch.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers die of signals as torch's own do
-FEEDER = "QueueFeederThread"  # the name that multiprocessing gives them
-# To make a batch in less time than this, the trainer needs no help: a worker takes two seconds to start, and a core.
+# True if a process can find out who sent it a signal. On macOS it cannot; there, signals end the workers, as they end
+# torch's own.
+CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
+FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
+# If a batch takes less time than this, the trainer makes it itself: a worker takes two seconds to start, and a core.
 MOMENT_S = 2e-3
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The part of one data rank in one optimizer step.
+    """One data rank's part of the batch of an optimizer step.
 
     Attributes:
-        first_sample: the first of the global batch's samples.
-        samples: how many sequences the global batch has, over all data ranks.
-        microbatches: this rank's.
+        first_sample: number of the first sample in the global batch.
+        samples: number of sequences in the global batch, over all data ranks.
+        microbatches: microbatches of this rank, as rows by name.
     """
 
     first_sample: int
@@ -51,24 +53,28 @@ class StepBatch:
 
 
 class TrainBatches:
-    """Endless `StepBatch`es from `start_sample` on: `for step in batches`, and again from where it stopped.
+    """Endless `StepBatch`es from `start_sample` on. A second `for` loop goes on where the first one stopped.
 
-    The state is one integer, the samples delivered so far, and resumes exactly under any number of workers and of data
-    ranks. StatefulDataLoader's own state does neither: another number of workers is an AssertionError, another number
-    of data ranks silently repeats or skips data.
+    The state is one integer, the number of samples delivered so far. A run resumes from it exactly, with any number of
+    workers and of data ranks. StatefulDataLoader's own state cannot do that: with another number of workers it raises
+    an AssertionError, and with another number of data ranks it silently repeats or skips samples.
 
     The worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which terminals, torchrun and SLURM send
-    to all processes: how the run ends is the trainer's decision. They end with `close()`, at the interpreter's exit, or
-    within seconds of the trainer's death. They are spawned, so the script that iterates needs its
+    to all processes, because only the trainer decides how the run ends. Workers end at `close()`, at the interpreter's
+    exit, or within seconds of the trainer's death. They are spawned, so a script that iterates over batches needs
     `if __name__ == "__main__"`.
 
     Args:
-        rows: of the samples.
-        rank, world: this data rank, and how many there are.
-        pin_memory: deliver in page-locked memory, for copies to a GPU that overlap with compute.
+        rows: rows of the samples.
+        data: the section [data] of the configuration.
+        batch: the section [batch].
+        rank: number of this data rank.
+        world: number of data ranks.
+        start_sample: number of samples consumed before.
+        pin_memory: deliver tensors in page-locked memory, from which copies to a GPU overlap with compute.
 
     Raises:
-        ValueError: a size of the global batch, ramp-up included, is no multiple of B x world.
+        ValueError: a size of the global batch, ramp-up included, is not a multiple of B x world.
     """
 
     def __init__(
@@ -87,61 +93,67 @@ class TrainBatches:
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
         self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
-        self._opening: _Opening | None = None  # until its workers have answered
-        self._feeders: set[threading.Thread] = set()  # of the queues to the workers
+        self._startup: _WorkerStartup | None = None  # until its workers have answered
+        self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
 
     def __iter__(self) -> TrainBatches:
         return self
 
     def __next__(self) -> StepBatch:
-        if self._iterator is None and self._opening is None:
+        if self._iterator is None and self._startup is None:
             self.start()
         self._wait()
         assert self._iterator is not None
         rows = next(self._iterator)
-        first, size = self._consumed, self._batch.size_at(self._consumed)
+        first = self._consumed
+        size = self._batch.size_at(first)
         self._consumed += size
         return StepBatch(first, size, _microbatches(rows, self._batch.micro_batch_size))
 
     def state_dict(self) -> dict[str, int]:
-        """The samples that were delivered; those that workers have prepared beyond them do not count."""
+        """The number of samples delivered. Samples that workers have prefetched do not count."""
         return {"samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the samples of `state`. Workers that are at this sample already are kept."""
         self._wait()
         if state["samples"] != self._consumed:
             self.close()
             self._consumed = state["samples"]
 
     def close(self) -> None:
-        """End the worker processes. Iterating again starts new ones."""
-        with contextlib.suppress(Exception):  # of workers that nobody will ask
+        """End the worker processes. Iterating after that starts new ones."""
+        with contextlib.suppress(Exception):  # an error at the start of workers that are not needed any more
             self._wait()
         self._iterator = None
-        gc.collect()  # queues in a cycle would be left to the end of the process, which would warn of their semaphores
-        # A feeder drops the last semaphore of its queue a moment later; the end of the process in between is a warning.
+        # At the process's end, Python warns of semaphores that are still in use. Those of the queues are freed here:
+        # queues in a reference cycle by the garbage collector, and others by their feeder threads, a moment later.
+        gc.collect()
         for feeder in self._feeders:
             feeder.join(timeout=5)
         self._feeders = set()
 
     def start(self) -> None:
-        """Start the worker processes, if any, and do not wait for them. Iterating does it where this was not called."""
+        """Start the worker processes, if any, without waiting for them. Otherwise the first iteration starts them."""
         workers = self._n_workers()
         if workers:
-            self._opening = _Opening(self._loader(workers))
+            self._startup = _WorkerStartup(self._loader(workers))
         else:
             self._iterator = self._in_this_process()
 
     def _wait(self) -> None:
         """Wait until workers that are being started have answered."""
-        if self._opening is None:
+        if self._startup is None:
             return
-        opening, self._opening = self._opening, None
-        self._iterator = opening.result()
-        self._feeders = opening.feeders
+        startup, self._startup = self._startup, None
+        self._iterator = startup.result()
+        self._feeders = startup.feeders
 
     def _n_workers(self) -> int:
-        """The number of workers: [data] num_workers; of -1 none where one of two batches takes a moment, else one."""
+        """The number of worker processes: [data] num_workers, or for -1 as many as the batches need, 0 or 1.
+
+        Two batches are timed and the faster one counts, because the first may be slow for reasons that do not last.
+        """
         if self._data.num_workers >= 0:
             return self._data.num_workers
         for indices in islice(self._slices(), 2):
@@ -152,14 +164,19 @@ class TrainBatches:
         return 1
 
     def _slices(self) -> Iterator[range]:
+        """This rank's samples in each step, from the next step on."""
         return _slices(self._batch, self._consumed, self._rank, self._world)
 
     def _in_this_process(self) -> Iterator[dict[str, Tensor]]:
+        """The rows of each step, made without workers."""
         for indices in self._slices():
             rows = self._rows[indices]
-            yield {name: tensor.pin_memory() for name, tensor in rows.items()} if self._pin_memory else rows
+            if self._pin_memory:
+                rows = {name: tensor.pin_memory() for name, tensor in rows.items()}
+            yield rows
 
     def _loader(self, workers: int) -> StatefulDataLoader[dict[str, Tensor]]:
+        """A loader whose workers make the rows of each step."""
         with warnings.catch_warnings():
             # torchdata 0.11 still calls a counter that torch 2.13 has deprecated.
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
@@ -169,20 +186,24 @@ class TrainBatches:
                 sampler=self._slices(),  # pyright: ignore[reportArgumentType]  # anything that can be iterated
                 num_workers=workers,
                 pin_memory=self._pin_memory,
-                # Without a generator of its own, the loader draws from the global one and so moves it.
+                # Without this generator, the loader would draw from the global one and so change later draws from it.
                 generator=torch.Generator(),
                 worker_init_fn=_hear_only_the_trainer,
-                # A fork of a process with CUDA, gloo or OpenMP threads may hang, and warns from Python 3.12 on; a child
-                # of a fork server would not see the trainer die. Spawning costs an import of torch, about a second.
+                # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn of
+                # it), and the child of a fork server would not notice the trainer's death. Spawning costs an import of
+                # torch, about a second.
                 multiprocessing_context="spawn",
             )
 
 
-class _Opening:
-    """The start of a loader's workers, in a thread: torchdata waits until each has answered, which takes seconds.
+class _WorkerStartup:
+    """The start of a loader's workers, in a thread, because torchdata waits seconds for the answer of each worker.
+
+    Args:
+        loader: the loader.
 
     Attributes:
-        feeders: the threads of multiprocessing that feed the queues to the workers.
+        feeders: multiprocessing's threads that feed the queues to the workers.
     """
 
     def __init__(self, loader: StatefulDataLoader[dict[str, Tensor]]) -> None:
@@ -197,12 +218,16 @@ class _Opening:
         try:
             with _signals_blocked():
                 self._iterator = iter(loader)
-        except BaseException as error:  # for the thread that asks for the result
+        except BaseException as error:  # `result` raises it in the thread that calls it
             self._error = error
         self.feeders = {t for t in threading.enumerate() if t not in before and t.name == FEEDER}
 
     def result(self) -> Iterator[dict[str, Tensor]]:
-        """The rows of each step, once the workers have answered; raises what has ended the start."""
+        """Wait until the workers have answered; return an iterator over the rows of each step.
+
+        Raises:
+            Exception: the error that ended the start.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -211,12 +236,19 @@ class _Opening:
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
-    """The first `steps` full global batches, the same ones in each evaluation, read in this process.
+    """The first `steps` global batches of full size, the same ones in each evaluation; made in this process.
 
-    A split with fewer samples goes on into its next epoch.
+    A split with fewer samples continues in its next epoch.
+
+    Args:
+        rows: rows of the samples of a split.
+        batch: the section [batch]; its ramp-up is not used.
+        rank: number of this data rank.
+        world: number of data ranks.
+        steps: number of batches.
 
     Raises:
-        ValueError: global_batch_size is no multiple of B x world.
+        ValueError: global_batch_size is not a multiple of B x world.
     """
     full = batch.model_copy(update={"rampup": []})
     _check_sizes(full, world)
@@ -226,12 +258,12 @@ def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) ->
 
 
 def bears_loss(rows: Rows, g: int) -> bool:
-    """Tell whether a token of sample g counts in the loss."""
+    """True if sample g has a label that counts in the loss."""
     return bool((rows[range(g, g + 1)]["labels"] != IGNORED).any())
 
 
 def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
-    """This rank's samples in each step, from the step on that starts at sample `first`."""
+    """This rank's samples in each step, beginning with the step that starts at sample `first`."""
     while True:
         size = batch.size_at(first)
         share = size // world
@@ -241,6 +273,7 @@ def _slices(batch: Batch, first: int, rank: int, world: int) -> Iterator[range]:
 
 
 def _microbatches(rows: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """Cut the rows of a step into microbatches of `size` sequences."""
     pieces = zip(*(tensor.split(size) for tensor in rows.values()), strict=True)
     return [dict(zip(rows, piece, strict=True)) for piece in pieces]
 
@@ -258,10 +291,10 @@ def _check_sizes(batch: Batch, world: int) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals for the processes that start here: they inherit the mask, so none ends them while they import."""
+    """Block signals for the processes that start here. They inherit the mask, so no signal ends them at their start."""
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
-    # The tracker of semaphores, which they share, ignores two of them by itself; to do so it lifts their mask here (up
-    # to Python 3.11).
+    # The resource tracker, which the workers share, is started first. It ignores two of the signals by itself, and up
+    # to Python 3.11 its start unblocks these two in this process; so they are blocked only after it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked - IGNORED_BY_THE_TRACKER)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -272,20 +305,24 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _hear_only_the_trainer(worker: int) -> None:
-    """Let SIGTERM end a worker only if it comes from its trainer: multiprocessing sends it at exit, and waits.
+    """Make SIGTERM end a worker only if its trainer sent it. Runs in the worker, at its start.
 
-    So does the trainer's death, even before the worker came here: torch's own watchdog would take init for its parent.
+    multiprocessing in the trainer sends SIGTERM to its workers at exit, and waits for them to end.
     """
+    # The trainer may have died before this line. torch's watchdog would then take the new parent (init) for the
+    # trainer, and the worker would never end.
     trainer = multiprocessing.parent_process()
     if trainer is not None and os.getppid() != trainer.pid:
         os._exit(0)
 
-    def wait() -> None:  # without a timeout: a thread that wakes up while Python shuts down aborts the process
+    # It waits without a timeout, because a thread that wakes up while Python shuts down aborts the process.
+    def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             pass
         os._exit(0)
 
     if CAN_TELL_SENDER:
         threading.Thread(target=wait, daemon=True).start()
-    # The interpreter's own shutdown aborts now and then ("terminate called ..."), with that thread or one of torch's.
-    util.Finalize(None, os._exit, args=(0,), exitpriority=-10)  # after multiprocessing's own, which end at -5
+    # With that thread or one of torch's, the interpreter's shutdown sometimes aborts ("terminate called ..."), so the
+    # process is ended before it, but after multiprocessing's own finalizers, whose last priority is -5.
+    util.Finalize(None, os._exit, args=(0,), exitpriority=-10)
