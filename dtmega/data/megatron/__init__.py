@@ -1,7 +1,7 @@
-"""The samples of a run of Megatron's, in its order, so that the run can be continued here: `[data] order`.
+"""Samples in the order that Megatron would read them in, to continue one of its runs: `[data] order`.
 
-order.py    the splits of a run, and which sample comes when; start here
-index.py    the three indices of one corpus, to the integer
-blend.py    which corpus of a blend each sample is from
-cache.py    indices that the originals have left beside their data
+order.py    the samples of each split of a run; start here
+index.py    the three indices of one corpus, equal to Megatron's
+blend.py    the corpus that each sample of a blend comes from
+cache.py    indices that Megatron has cached next to its data
 """

@@ -2,15 +2,17 @@
 
     choices = greedy(np.array([0.7, 0.2, 0.1]), 1000)  # the corpus of each sample
 
-For sample i it is the first j with the largest w_j max(i, 1) - c_j, where c_j samples of corpus j have been taken
-(`build_blending_indices` in Megatron-LM's, Megatron-DeepSpeed's and megatron-core's `helpers.cpp`, which are compiled).
+Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, where w_j is its weight and c_j the number
+of samples taken from it so far (`build_blending_indices` in the compiled `helpers.cpp` of Megatron-LM,
+Megatron-DeepSpeed and megatron-core).
 
-That has to be gone through from the beginning. Here some thousand stretches of it are gone through side by side, each
-from counts that are guessed. What is guessed wrong is put right: a stretch whose true counts turn out to be others is
-gone through again, up to where it has the counts that it had before. That is a few samples on, because the sum of the
-differences between two such counts never grows (of two corpora that are chosen differently, each count comes nearer to
-the other's). In the end each stretch begins with the counts with which the one before it ends, so that the result is
-theirs, floating point included, whatever was guessed.
+This rule has to be followed sample by sample, which is slow in numpy. So the run is cut into up to a few thousand
+stretches, which are followed side by side, each from a guess of its first counts. If the stretch before it ends with
+other counts than were guessed, a stretch is repaired: it is followed anew from the true counts, until its counts are
+those of the last pass. That takes a few samples only, because the sum of the absolute differences between two sets of
+counts never grows: where the two choose different corpora, both differences shrink. In the end each stretch begins with
+the counts at the end of the one before it. So the result equals Megatron's, including its floating point, whatever was
+guessed.
 """
 
 from __future__ import annotations
@@ -27,22 +29,24 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.data.sampling.samples import AnySamples
 
-FORMAT = 1  # raise it when the same weights give other choices
-LONG = 1 << 20  # samples from which on choices are worth a file
-STRETCHES = 4096  # side by side, at most
-SHORTEST = 256  # samples of a stretch, at least
-COUNTED = 4096  # samples after which counts are kept
-LOOKS = 8  # samples after which a stretch that is gone through again is compared
+FORMAT = 1  # raise it if a change makes the same weights give other choices
+LONG = 1 << 20  # samples from which choices are kept in a file
+STRETCHES = 4096  # most stretches side by side
+MIN_STRETCH = 256  # fewest samples in a stretch
+COUNT_EVERY = 4096  # samples between two running counts
+COMPARE_EVERY = 8  # samples between two comparisons while a stretch is repaired
 
 
 class MegatronBlend:
-    """The samples of several corpora in Megatron's order of them: the first `n` of the blend.
+    """The first `n` samples of several corpora in the order of Megatron's blend.
 
     Args:
-        weights: fp64 [corpora], as the original normalises them.
+        parts: the samples of each corpus.
+        weights: shares of the corpora, normalised as Megatron does it.
+        n: number of samples.
 
     Raises:
-        ValueError: a corpus does not have as many samples as the blend would take of it.
+        ValueError: a corpus has fewer samples than the blend would take from it.
     """
 
     note = ""
@@ -52,12 +56,12 @@ class MegatronBlend:
         self.n_tokens = sum(part.n_tokens for part in parts)
         self.n_samples = sum(part.n_samples for part in parts)
         self._choices = blend_choices(np.array(self.weights), n)
-        self._counts = _counts(self._choices, len(self.parts))
-        for part, taken in zip(self.parts, self._counts[-1], strict=True):
-            if taken > len(part):
+        self._counts = _running_counts(self._choices, len(self.parts))
+        for part, n_taken in zip(self.parts, self._counts[-1], strict=True):
+            if n_taken > len(part):
                 raise ValueError(
-                    f"{part.dataset.prefix}: the blend of {n} samples takes {taken} of its {len(part)}; Megatron's own "
-                    f"ends with an IndexError there ([data] weights, order_samples)"
+                    f"{part.dataset.prefix}: the blend of {n} samples takes {n_taken} of its {len(part)}; Megatron's "
+                    f"own ends with an IndexError there ([data] weights, order_samples)"
                 )
 
     def __len__(self) -> int:
@@ -65,31 +69,37 @@ class MegatronBlend:
 
     def __getitem__(self, g: int) -> Any:
         """Sample 0 <= g < n."""
-        corpus, sample = self.place(g)
+        corpus, sample = self.locate(g)
         return self.parts[corpus][sample]
 
-    def place(self, g: int) -> tuple[int, int]:
-        """The corpus that gives sample g, and how many it has given before."""
+    def locate(self, g: int) -> tuple[int, int]:
+        """The corpus that sample g comes from, and the number of samples that it has given before."""
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])
-        start = g // COUNTED * COUNTED
+        # From the last running count on, count the choices one by one.
+        start = g // COUNT_EVERY * COUNT_EVERY
         before = np.count_nonzero(self._choices[start:g] == corpus)
-        return corpus, int(self._counts[g // COUNTED, corpus]) + int(before)
+        return corpus, int(self._counts[g // COUNT_EVERY, corpus]) + int(before)
 
     def __reduce__(self) -> tuple[type[MegatronBlend], tuple[list[AnySamples], list[float], int]]:
         return MegatronBlend, (self.parts, self.weights, self.n)
 
 
-def _counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
-    """[n / COUNTED + 1, corpora]: samples taken of each corpus before every COUNTED-th one, and in the end."""
+def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
+    """Samples taken from each corpus before samples 0, COUNT_EVERY, 2 COUNT_EVERY, ..., and after the last one.
+
+    Returns:
+        int64 [ceil(n / COUNT_EVERY) + 1, corpora].
+    """
     rows = [np.zeros(n_corpora, np.int64)]
-    rows += [np.bincount(choices[i : i + COUNTED], minlength=n_corpora) for i in range(0, len(choices), COUNTED)]
+    for i in range(0, len(choices), COUNT_EVERY):
+        rows.append(np.bincount(choices[i : i + COUNT_EVERY], minlength=n_corpora))
     return np.cumsum(rows, axis=0)
 
 
 def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """`greedy`, of which a long result is made once per node, in a file that every process there maps."""
+    """The result of `greedy`. A long one is made once per node, in a file that all processes there map."""
     if n >= LONG and len(weights) > 1:
         try:
             return _from_file(weights, n)
@@ -99,7 +109,7 @@ def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
 
 
 def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """The choices in the cache directory.
+    """The choices in the cache directory, memory-mapped; made if they are not there.
 
     Raises:
         OSError, ValueError: no cache directory, or no room in it.
@@ -115,22 +125,28 @@ def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
 
 
 def greedy(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """[n] the corpus of each sample."""
-    n_stretches = max(1, min(STRETCHES, n // SHORTEST))
+    """The corpus of each sample, uint8 or uint16 [n].
+
+    Args:
+        weights: fp64 [corpora], shares that add up to 1.
+        n: number of samples.
+    """
+    n_stretches = max(1, min(STRETCHES, n // MIN_STRETCH))
     length = -(-n // n_stretches)
-    n_stretches = -(-n // length)
+    n_stretches = -(-n // length)  # rounding the length up may leave fewer stretches
     firsts = np.arange(n_stretches) * length
     choices = np.empty((length, n_stretches), _dtype(len(weights)))
-    begins = _guessed(weights, firsts)
+    begins = _guess_counts(weights, firsts)
     ends = begins.copy()
-    _go_through(weights, firsts, ends, choices)
+    _walk(weights, firsts, ends, choices)
+    # A repair may change the end of a stretch and so the beginning of the next, until all fit together.
     while True:
         wrong = 1 + np.flatnonzero((begins[1:] != ends[:-1]).any(1))
         if not len(wrong):
             return np.ascontiguousarray(choices.T).reshape(-1)[:n]
         differences = ends[wrong - 1] - begins[wrong]
         begins[wrong] += differences
-        _go_through_again(weights, firsts, wrong, begins[wrong], differences, choices)
+        _repair(weights, firsts, wrong, begins[wrong], differences, choices)
         ends[wrong] += differences
 
 
@@ -138,8 +154,16 @@ def _dtype(n_corpora: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if n_corpora <= 255 else np.uint16)
 
 
-def _guessed(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[stretches, corpora] counts near the true ones, which add up to `firsts`: the largest remainders are filled."""
+def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Counts near the true ones at the beginning of each stretch, fp64 [stretches, corpora].
+
+    Shares are rounded down, and the corpora with the largest remainders get one more, so that each row adds up to the
+    number of samples before the stretch, as true counts do.
+
+    Args:
+        weights: fp64 [corpora].
+        firsts: int64 [stretches], first sample of each stretch.
+    """
     shares = firsts[:, None] * weights
     counts = np.floor(shares)
     missing = firsts - counts.sum(1)
@@ -147,24 +171,39 @@ def _guessed(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> NDArray
     return counts + (rank < missing[:, None])
 
 
-def _chosen(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The corpus of the samples `at`, each with its counts [stretches, corpora]."""
+def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The corpus that each of some samples comes from, int64 [stretches].
+
+    Args:
+        weights: fp64 [corpora].
+        at: int64 [stretches], numbers of the samples.
+        counts: fp64 [stretches, corpora], samples taken from each corpus before.
+    """
+    # The operations are those of Megatron's C++, in its order, because a tie may hang on the rounding.
     errors = np.maximum(at, 1).astype(np.float64)[:, None] * weights
     errors -= counts
     return errors.argmax(1)
 
 
-def _go_through(
+def _walk(
     weights: NDArray[np.float64], firsts: NDArray[np.int64], counts: NDArray[np.float64], choices: NDArray[Any]
 ) -> None:
-    """Fill `choices` [length, stretches]; `counts` become those at the stretches' ends."""
+    """Follow all stretches side by side.
+
+    Args:
+        weights: fp64 [corpora].
+        firsts: int64 [stretches], first sample of each stretch.
+        counts: fp64 [stretches, corpora], counts at the beginning of the stretches; on return, at their ends.
+        choices: [length, stretches], filled with the corpus of each sample.
+    """
     stretches = np.arange(len(firsts))
     for i, row in enumerate(choices):
-        row[:] = chosen = _chosen(weights, firsts + i, counts)
+        chosen = _choose(weights, firsts + i, counts)
+        row[:] = chosen
         counts[stretches, chosen] += 1
 
 
-def _go_through_again(
+def _repair(
     weights: NDArray[np.float64],
     firsts: NDArray[np.int64],
     stretches: NDArray[np.int64],
@@ -172,20 +211,26 @@ def _go_through_again(
     differences: NDArray[np.float64],
     choices: NDArray[Any],
 ) -> None:
-    """Put some stretches right, which begin with other counts than were taken.
+    """Follow some stretches anew, from other counts than before, until the new counts equal those of the last pass.
 
     Args:
-        differences: [wrong, corpora] by which the counts differ; become those at the stretches' ends.
+        weights: fp64 [corpora].
+        firsts: int64 [stretches], first sample of each stretch.
+        stretches: int64 [wrong], the stretches to repair.
+        counts: fp64 [wrong, corpora], their new counts at the beginning; changed in place.
+        differences: fp64 [wrong, corpora], new counts minus those of the last pass, at the beginning of the stretches;
+            on return, at their ends.
+        choices: [length, stretches], the corpus of each sample; corrected in place.
     """
-    going = np.arange(len(stretches))  # those of them that are not yet as they were
+    differing = np.arange(len(stretches))  # stretches whose new counts still differ
     for i, row in enumerate(choices):
-        if i % LOOKS == 0:
-            going = going[(differences[going] != 0).any(1)]
-            if not len(going):
+        if i % COMPARE_EVERY == 0:
+            differing = differing[(differences[differing] != 0).any(1)]
+            if not len(differing):
                 return
-        where = stretches[going]
-        chosen = _chosen(weights, firsts[where] + i, counts[going])
-        counts[going, chosen] += 1
-        differences[going, chosen] += 1
-        differences[going, row[where]] -= 1
-        row[where] = chosen
+        columns = stretches[differing]
+        chosen = _choose(weights, firsts[columns] + i, counts[differing])
+        counts[differing, chosen] += 1
+        differences[differing, chosen] += 1
+        differences[differing, row[columns]] -= 1
+        row[columns] = chosen

@@ -1,8 +1,8 @@
-"""Indices that the originals have left beside their data, as .npy files: whoever has them must follow them.
+"""Indices that Megatron has cached next to its data, as .npy files. If there are some for a run, they decide its order.
 
-Megatron-LM and Megatron-DeepSpeed name them by what they were asked for,
-PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy; megatron-core puts them into
-PREFIX/cache/GPTDataset_indices, under the md5 of a description that lies beside them.
+Megatron-LM and Megatron-DeepSpeed name the files by their settings, such as
+PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts them into
+PREFIX/cache/GPTDataset_indices, next to a file that describes the settings; their names have the md5 of it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtmega.data.indexed_files.dataset import CHUNK
-from dtmega.data.megatron.index import Asked, Indices
+from dtmega.data.megatron.index import Indices, OrderSettings
 from dtmega.files.untrusted_json import read_object
 
-MAX_BYTES = 1 << 20  # of a description
+MAX_BYTES = 1 << 20  # of a description file
+# The ends of the files' names: in Megatron-LM and Megatron-DeepSpeed, and in megatron-core.
 NAMED = ("doc_idx", "sample_idx", "shuffle_idx")
 DESCRIBED = ("document_index", "sample_index", "shuffle_index")
 
 
 class FoundIndices(NamedTuple):
-    """The files that lie beside the data.
+    """The result of a search for cached indices.
 
     Attributes:
-        indices: those that were asked for; None: not there.
-        note: a line for people; '' if nothing is there.
+        indices: the cached indices; None if there are none with these settings.
+        note: a line for the user about the caches that are there; '' if there are none.
     """
 
     indices: Indices | None
@@ -38,13 +39,14 @@ class FoundIndices(NamedTuple):
 
 
 class OrderName(NamedTuple):
-    """The name that the original gives the order of a part.
+    """The name under which Megatron caches the order of a corpus part.
 
     Attributes:
-        name: of its group of corpora.
+        name: name of the split or mixture that the part belongs to.
         split: "train", "valid" or "test".
-        matrix: where each split begins and ends, as fractions; None where the splits have data of their own.
-        is_described: its caches lie under descriptions; else under names.
+        matrix: (start, end) of each split as fractions of the corpus, None for an empty split; None in all if the
+            splits read different corpora.
+        is_described: the caches are megatron-core's, with description files; else the settings are in the files' names.
     """
 
     name: str
@@ -52,73 +54,86 @@ class OrderName(NamedTuple):
     matrix: tuple[tuple[float, float] | None, ...] | None
     is_described: bool
 
-    def find(self, asked: Asked) -> FoundIndices:
-        """The files for this part that lie beside the data.
+    def find(self, settings: OrderSettings) -> FoundIndices:
+        """Look for the cached indices of this part.
 
         Raises:
-            ValueError: a cache is there, and damaged or of other data.
+            ValueError: there is a cache, but it is damaged or belongs to other data.
         """
-        return described_caches(asked, self.split, self.matrix) if self.is_described else named_caches(asked, self.name)
+        if self.is_described:
+            return described_caches(settings, self.split, self.matrix)
+        return named_caches(settings, self.name)
 
 
-def named_caches(asked: Asked, name: str) -> FoundIndices:
-    """The cache of Megatron-LM and Megatron-DeepSpeed for the split of that name.
+def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
+    """The cache of Megatron-LM or Megatron-DeepSpeed for a split or mixture.
 
     Raises:
-        ValueError: it is there, and damaged or of other data.
+        ValueError: there is a cache, but it is damaged or belongs to other data.
     """
-    stem = f"{asked.dataset.prefix}_{name}_indexmap_"
-    wanted = f"{stem}{asked.samples}ns_{asked.seq_len}sl_{asked.seed}s"
+    stem = f"{settings.dataset.prefix}_{name}_indexmap_"
+    wanted = f"{stem}{settings.samples}ns_{settings.seq_len}sl_{settings.seed}s"
     paths = [f"{wanted}_{index}.npy" for index in NAMED]
     missing = [path for path in paths if not Path(path).is_file()]
     if not missing:
-        return FoundIndices(_load(paths, asked), f"the order of '{name}' is that of {wanted}_*.npy")
+        return FoundIndices(_load(paths, settings), f"the order of '{name}' is that of {wanted}_*.npy")
+    # The order will be computed. If there are caches with other settings, name one: a wrong setting may be a mistake.
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return FoundIndices(None, "")
-    there = others[0].removesuffix("_doc_idx.npy")
-    expected = missing[0] if there == wanted else f"{wanted}_*.npy"
-    return FoundIndices(None, f"the order of '{name}' is computed: expected {expected}, there is {there}_*.npy")
+    other = others[0].removesuffix("_doc_idx.npy")
+    expected = missing[0] if other == wanted else f"{wanted}_*.npy"
+    return FoundIndices(None, f"the order of '{name}' is computed: expected {expected}, there is {other}_*.npy")
 
 
-def described_caches(asked: Asked, split: str, matrix: Sequence[tuple[float, float] | None] | None) -> FoundIndices:
-    """The cache of megatron-core for "train", "valid" or "test".
+def described_caches(
+    settings: OrderSettings, split: str, matrix: Sequence[tuple[float, float] | None] | None
+) -> FoundIndices:
+    """The cache of megatron-core for a split.
 
     Args:
-        matrix: where each split begins and ends; None where the splits have data of their own.
+        settings: everything that the order is a function of.
+        split: "train", "valid" or "test".
+        matrix: as in `OrderName`.
 
     Raises:
-        ValueError: it is there, and damaged or of other data.
+        ValueError: there is a cache, but it is damaged or belongs to other data.
     """
-    if matrix is None and asked.sequences != (0, len(asked.dataset)):
-        return FoundIndices(None, "")  # it has no ranges of corpora
-    folder = Path(asked.dataset.prefix, "cache", "GPTDataset_indices")
+    # megatron-core cannot read a range of a corpus, except as a split, so it has no caches for one.
+    if matrix is None and settings.sequences != (0, len(settings.dataset)):
+        return FoundIndices(None, "")
+    folder = Path(settings.dataset.prefix, "cache", "GPTDataset_indices")
     wanted = {
         "class": "GPTDataset",
-        "num_samples": asked.samples,
+        "num_samples": settings.samples,
         "index_split": split,
-        "random_seed": asked.seed,
-        "sequence_length": asked.seq_len,
+        "random_seed": settings.seed,
+        "sequence_length": settings.seq_len,
         "split_matrix": matrix and [list(ends) if ends else None for ends in matrix],
     }
     descriptions = sorted(folder.glob(f"*-GPTDataset-{split}-description.txt"))
     for path in descriptions:
-        found = read_object(path, MAX_BYTES)
+        description = read_object(path, MAX_BYTES)
         stem = str(path).removesuffix("-description.txt")
         paths = [f"{stem}-{index}.npy" for index in DESCRIBED]
-        if all(found.get(key) == value for key, value in wanted.items()) and all(Path(p).is_file() for p in paths):
-            return FoundIndices(_load(paths, asked), f"the order of '{split}' is that of {stem}-*.npy")
+        is_wanted = all(description.get(key) == value for key, value in wanted.items())
+        if is_wanted and all(Path(p).is_file() for p in paths):
+            return FoundIndices(_load(paths, settings), f"the order of '{split}' is that of {stem}-*.npy")
     if not descriptions and not any(folder.glob(f"*-GPTDataset-{split}-*.npy")):
         return FoundIndices(None, "")
-    there = descriptions[0] if descriptions else f"{folder}, without a description"
-    return FoundIndices(None, f"the order of '{split}' is computed: expected {json.dumps(wanted)}, there is {there}")
+    other = descriptions[0] if descriptions else f"{folder}, without a description"
+    return FoundIndices(None, f"the order of '{split}' is computed: expected {json.dumps(wanted)}, there is {other}")
 
 
-def _load(paths: list[str], asked: Asked) -> Indices:
-    """The indices in these files, checked.
+def _load(paths: list[str], settings: OrderSettings) -> Indices:
+    """The indices in these files, memory-mapped and checked.
+
+    Args:
+        paths: files of the doc, the sample and the shuffle index.
+        settings: the corpus part that they must belong to.
 
     Raises:
-        ValueError: they are no indices, not of each other, or not of this part of the data.
+        ValueError: a file holds no index, or the three belong to different orders or to another part of the data.
     """
     indices = Indices(*(_array(path) for path in paths))
     documents, samples, shuffle = indices
@@ -126,17 +141,22 @@ def _load(paths: list[str], asked: Asked) -> Indices:
     shapes = [array.shape for array in indices]
     if documents.ndim != 1 or not len(documents) or shapes[1:] != [(n + 1, 2), (n,)]:
         raise ValueError(f"{paths[0]}: expected indices of shapes [d], [n + 1, 2] and [n], got {shapes}")
-    if n < asked.samples:
-        raise ValueError(f"{paths[2]}: expected {asked.samples} samples or more, got {n}")
-    start, stop = asked.sequences
+    if n < settings.samples:
+        raise ValueError(f"{paths[2]}: expected {settings.samples} samples or more, got {n}")
+    start, stop = settings.sequences
     _check(paths[0], documents, start, stop, f"sequences {start} to {stop - 1}, the part that [data] split gives")
     _check(paths[1], samples[:, 0], 0, len(documents), f"entries of {paths[0]}")
-    _check(paths[1], samples[:, 1], 0, int(asked.dataset.sizes.max()), "places in a sequence")
+    _check(paths[1], samples[:, 1], 0, int(settings.dataset.sizes.max()), "places in a sequence")
     _check(paths[2], shuffle, 0, n, f"numbers below {n}")
     return indices
 
 
 def _array(path: str) -> NDArray[Any]:
+    """The array of integers in an .npy file, memory-mapped.
+
+    Raises:
+        ValueError: the file is damaged or holds something else.
+    """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -149,6 +169,7 @@ def _array(path: str) -> NDArray[Any]:
 
 
 def _check(path: str, values: NDArray[Any], start: int, stop: int, what: str) -> None:
+    """Refuse values outside start to stop - 1; `what` names the expected values in the message."""
     for i in range(0, len(values), CHUNK):
         piece = values[i : i + CHUNK]
         if piece.min() < start or piece.max() >= stop:

@@ -1,16 +1,16 @@
-"""Megatron's doc, sample and shuffle index of a corpus, to the integer: the order of samples that its GPTDataset reads.
+"""Megatron's doc, sample and shuffle index of a corpus, exactly: the order in which its GPTDataset reads samples.
 
-    indices = index_of(Asked(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
-    indices.shuffle[g]  # the sample of the stream that is sample g
+    indices = index_of(OrderSettings(dataset, sequences=(0, 1000), samples=3200, seq_len=256, seed=1234, cutoff=0.80))
+    indices.shuffle[g]  # number, in the stream, of sample g
 
-Sequences of the .idx, as many epochs of them as the samples need, are shuffled together; laid end to end they are
-the stream, of which sample k is tokens k S to k S + S, both included. Samples are shuffled too. Where the last epoch
-gives less than a share of its samples (`cutoff`), it is shuffled apart from those before it, sequences and samples.
+The sequences of the .idx, for as many epochs as the samples need, are shuffled together and laid end to end. In this
+stream, sample k is tokens k S to k S + S, both included. The samples are shuffled too. If the last epoch would give
+less than a share (`cutoff`) of its samples, its sequences and samples are shuffled separately from the earlier ones.
 
-Source: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
-Megatron-LM (2022) and BigScience's Megatron-DeepSpeed, `_build_document_sample_shuffle_indices` in megatron-core's
-`datasets/gpt_dataset.py`. They go through the tokens sample by sample; where token k S lies is here looked up for many
-k at once.
+Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
+Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
+`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. Here the place of token k S is looked up
+for many k at once.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
-FORMAT = 1  # raise it when the same arguments give other indices
-LONG = 1 << 20  # entries from which on indices are worth a file: below, they are made in 0.1 s
-SEQUENCES = 1 << 17  # that are gone through at a time, which bounds the memory
+FORMAT = 1  # raise it if a change makes the same settings give other indices
+LONG = 1 << 20  # entries from which indices are kept in a file; fewer are made in 0.1 s
+SEQUENCES_AT_ONCE = 1 << 17  # sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
 UINT32 = np.iinfo(np.uint32).max
-DIGESTED = 64  # runs of entries of each index that tell one order from another ...
-RUN = 1 << 12  # ... and their length
+N_RUNS = 64  # a digest reads this many runs of entries of each index ...
+RUN_ENTRIES = 1 << 12  # ... of this length
 
 
-class Asked(NamedTuple):
-    """The things that an order is a function of.
+class OrderSettings(NamedTuple):
+    """Everything that the order of a corpus is a function of.
 
     Attributes:
-        sequences: (start, stop) in the .idx.
-        samples: how many are wanted at least.
-        cutoff: share of an epoch's samples that the last epoch has at least if it is shuffled with the others.
+        dataset: the corpus.
+        sequences: (start, stop) of the part to read, in the .idx.
+        samples: minimum number of samples.
+        seq_len: S, tokens that a model reads; a sample has one more.
+        seed: Megatron's `--seed`.
+        cutoff: smallest share of an epoch's samples with which the last epoch is still shuffled with the others.
     """
 
     dataset: IndexedDataset
@@ -55,17 +58,18 @@ class Asked(NamedTuple):
 
     @property
     def epoch_tokens(self) -> int:
+        """Number of tokens in an epoch."""
         first, end = self.dataset.tokens_before(np.array(self.sequences))
         return int(end - first)
 
 
 class Epochs(NamedTuple):
-    """The number of times that a corpus is read.
+    """The epochs that an order needs.
 
     Attributes:
-        n: epochs.
-        samples: that fit into their tokens.
-        first: of these, how many are shuffled together; all, or those that begin before the last epoch.
+        n: number of epochs.
+        samples: number of samples that fit in their tokens.
+        first: number of samples that are shuffled together: all, or those that begin before the last epoch.
     """
 
     n: int
@@ -74,16 +78,18 @@ class Epochs(NamedTuple):
 
     @property
     def last_apart(self) -> bool:
+        """True if the last epoch is shuffled separately."""
         return self.first < self.samples
 
 
 class Indices(NamedTuple):
-    """The three arrays as Megatron keeps them.
+    """Megatron's three arrays.
 
     Attributes:
-        documents: int32 [epochs x sequences], sequences in the order of the stream ("doc_idx").
-        samples: [samples + 1, 2] where each begins: an entry of `documents`, and a token of it ("sample_idx").
-        shuffle: [samples] ("shuffle_idx").
+        documents: int32 [epochs x sequences], the sequences in the order of the stream ("doc_idx").
+        samples: int32 or int64 [samples + 1, 2], where each sample of the stream begins: an entry of `documents`, and a
+            token in that sequence ("sample_idx").
+        shuffle: uint32 or int64 [samples], the sample of the stream that is read as sample g ("shuffle_idx").
     """
 
     documents: NDArray[Any]
@@ -91,77 +97,76 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """16 hex digits of their lengths and of runs spread over them, whatever integers they are kept in."""
-        found = xxhash.xxh3_64()
+        """16 hex digits made of the arrays' shapes and of runs of entries spread over them, whatever their dtypes."""
+        digest = xxhash.xxh3_64()
         for array in self:
-            found.update(str(array.shape).encode())
-            last = max(0, len(array) - RUN)
-            for start in sorted({last * i // (DIGESTED - 1) for i in range(DIGESTED)}):
-                found.update(array[start : start + RUN].astype(np.int64).tobytes())
-        return found.hexdigest()
+            digest.update(str(array.shape).encode())
+            last_start = max(0, len(array) - RUN_ENTRIES)
+            for start in sorted({last_start * i // (N_RUNS - 1) for i in range(N_RUNS)}):
+                digest.update(array[start : start + RUN_ENTRIES].astype(np.int64).tobytes())
+        return digest.hexdigest()
 
 
-def epochs_of(asked: Asked) -> Epochs:
-    """The epochs of a corpus that has tokens."""
-    tokens, length = asked.epoch_tokens, asked.seq_len
-    # The first n for which (n tokens - 1) // S samples, each with the token after its last, are enough.
-    n = max(1, -(-(asked.samples * length + 1) // tokens))
+def epochs_of(settings: OrderSettings) -> Epochs:
+    """The epochs that the samples need, of a corpus that has tokens."""
+    tokens, length = settings.epoch_tokens, settings.seq_len
+    # The smallest n for which (n tokens - 1) // S >= samples; 1 is subtracted because a sample has S + 1 tokens.
+    n = max(1, -(-(settings.samples * length + 1) // tokens))
     samples = (n * tokens - 1) // length
     if n == 1:
         return Epochs(n, samples, samples)
     before = ((n - 1) * tokens - 1) // length
-    of_an_epoch = (tokens - 1) // length
-    apart = asked.samples - before < int(asked.cutoff * of_an_epoch)
+    per_epoch = (tokens - 1) // length
+    apart = settings.samples - before < int(settings.cutoff * per_epoch)
     return Epochs(n, samples, before if apart else samples)
 
 
-def index_of(asked: Asked) -> Indices:
-    """The order of a corpus. A long one is made once per node, in a file that every process there maps.
+def index_of(settings: OrderSettings) -> Indices:
+    """The indices of a corpus. Long ones are made once per node, in a file that all processes there map.
 
     Raises:
-        ValueError: there are no tokens.
+        ValueError: the sequences have no tokens.
     """
-    if not asked.epoch_tokens:
-        raise ValueError(
-            f"{asked.dataset.prefix}: no tokens in sequences {asked.sequences}, of which samples are wanted"
-        )
-    epochs = epochs_of(asked)
-    n_entries = epochs.n * (asked.sequences[1] - asked.sequences[0])
+    if not settings.epoch_tokens:
+        raise ValueError(f"{settings.dataset.prefix}: no tokens in sequences {settings.sequences}, so no samples")
+    epochs = epochs_of(settings)
+    n_entries = epochs.n * (settings.sequences[1] - settings.sequences[0])
     if n_entries + 3 * epochs.samples >= LONG:
         try:
-            return _from_file(asked, epochs, n_entries)
+            return _from_file(settings, epochs, n_entries)
         except (OSError, ValueError) as error:  # no cache directory, or no room in it
             print(f"dtmega: {error}: the order is kept in the memory of this process", file=sys.stderr)
-    documents, *samples, shuffle = _pieces(asked, epochs)
+    documents, *samples, shuffle = _pieces(settings, epochs)
     return Indices(documents, np.concatenate(samples), shuffle)
 
 
-def _from_file(asked: Asked, epochs: Epochs, n_entries: int) -> Indices:
-    """The indices in the cache directory, one behind the other.
+def _from_file(settings: OrderSettings, epochs: Epochs, n_entries: int) -> Indices:
+    """The indices in the cache directory, memory-mapped; made if they are not there. The file has one after the other.
 
     Raises:
         OSError, ValueError: no cache directory, or no room in it.
     """
-    settings = f"{asked[1:]} {FORMAT}"
-    name = hashlib.sha256(f"{index_path(asked.dataset)}/{settings}".encode()).hexdigest()[:16]
+    version = f"{settings[1:]} {FORMAT}"
+    name = hashlib.sha256(f"{index_path(settings.dataset)}/{version}".encode()).hexdigest()[:16]
     path = cache_dir() / f"megatron-order-{name}.bin"
-    about = f"ordering {epochs.samples} samples of {asked.dataset.prefix} as Megatron does"
-    made_from = f"{index_state(asked.dataset)} {settings}"
-    SharedFile(path, made_from, lambda: _pieces(asked, epochs), about).read_or_make()
-    place, number = _sample_dtype(asked, n_entries), _shuffle_dtype(epochs.samples)
+    about = f"ordering {epochs.samples} samples of {settings.dataset.prefix} as Megatron does"
+    made_from = f"{index_state(settings.dataset)} {version}"
+    SharedFile(path, made_from, lambda: _pieces(settings, epochs), about).read_or_make()
+    sample_dtype = _sample_dtype(settings, n_entries)
+    shuffle_dtype = _shuffle_dtype(epochs.samples)
     documents = np.memmap(path, np.int32, "r", shape=(n_entries,))
-    samples = np.memmap(path, place, "r", documents.nbytes, (epochs.samples + 1, 2))
-    shuffle = np.memmap(path, number, "r", documents.nbytes + samples.nbytes, (epochs.samples,))
+    samples = np.memmap(path, sample_dtype, "r", documents.nbytes, (epochs.samples + 1, 2))
+    shuffle = np.memmap(path, shuffle_dtype, "r", documents.nbytes + samples.nbytes, (epochs.samples,))
     return Indices(np.asarray(documents), np.asarray(samples), np.asarray(shuffle))
 
 
-def _pieces(asked: Asked, epochs: Epochs) -> Iterator[NDArray[Any]]:
-    """The doc index, the sample index in pieces, the shuffle index: in the order in which the generator is asked."""
-    # RandomState, because NEP 19 froze its stream forever.
-    random = np.random.RandomState(asked.seed)
-    documents = _document_index(asked, epochs, random)
+def _pieces(settings: OrderSettings, epochs: Epochs) -> Iterator[NDArray[Any]]:
+    """The doc index, the sample index in pieces, and the shuffle index, in the order of Megatron's random draws."""
+    # Megatron's own generator. NEP 19 froze its stream for ever.
+    random = np.random.RandomState(settings.seed)
+    documents = _document_index(settings, epochs, random)
     yield documents
-    yield from _sample_index(asked, epochs, documents)
+    yield from _sample_index(settings, epochs, documents)
     shuffle = np.arange(epochs.samples, dtype=_shuffle_dtype(epochs.samples))
     random.shuffle(shuffle[: epochs.first])
     if epochs.last_apart:
@@ -169,8 +174,9 @@ def _pieces(asked: Asked, epochs: Epochs) -> Iterator[NDArray[Any]]:
     yield shuffle
 
 
-def _document_index(asked: Asked, epochs: Epochs, random: np.random.RandomState) -> NDArray[np.int32]:
-    once = np.arange(*asked.sequences, dtype=np.int32)
+def _document_index(settings: OrderSettings, epochs: Epochs, random: np.random.RandomState) -> NDArray[np.int32]:
+    """The doc index, [epochs x sequences]."""
+    once = np.arange(*settings.sequences, dtype=np.int32)
     documents = np.tile(once, epochs.n)
     together = len(documents) - len(once) if epochs.last_apart else len(documents)
     random.shuffle(documents[:together])
@@ -179,33 +185,35 @@ def _document_index(asked: Asked, epochs: Epochs, random: np.random.RandomState)
     return documents
 
 
-def _sample_index(asked: Asked, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
-    """[samples + 1, 2] in pieces: the entry in which token k S of the stream lies, and its place there."""
-    dtype = _sample_dtype(asked, len(documents))
-    sizes = asked.dataset.sizes
-    tokens = 0  # of the entries before those that are gone through
-    k = 0
-    for first in range(0, len(documents), SEQUENCES):
-        lengths = sizes[documents[first : first + SEQUENCES]].astype(np.int64)
+def _sample_index(settings: OrderSettings, epochs: Epochs, documents: NDArray[np.int32]) -> Iterator[NDArray[Any]]:
+    """The sample index in pieces of [m, 2]: the entry that holds token k S of the stream, and its place there."""
+    dtype = _sample_dtype(settings, len(documents))
+    sizes = settings.dataset.sizes
+    tokens = 0  # tokens of the stream up to the end of the entries processed so far
+    k = 0  # sample of the stream to go on with
+    for first in range(0, len(documents), SEQUENCES_AT_ONCE):
+        lengths = sizes[documents[first : first + SEQUENCES_AT_ONCE]].astype(np.int64)
         ends = tokens + np.cumsum(lengths)
         tokens = int(ends[-1])
-        stop = min(epochs.samples + 1, -(-tokens // asked.seq_len))
-        # Some at a time too: sequences may be long.
+        stop = min(epochs.samples + 1, -(-tokens // settings.seq_len))
+        # A few long sequences can hold very many samples, so these are made in chunks too.
         for start in range(k, stop, CHUNK):
-            places = np.arange(start, min(start + CHUNK, stop)) * asked.seq_len
+            places = np.arange(start, min(start + CHUNK, stop)) * settings.seq_len
             entries = np.searchsorted(ends, places, "right")
             offsets = places - (ends[entries] - lengths[entries])
             piece = np.stack([first + entries, offsets], 1).astype(dtype)
             if start == 0:
-                piece[0] = 0  # Megatron's begins with the first entry, also where that has no tokens
+                piece[0] = 0  # Megatron's index begins with the first entry even if that has no tokens
             yield piece
         k = max(k, stop)
 
 
-def _sample_dtype(asked: Asked, n_entries: int) -> np.dtype[Any]:
-    largest = max(n_entries, int(asked.dataset.sizes.max()))
+def _sample_dtype(settings: OrderSettings, n_entries: int) -> np.dtype[Any]:
+    """The dtype that Megatron chooses for a sample index."""
+    largest = max(n_entries, int(settings.dataset.sizes.max()))
     return np.dtype(np.int32 if largest <= INT32 else np.int64)
 
 
 def _shuffle_dtype(n: int) -> np.dtype[Any]:
+    """The dtype that Megatron chooses for a shuffle index of n samples."""
     return np.dtype(np.uint32 if n < UINT32 - 1 else np.int64)

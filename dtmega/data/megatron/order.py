@@ -1,14 +1,15 @@
-"""The order of samples of a run of Megatron's, so that it can be continued here: `[data] order`.
+"""The order of samples in a Megatron run, so that the run can be continued here: `[data] order`.
 
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))
 
-Sample g of training is entry g of the order, whatever the layout. The three originals differ in how they round the
-parts of a split, how many samples they ask of each corpus of a blend, and when the last epoch is shuffled apart. Each
-order depends on how many samples the run was started for: a run that is to go on must be given the same number.
+Training reads sample g as entry g of the order, whatever the layout. The three forks of Megatron differ in how they
+round the parts of a split, in how many samples they ask each corpus of a blend for, and in when the last epoch is
+shuffled separately. Each order depends on the number of samples that the run was started for, so a run that is to
+continue must be given the same number.
 
-Only for the next token, where the order is numpy's. Megatron's BERT and T5 draw from a compiled generator while they
-cut documents.
+Only models of the next token can follow such an order, because it comes from numpy's generator. Megatron's BERT and T5
+draw from a generator in compiled code while they cut documents.
 """
 
 from __future__ import annotations
@@ -25,37 +26,44 @@ from numpy.typing import NDArray
 from dtmega.config import Config
 from dtmega.data.megatron.blend import MegatronBlend
 from dtmega.data.megatron.cache import OrderName
-from dtmega.data.megatron.index import Asked, index_of
+from dtmega.data.megatron.index import OrderSettings, index_of
 from dtmega.data.sampling.blend import SPLITS, CorpusPart, SplitRule, Splits, split_documents
 from dtmega.data.sampling.samples import AnySamples
 
-MOST_CORPORA = 254  # Megatron-LM's and Megatron-DeepSpeed's, which keep their number in a byte
+MOST_CORPORA = 254  # in a blend of Megatron-LM or Megatron-DeepSpeed, which number corpora in one byte
 
 
 class Fork(NamedTuple):
-    """One of the originals.
+    """One of the three forks of Megatron, as far as its order of samples differs.
 
     Attributes:
-        cutoff: see `index.Asked`.
-        split: n sequences, weights -> (start, stop) of each part.
-        normalised: weights of a blend -> their shares.
-        asked: of a corpus with this share, for n samples of the blend.
-        is_core: caches have descriptions, not names; corpora are numbered in two bytes; each split has sequences.
+        cutoff: see `OrderSettings`.
+        split: function from a number of sequences and the splits' weights to a (start, stop) range for each split.
+        shares: function from the weights of a blend to shares that add up to 1.
+        n_asked: function from the blend's number of samples and a corpus's share to the number that the corpus is asked
+            for, a little more than it will give.
+        is_core: it is megatron-core, which has caches with descriptions, numbers corpora in two bytes, and does not
+            allow a split without sequences.
     """
 
     cutoff: float
     split: Callable[[int, Sequence[float]], list[tuple[int, int]]]
-    normalised: Callable[[Sequence[float]], list[float]]
-    asked: Callable[[int, float], int]
+    shares: Callable[[Sequence[float]], list[float]]
+    n_asked: Callable[[int, float], int]
     is_core: bool = False
 
     @property
     def rule(self) -> SplitRule:
+        """The fork's rule for splits, which deals out sequences, not documents."""
         return SplitRule(len, self.split)
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
-    """`get_datasets_weights_and_num_samples` in `megatron/data/dataset_utils.py`: Python's sum, from the left."""
+    """Shares of the weights, divided by a sum from left to right.
+
+    Source: `get_datasets_weights_and_num_samples` in `megatron/data/dataset_utils.py`.
+    """
+    # A loop, as in Megatron: from Python 3.12 on, `sum` rounds floats less, and the last bit could differ.
     total = 0.0
     for weight in weights:
         total += weight
@@ -63,91 +71,106 @@ def _shares(weights: Sequence[float]) -> list[float]:
 
 
 def _core_shares(weights: Sequence[float]) -> list[float]:
-    """`normalize` in `megatron/core/datasets/utils.py`: numpy's sum, which adds eight or more in another order."""
+    """Shares of the weights, divided by numpy's sum, which adds eight or more numbers in another order.
+
+    Source: `normalize` in `megatron/core/datasets/utils.py`.
+    """
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()
 
 
 def _core_ends(weights: Sequence[float]) -> list[float]:
+    """The bounds of the splits as fractions, from 0 to 1."""
     return [0, *accumulate(_core_shares(weights))]
 
 
 def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """The cumulated shares, each rounded (`_build_megatron_dataset_splits`)."""
+    """The ranges of the splits: cumulated shares of n, each rounded (`_build_megatron_dataset_splits`)."""
     return list(pairwise(round(end * float(n)) for end in _core_ends(weights)))
 
 
 def _core_matrix(weights: Sequence[float]) -> list[tuple[float, float] | None]:
-    """(start, end) of each split, None of an empty one, as a cache's description has it.
+    """(start, end) of each split as fractions, None for an empty one, in the form of a cache's description.
 
     Source: `convert_split_vector_to_split_matrix` of megatron-core.
     """
     return [(start, end) if start < end else None for start, end in pairwise(_core_ends(weights))]
 
 
-def _surplus(n: int, share: float) -> int:
+def _n_asked(n: int, share: float) -> int:
+    """Number of samples that a corpus is asked for: 0.5 % more than its share of n."""
     return math.ceil(n * share * 1.005)
 
 
-def _core_surplus(n: int, share: float) -> int:
+def _core_n_asked(n: int, share: float) -> int:
+    """The same number in megatron-core, which rounds twice."""
     return math.ceil(math.ceil(n * share) * (1 + 0.005))
 
 
 FORKS = {
-    "megatron-lm": Fork(0.80, split_documents, _shares, _surplus),
-    "megatron-deepspeed": Fork(0.95, split_documents, _shares, _surplus),
-    "megatron-core": Fork(0.80, _core_split, _core_shares, _core_surplus, is_core=True),
+    "megatron-lm": Fork(0.80, split_documents, _shares, _n_asked),
+    "megatron-deepspeed": Fork(0.95, split_documents, _shares, _n_asked),
+    "megatron-core": Fork(0.80, _core_split, _core_shares, _core_n_asked, is_core=True),
 }
 
 
 class MegatronSamples:
-    """Samples of one part of one corpus in the original's order of them.
+    """The samples of one part of one corpus, in Megatron's order.
 
     Args:
-        asked: all that the order is a function of.
-        place: the name under which the original would have kept it.
+        settings: everything that the order is a function of.
+        order_name: name under which Megatron would have cached the order.
+
+    Raises:
+        ValueError: a cached order is damaged, or the part has no tokens.
     """
 
-    def __init__(self, asked: Asked, place: OrderName) -> None:
-        self.asked, self.place = asked, place
-        self.dataset = asked.dataset
-        self.n_tokens = asked.epoch_tokens
-        self.n_samples = self.n_tokens / asked.seq_len
-        found = place.find(asked)
-        self.note = f"{self.dataset.prefix}: {found.note}" if found.note else ""
-        self.indices = index_of(asked) if found.indices is None else found.indices
+    def __init__(self, settings: OrderSettings, order_name: OrderName) -> None:
+        self.settings, self.order_name = settings, order_name
+        self.dataset = settings.dataset
+        self.n_tokens = settings.epoch_tokens
+        self.n_samples = self.n_tokens / settings.seq_len
+        cached = order_name.find(settings)
+        self.note = f"{self.dataset.prefix}: {cached.note}" if cached.note else ""
+        self.indices = index_of(settings) if cached.indices is None else cached.indices
 
     def __len__(self) -> int:
         return len(self.indices.shuffle)
 
     def __getitem__(self, g: int) -> NDArray[Any]:
-        """Tokens [S + 1] of sample 0 <= g < len."""
+        """Tokens [S + 1] of sample g, 0 <= g < len.
+
+        Raises:
+            IndexError: there is no such sample.
+            ValueError: the index is damaged.
+        """
         if not 0 <= g < len(self):
-            raise IndexError(f"sample {g} of the {len(self)} that Megatron's order of '{self.place.name}' has")
+            raise IndexError(f"sample {g} of the {len(self)} that Megatron's order of '{self.order_name.name}' has")
         documents, samples, shuffle = self.indices
+        # Sample k of the stream goes from where it begins to where the next one begins, both tokens included.
         k = int(shuffle[g])
         (first, start), (last, end) = samples[k : k + 2].tolist()
         pieces = [self.dataset.get(sequence) for sequence in documents[first : last + 1].tolist()]
         pieces[-1] = pieces[-1][: end + 1]
         pieces[0] = pieces[0][start:]
         tokens = np.concatenate(pieces)
-        if len(tokens) != self.asked.seq_len + 1:
+        if len(tokens) != self.settings.seq_len + 1:
             raise ValueError(
-                f"expected sample {k} to have {self.asked.seq_len + 1} tokens, got {len(tokens)}: its index is damaged "
-                f"or of other data ({self.note})"
+                f"expected sample {k} to have {self.settings.seq_len + 1} tokens, got {len(tokens)}: its index is "
+                f"damaged or belongs to other data ({self.note})"
             )
         return tokens
 
-    def __reduce__(self) -> tuple[type[MegatronSamples], tuple[Asked, OrderName]]:
-        # A worker process opens the same files; indices that are in no file are made there again.
-        return MegatronSamples, (self.asked, self.place)
+    def __reduce__(self) -> tuple[type[MegatronSamples], tuple[OrderSettings, OrderName]]:
+        # A worker process opens the same files. Indices that are in no file are computed there anew.
+        return MegatronSamples, (self.settings, self.order_name)
 
 
 def wanted_samples(cfg: Config) -> dict[str, int]:
-    """The number of samples that the original asks of "train", "valid" and "test" (`megatron/training.py`).
+    """The number of samples that Megatron asks "train", "valid" and "test" for (`megatron/training.py`).
 
     Raises:
-        ValueError: nothing says how many the run was started for, or it is longer.
+        ValueError: the configuration does not say how many samples the run was started for, or reads more of them.
     """
     size = cfg.batch.global_batch_size
     train = cfg.data.order_samples or cfg.train.samples
@@ -163,10 +186,11 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
             f"this run reads {cfg.end(0, 0).samples} samples ([train] steps, samples, tokens), and the order is one of "
             f"{train} ([data] order_samples): Megatron's order of a longer run is another from its first sample on"
         )
-    as_theirs = cfg.model_copy(
+    # Megatron asks for the evaluations of the whole run, of `train` samples, even if this configuration stops earlier.
+    whole_run = cfg.model_copy(
         update={"train": cfg.train.model_copy(update={"steps": 0, "samples": train, "tokens": 0})}
     )
-    steps = as_theirs.end(0, 0).steps
+    steps = whole_run.end(0, 0).steps
     evaluations = steps // cfg.eval.interval + 1 if cfg.eval.interval else 1
     return {
         "train": train,
@@ -176,27 +200,37 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
 
 
 def ordered(cfg: Config, splits: Mapping[str, Sequence[CorpusPart]]) -> Splits:
-    """The samples of each split as the original orders them.
+    """The samples of each split, in Megatron's order.
+
+    Args:
+        cfg: the run's configuration.
+        splits: parts of corpora by split; a further validation set counts as "valid".
 
     Raises:
-        ValueError: a case in which the original has no order either, or a damaged cache.
+        ValueError: Megatron could not start with these data either, or a cache is damaged.
     """
     wanted = wanted_samples(cfg)
-    found = Splits(dict.fromkeys(SPLITS), [])
+    built = Splits(dict.fromkeys(SPLITS), [])
     for split, parts in splits.items():
         if parts:
             role = split if split in wanted else "valid"
             builder = _Builder(cfg, split, role, wanted[role])
-            found.samples[split] = builder.samples(parts)
-            found.notes.extend(builder.notes)
-    return found
+            built.samples[split] = builder.samples(parts)
+            built.notes.extend(builder.notes)
+    return built
 
 
 class _Builder:
-    """The samples of one split, as the original orders them.
+    """A builder of the samples of one split, in Megatron's order.
+
+    Args:
+        cfg: the run's configuration.
+        split: name of the split.
+        role: the split that Megatron takes it for: "train", "valid" or "test".
+        n: number of samples that Megatron asks it for.
 
     Attributes:
-        notes: lines for people.
+        notes: lines for the user.
     """
 
     def __init__(self, cfg: Config, split: str, role: str, n: int) -> None:
@@ -207,11 +241,15 @@ class _Builder:
         has_split = cfg.data.train_mixture is None and split in SPLITS
         matrix = tuple(_core_matrix(cfg.data.split_weights)) if has_split else None
         name = mixture.name if mixture else split
-        self._place = OrderName(name, role, matrix, self._fork.is_core)
+        self._order_name = OrderName(name, role, matrix, self._fork.is_core)
         self.notes: list[str] = []
 
     def samples(self, parts: Sequence[CorpusPart]) -> AnySamples | None:
-        """The samples; None where there are no sequences, which the original allows."""
+        """The samples of the split's parts; None if a split has no sequences and Megatron allows that.
+
+        Raises:
+            ValueError: Megatron could not start with these parts either, or a cache is damaged.
+        """
         empty = [part for part in parts if part.documents[0] >= part.documents[1]]
         if len(parts) == 1 and empty and self._split != "train" and not self._fork.is_core:
             self.notes.append(f"'{self._split}' has no sequences of {parts[0].dataset.prefix}, and is left out")
@@ -222,17 +260,20 @@ class _Builder:
                 f"with which [data] order = '{self._cfg.data.order}' does not start either ([data] split, train)"
             )
         if len(parts) == 1 and parts[0].weight is None:
-            return self._of(parts[0], self._n)
+            return self._single(parts[0], self._n)
         return self._blend(parts)
 
-    def _of(self, part: CorpusPart, n: int) -> MegatronSamples:
-        data = self._cfg.data
-        asked = Asked(part.dataset, part.documents, n, data.seq_len, self._cfg.run.seed, self._fork.cutoff)
-        samples = MegatronSamples(asked, self._place)
-        self.notes.extend([samples.note] if samples.note else [])
+    def _single(self, part: CorpusPart, n: int) -> MegatronSamples:
+        """At least n samples of one part."""
+        cfg = self._cfg
+        settings = OrderSettings(part.dataset, part.documents, n, cfg.data.seq_len, cfg.run.seed, self._fork.cutoff)
+        samples = MegatronSamples(settings, self._order_name)
+        if samples.note:
+            self.notes.append(samples.note)
         return samples
 
     def _blend(self, parts: Sequence[CorpusPart]) -> MegatronBlend:
+        """The samples of several parts, blended by weight."""
         weights = [part.weight for part in parts if part.weight is not None]
         order = f"[data] order = '{self._cfg.data.order}'"
         if len(weights) < len(parts):
@@ -241,17 +282,19 @@ class _Builder:
             )
         if len(parts) > MOST_CORPORA and not self._fork.is_core:
             raise ValueError(f"{order} has at most {MOST_CORPORA} corpora in a blend, got {len(parts)} ([data] path)")
-        shares = self._fork.normalised(weights)
-        samples = [self._of(part, self._fork.asked(self._n, share)) for part, share in zip(parts, shares, strict=True)]
-        # All of them normalise once more when they blend, by numpy's sum.
+        shares = self._fork.shares(weights)
+        samples: list[MegatronSamples] = []
+        for part, share in zip(parts, shares, strict=True):
+            samples.append(self._single(part, self._fork.n_asked(self._n, share)))
+        # All three forks normalise the shares once more when they blend, by numpy's sum.
         return MegatronBlend(samples, _core_shares(shares), self._n)
 
 
 def digest_of_order(samples: AnySamples) -> str:
-    """16 hex digits that tell one order of training from another, for what goes on from a checkpoint."""
+    """16 hex digits that tell one order from another, so that a resumed run can check that it follows the same one."""
     parts = samples.parts if isinstance(samples, MegatronBlend) else [samples]
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for part in parts:
         assert isinstance(part, MegatronSamples)
-        found.update(part.indices.digest().encode())
-    return found.hexdigest()
+        digest.update(part.indices.digest().encode())
+    return digest.hexdigest()

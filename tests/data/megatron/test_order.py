@@ -20,7 +20,7 @@ from dtmega.checkpoint.resume import State
 from dtmega.data.indexed_files.dataset import IndexedDataset, IndexedWriter
 from dtmega.data.megatron import blend as megatron_blend
 from dtmega.data.megatron import index as megatron_index
-from dtmega.data.megatron.index import Asked, epochs_of, index_of
+from dtmega.data.megatron.index import OrderSettings, epochs_of, index_of
 from dtmega.data.megatron.order import FORKS, wanted_samples
 from dtmega.data.objectives import objective as objectives
 from dtmega.data.text import check_order, open_text
@@ -52,15 +52,15 @@ def write(folder: Path, name: str, sizes: list[int], per_document: int = 1) -> t
     return str(folder / name), sequences
 
 
-def asked(dataset: IndexedDataset, n: int, cutoff: float, part: tuple[int, int] = (0, 65)) -> Asked:
-    return Asked(dataset, part, n, S, SEED, cutoff)
+def asked(dataset: IndexedDataset, n: int, cutoff: float, part: tuple[int, int] = (0, 65)) -> OrderSettings:
+    return OrderSettings(dataset, part, n, S, SEED, cutoff)
 
 
 # ------------------------------------------------------------------------------------------------------------ indices
 
 
 def test_the_three_indices_are_the_originals_to_the_integer_on_both_sides_of_each_cutoff(tmp_path, monkeypatch):
-    monkeypatch.setattr(megatron_index, "SEQUENCES", 7)
+    monkeypatch.setattr(megatron_index, "SEQUENCES_AT_ONCE", 7)
     monkeypatch.setattr(megatron_index, "CHUNK", 5)
     dataset = IndexedDataset(write(tmp_path, "a", SIZES)[0])
     epoch = (sum(SIZES) - 1) // S
@@ -142,7 +142,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_greedy_blend_gone_through_in_stretches_is_that_from_the_beginning(name, monkeypatch):
-    monkeypatch.setattr(megatron_blend, "SHORTEST", 10)
+    monkeypatch.setattr(megatron_blend, "MIN_STRETCH", 10)
     shares = np.array(WEIGHTS[name]) / np.sum(WEIGHTS[name])
     for n in (1, 9, 500, 2003):
         expected = [corpus for corpus, _ in megatron_order.greedy(shares.tolist(), n)]
@@ -150,9 +150,9 @@ def test_the_greedy_blend_gone_through_in_stretches_is_that_from_the_beginning(n
 
 
 def test_counts_that_are_guessed_wrong_are_put_right(monkeypatch):
-    monkeypatch.setattr(megatron_blend, "SHORTEST", 10)
+    monkeypatch.setattr(megatron_blend, "MIN_STRETCH", 10)
     shares = np.array([0.5, 0.3, 0.15, 0.05])
-    honest = megatron_blend._guessed
+    honest = megatron_blend._guess_counts
 
     def wrong(weights, firsts):
         counts = honest(weights, firsts)
@@ -160,24 +160,24 @@ def test_counts_that_are_guessed_wrong_are_put_right(monkeypatch):
         counts[1:, 3] += 3
         return counts
 
-    monkeypatch.setattr(megatron_blend, "_guessed", wrong)
+    monkeypatch.setattr(megatron_blend, "_guess_counts", wrong)
     expected = [corpus for corpus, _ in megatron_order.greedy(shares.tolist(), 1000)]
     assert megatron_blend.greedy(shares, 1000).tolist() == expected
 
 
 def test_a_long_blend_is_made_once_in_a_file_and_places_are_found_anywhere_in_it(monkeypatch):
     monkeypatch.setattr(megatron_blend, "LONG", 1)
-    monkeypatch.setattr(megatron_blend, "COUNTED", 16)
+    monkeypatch.setattr(megatron_blend, "COUNT_EVERY", 16)
     parts = [_Counted(999) for _ in range(3)]
     blend = megatron_blend.MegatronBlend(parts, [0.5, 0.3, 0.2], 300)
     monkeypatch.setattr(megatron_blend, "greedy", None)  # is not called again
     again = pickle.loads(pickle.dumps(blend))
     expected = megatron_order.greedy([0.5, 0.3, 0.2], 300)
-    assert [again.place(g) for g in range(300)] == expected
+    assert [again.locate(g) for g in range(300)] == expected
     assert [blend[g] for g in range(300)] == [("sample", i) for _, i in expected]
     for g in (-1, 300):
         with pytest.raises(IndexError, match=f"sample {g} of the 300"):
-            blend.place(g)
+            blend.locate(g)
 
 
 class _Counted:
