@@ -398,7 +398,7 @@ def test_a_number_of_samples_without_an_order_is_refused():
 
 @pytest.mark.parametrize("objective", [one for one in objectives.OBJECTIVES if one is not objectives.NEXT_TOKEN])
 def test_an_order_that_depends_on_a_compiled_generator_is_refused_with_that_reason(objective):
-    with pytest.raises(ValueError, match=r"\[data\] order = 'megatron-lm' .*(compiled helper|generator|otherwise)"):
+    with pytest.raises(ValueError, match=r"\[data\] order = 'megatron-lm' .*(compiled helper|generator|another rule)"):
         check_order(config.Data(order="megatron-lm"), objective)
 
 
