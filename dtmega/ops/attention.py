@@ -3,18 +3,19 @@
     rule = attention_rule(places, causal=True, slopes=slopes)    # once per forward pass, shared by all layers
     out = attention(q, k, v, rule)                               # [B, H, S, K]
 
-- CUDA: FlexAttention; what the rule adds is computed inside the kernel and never stored.
-- CPU: `scaled_dot_product_attention` over chunks of queries, each with only the keys it may see where places are
-  consecutive. There the bias depends on the distance alone, so one strip of it serves every chunk as a view: [H, C, S]
-  floats, not [H, S, S] per layer. Otherwise, and inside documents, a chunk's bias is made where it is needed, and again
-  in backward.
-- CPU that is fast at bfloat16 (AMX, avx512_bf16), in that: the same chunks as batched products, `ops/cpu/attention.py`.
-- elsewhere with attention dropout: the plain formula over the same chunks; no kernel of others takes a mask keyed by
-  global indices.
+- CUDA: FlexAttention. The bias is computed inside the kernel and never stored.
+- CPU: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a chunk reads only the keys
+  that it may see, and the bias depends on the distance alone: one strip of it, [H, C, S] floats instead of [H, S, S]
+  per layer, serves every chunk as a view. Otherwise, and for documents, a chunk's bias is computed when it is needed,
+  and once more in backward.
+- CPU that is fast at bfloat16 (AMX, avx512_bf16), in bfloat16: batched products over the same chunks
+  (`cpu/attention.py`).
+- Elsewhere with attention dropout, or with a bias that learns: the plain formula over the same chunks, since no fused
+  kernel takes a dropout mask that is keyed by global indices.
 
-What is added stays in fp32 whatever the compute dtype: BLOOM's original, `slope * place` rounded to bf16, is a
-staircase. Distances are of places in the sequence, also where position ids start again in each document: Megatron's
-ALiBi ignores those.
+The bias stays in fp32 whatever the compute dtype: rounded to bf16, as in the original BLOOM, `slope * place` is a
+staircase. Distances are between places in the sequence, even where position ids start again in each document, because
+Megatron's ALiBi ignores those ids.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
 
-FEW_QUERIES = 64
+FEW_QUERIES = 64  # with fewer, the calls of batched products would take longer than the products
 
 
 class Dropout(NamedTuple):
-    """Drops attention probabilities; a function of (key, sample, head, place of the query, place of the key)."""
+    """Dropout of attention probabilities: a function of (key, sample, head, place of the query, place of the key)."""
 
     p: float
-    key: Tensor  # int32 scalar, one per site
-    head_ids: Tensor  # [H] int32, global numbers of these heads
+    key: Tensor  # int32 scalar, different for each dropout site
+    head_ids: Tensor  # [H] int32, global numbers of the heads on this rank
     sample_ids: Tensor  # [B] int64
 
 
@@ -54,14 +55,15 @@ def attention(
     dropout: Dropout | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T scale + added) v over the pairs that are allowed, with dropout on the probabilities if asked.
+    """softmax(q k^T scale + bias) v over the pairs that the rule allows.
 
     Args:
         q: [B, H, S, K].
-        k, v: [B, H or a divisor of it, T, K]; the first heads of q share the first head of these, and so on. Of a rule
-            with a cache [.., S, K], of the new tokens.
-        rule: from `attention_rule`; made with `fused=False` if `dropout` is given.
-        scale: 1 / sqrt(K) if None. It is applied in fp32, to products that the plain formula has in the dtype of q.
+        k, v: [B, G, T, K], where G divides H: the first H / G heads of q share the first head of k, and so on. With a
+            cache only the new tokens, [B, G, S, K].
+        rule: from `attention_rule`; built with `fused=False` if `dropout` is given.
+        dropout: dropout of the probabilities; None: none.
+        scale: 1 / sqrt(K) if None. It is applied in fp32; the plain formula's products q k^T are in the dtype of q.
 
     Returns:
         [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
@@ -74,39 +76,38 @@ def attention(
         assert dropout is None
         return _flex(q, k, v, rule, scale)
     is_learned = rule.table is not None and rule.table.requires_grad
-    if _by_products(q, rule) and not is_learned:
+    if _products_are_fastest(q, rule) and not is_learned:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         p, *ids = (0.0, None, None, None) if dropout is None else dropout
         out, *_ = attention_cpu(q, k, v, factor, *rule[:N_TENSORS], *ids, rule.causal, rule.window, p)
         return out
     if dropout is not None or is_learned:
-        found: list[Tensor] = []
+        outs: list[Tensor] = []
         for chunk in rule.chunks():
-            one_q, one_k, one_v = _of_chunk(chunk, q, k, v)
-            found.append(_plain(one_q, one_k, one_v, rule, chunk, dropout, scale))
-        return torch.cat(found, dim=2)
+            chunk_q, chunk_k, chunk_v = _slice(chunk, q, k, v)
+            outs.append(_plain(chunk_q, chunk_k, chunk_v, rule, chunk, dropout, scale))
+        return torch.cat(outs, dim=2)
     if q.device.type == "cpu":
         return _ByChunks.apply(q, k, v, scale, *rule)  # pyright: ignore[reportReturnType]
     outs = []
     for chunk in rule.chunks():
         bias = _in_dtype(rule.bias(chunk), q)
-        part = _of_chunk(chunk, q, k, v)
-        shared = q.shape[1] != k.shape[1]
-        outs.append(F.scaled_dot_product_attention(*part, attn_mask=bias, scale=scale, enable_gqa=shared))
+        shared_keys = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            *_slice(chunk, q, k, v), attn_mask=bias, scale=scale, enable_gqa=shared_keys
+        )
+        outs.append(out)
     return torch.cat(outs, dim=2)
 
 
-def _by_products(q: Tensor, rule: AttentionRule) -> bool:
-    """Tell whether batched products are the fastest kernel: fused ones use no instructions of bfloat16.
-
-    Of few queries calls would be most of the time.
-    """
-    fits = q.device.type == "cpu" and q.dtype == torch.bfloat16 and features.HAS_FAST_BFLOAT16
-    return fits and rule.cache is None and q.shape[2] >= FEW_QUERIES
+def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
+    """True if batched products are faster than the fused kernels, which use no bfloat16 instructions."""
+    has_instructions = q.device.type == "cpu" and q.dtype == torch.bfloat16 and features.HAS_FAST_BFLOAT16
+    return has_instructions and rule.cache is None and q.shape[2] >= FEW_QUERIES
 
 
-def _of_chunk(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries of a chunk, and the keys and values that they see."""
+def _slice(chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of a chunk, and the keys and values that they may see."""
     keys = slice(chunk.first, chunk.last)
     return q[:, :, chunk.start : chunk.stop], k[:, :, keys], v[:, :, keys]
 
@@ -120,10 +121,12 @@ def _plain(
     dropout: Dropout | None,
     scale: float | None,
 ) -> Tensor:
-    """The formula, for what no kernel takes: dropout by global indices, a table that learns."""
+    """The plain formula for one chunk, for what no kernel takes: dropout by global indices, a table that learns."""
     bias = rule.bias(chunk)
     scores = _scores(q, k, bias, scale)
-    if bias is not None and rule.strip is None:  # with a strip, every query sees at least itself
+    # The softmax of a row of -inf is NaN, and its gradient too. So a query that sees no key gets zeros before and after
+    # it. With a strip every query sees at least itself.
+    if bias is not None and rule.strip is None:
         sees_none = (bias == -math.inf).all(-1, keepdim=True)
         probabilities = scores.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
     else:
@@ -132,48 +135,39 @@ def _plain(
         queries = rule.query_places[:, chunk.start : chunk.stop]
         keys = rule.key_places[:, chunk.first : chunk.last]
         probabilities = _drop(probabilities, dropout, queries, keys)
-    return _over_heads(probabilities.to(v.dtype), v)
-
-
-def _stacked(x: Tensor, n_groups: int) -> Tensor:
-    """[B, H, C, ...] -> [B, groups, H / groups x C, ...]"""
-    return x.unflatten(1, (n_groups, -1)).flatten(2, 3)
-
-
-def _unstacked(x: Tensor, n_heads: int) -> Tensor:
-    """The inverse: [B, groups, H / groups x C, ...] -> [B, H, C, ...]"""
-    return x.unflatten(2, (n_heads // x.shape[1], -1)).flatten(1, 2)
+    return _grouped_matmul(probabilities.to(v.dtype), v)
 
 
 def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_places: Tensor) -> Tensor:
-    """Probabilities [B, H, C, keys] of queries at places [B, C] for keys at [B, keys], masked and rescaled."""
-    rows = keyed.of_pairs(dropout.key, dropout.sample_ids, dropout.head_ids, query_places)
+    """Drop and rescale probabilities [B, H, C, keys], for queries at places [B, C] and keys at places [B, keys]."""
+    rows = keyed.attention_rows(dropout.key, dropout.sample_ids, dropout.head_ids, query_places)
     keep = keyed.keep(dropout.p, rows, key_places[:, None, None])
     return torch.where(keep, probabilities / (1 - dropout.p), 0.0)
 
 
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """A bias in fp32 for q in fp64 gives wrong numbers on a CPU (torch 2.13); for q in bf16 it stays in fp32."""
+    """The bias in fp64 if q is. In fp32 it would give wrong numbers there, on a CPU (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 
 class _ByChunks(torch.autograd.Function):
-    """torch's kernel for CPUs, chunk by chunk. The mask of a chunk, which that would keep, backward makes again.
+    """torch's fused kernel for CPUs, chunk by chunk, with a backward that saves memory.
 
-    Keys are read by many chunks: their gradients are added up in place. Slices of them would each have a gradient of
-    the whole length, with zeros.
+    torch would keep the mask of each chunk for backward; here it is computed once more. And keys are read by many
+    chunks: their gradients are added up in place, where autograd would make a gradient of full length, with zeros, for
+    the slice of each chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *fields: Any) -> Tensor:
         rule = AttentionRule(*fields)
         n_rows, n_heads, n_queries, _ = q.shape
-        # As the projection behind it reads it: [B, S, H, K].
+        # In memory [B, S, H, K], as the projection that follows reads it.
         out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
         sums: list[Tensor] = []
         for chunk in rule.chunks():
             part, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_of_chunk(chunk, q, k, v), attn_mask=_in_dtype(rule.bias(chunk), q), scale=scale
+                *_slice(chunk, q, k, v), attn_mask=_in_dtype(rule.bias(chunk), q), scale=scale
             )
             out[:, :, chunk.start : chunk.stop] = part
             sums.append(log_sum_exp)
@@ -187,16 +181,17 @@ class _ByChunks(torch.autograd.Function):
         q, k, v, out, *saved = ctx.saved_tensors
         sums = saved[:-N_TENSORS]
         rule = AttentionRule(*saved[-N_TENSORS:], *ctx.settings)
-        of_q = torch.empty_like(q)
-        of_k = torch.zeros_like(k)
-        of_v = torch.zeros_like(v)
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
         chunks = list(zip(rule.chunks(), sums, strict=True))
-        for chunk, log_sum_exp in reversed(chunks):  # the order in which autograd would add them up
+        # From the last chunk to the first, as autograd would add them up: the sums have the same bits.
+        for chunk, log_sum_exp in reversed(chunks):
             queries = slice(chunk.start, chunk.stop)
             keys = slice(chunk.first, chunk.last)
-            one_q, one_k, one_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            chunk_dq, chunk_dk, chunk_dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, queries],
-                *_of_chunk(chunk, q, k, v),
+                *_slice(chunk, q, k, v),
                 out[:, :, queries],
                 log_sum_exp,
                 0.0,
@@ -205,44 +200,57 @@ class _ByChunks(torch.autograd.Function):
                 scale=ctx.scale,
             )
             if len(chunks) == 1:
-                of_q, of_k, of_v = one_q, one_k, one_v
+                dq, dk, dv = chunk_dq, chunk_dk, chunk_dv
             else:
-                of_q[:, :, queries] = one_q
-                of_k[:, :, keys] += one_k
-                of_v[:, :, keys] += one_v
-        return of_q, of_k, of_v, None, *(None for _ in rule)
+                dq[:, :, queries] = chunk_dq
+                dk[:, :, keys] += chunk_dk
+                dv[:, :, keys] += chunk_dv
+        return dq, dk, dv, None, *(None for _ in rule)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    """[B, H, C, keys] in fp32, -inf where a pair is not allowed."""
-    scores = _over_heads(q, k.mT)
+    """The scores [B, H, C, keys], -inf where a pair is not allowed. In fp32, for a softmax in fp32."""
+    scores = _grouped_matmul(q, k.mT)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
     return scores if bias is None else scores + bias
 
 
-def _over_heads(x: Tensor, y: Tensor) -> Tensor:
-    """x [B, H, C, n] times y [B, H or a divisor of it, n, m], [B, H, C, m]: each of y's for some heads of x."""
-    # Rows that share a head of y stand one below the other, so that y is not repeated.
+def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply x [B, H, C, n] by y [B, G, n, m], [B, H, C, m]: each of y's G heads serves H / G heads of x."""
+    # The heads of x that share a head of y are stacked into one tall matrix, so that y is not repeated.
     n_groups = y.shape[1]
     return _unstacked(torch.matmul(_stacked(x, n_groups), y), x.shape[1])
 
 
+def _stacked(x: Tensor, n_groups: int) -> Tensor:
+    """Stack the rows of the heads in each group: [B, H, C, ...] -> [B, groups, H / groups x C, ...]."""
+    return x.unflatten(1, (n_groups, -1)).flatten(2, 3)
+
+
+def _unstacked(x: Tensor, n_heads: int) -> Tensor:
+    """The inverse of `_stacked`: [B, groups, H / groups x C, ...] -> [B, H, C, ...]."""
+    return x.unflatten(2, (n_heads // x.shape[1], -1)).flatten(1, 2)
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | None) -> Tensor:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        added = rule.added(b, h, i, j)
-        return score if added is None else score + added
+        bias = rule.added(b, h, i, j)
+        return score if bias is None else score + bias
 
     kernel = _flex_kernel(q.device.type)
-    shared = q.shape[1] != k.shape[1]
-    out = kernel(q, k, v, score_mod=score_mod, block_mask=rule.block_mask, scale=scale, enable_gqa=shared)
+    shared_keys = q.shape[1] != k.shape[1]
+    out = kernel(q, k, v, score_mod=score_mod, block_mask=rule.block_mask, scale=scale, enable_gqa=shared_keys)
     assert isinstance(out, Tensor)
     return out
 
 
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
-    """Eager FlexAttention is the reference formula, which stores S x S scores; only the compiled one is a kernel."""
-    # In a compiled block it becomes a kernel by itself, and Dynamo warns of every cached function that it meets there.
+    """FlexAttention compiled, for CUDA: without compilation it is a reference formula that stores S x S scores.
+
+    A block that is being compiled gets the plain function: it becomes a kernel there by itself, and Dynamo would warn
+    of the cached function.
+    """
     if device_type != "cuda" or torch.compiler.is_compiling():
         return flex_attention
     return _compiled_flex()

@@ -1,16 +1,19 @@
-"""A rule of attention for every kernel: the pairs of a query and a key that attend, and what is added to their scores.
+"""The attention rule of a batch, for every kernel: which queries see which keys, and the bias added to their scores.
 
     rule = attention_rule(places, causal=True, document_ids=document_ids, slopes=slopes)    # once per forward
     out = attention(q, k, v, rule, dropout)                                                 # in each layer
 
-A rule is a function of (sample, head, place of the query, place of the key). Places are global and come with the batch:
-a rank may hold any part of a sequence, in any order. Documents and padding are numbers, [B, S]; no tensor of all pairs
-exists. `allowed` and `added` say the rule once, by indices, for FlexAttention's mods as for chunks of queries; the rest
-of this file finds out early what need not be computed pair by pair:
+A rule is a function of (sample, head, place of the query, place of the key), where a *place* is a token's position in
+its sample. Places are global and come with the batch: a rank may hold any part of a sequence, in any order. Documents
+and padding are numbers [B, S], and pairs of equal numbers attend. A mask [B, S, S] of all pairs never exists.
 
-- on CUDA, blocks of pairs that are all allowed or all forbidden, from the bounds of places and numbers in each block;
-- elsewhere, if places are consecutive, one strip of scores that serves all chunks of queries: causality, windows, ALiBi
-  and tables depend on the distance alone.
+Two methods define the rule, by indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls them in its
+kernel, and chunks of queries call them on ranges. The rest of this file saves work where the result for many pairs is
+known without looking at each:
+
+- on CUDA, blocks of pairs that are all allowed or all forbidden, found from the bounds of places and document numbers;
+- elsewhere, if places are consecutive, one strip of biases that serves all chunks of queries, because causality,
+  windows, ALiBi and tables depend on the distance alone.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dtmega.ops.key_value_cache import KeyValueCache
 
-BLOCK = 128  # queries, and keys, of a block in FlexAttention's masks
-# Queries that are taken at a time, about: below 192 torch's kernel for CPUs works in its smallest tiles.
+BLOCK = 128  # queries and keys in one block of FlexAttention's masks
+# Approximate number of queries in a chunk. With fewer than 192, torch's kernel for CPUs works in its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
-N_TENSORS = 8  # of a rule, or None, before its settings
+N_TENSORS = 8  # the first fields of an AttentionRule, which are tensors or None; settings follow
 
 
 class Chunk(NamedTuple):
-    """Queries `start` to `stop`, and the keys from `first` to `last`, outside which they see none."""
+    """The queries [start, stop), and the only keys that they can see, [first, last)."""
 
     start: int
     stop: int
@@ -41,18 +44,19 @@ class Chunk(NamedTuple):
 
 
 class AttentionRule(NamedTuple):
-    """A rule of attention, as tensors; `attention_rule` makes one.
+    """The attention rule of a batch as tensors, built by `attention_rule`.
 
     Attributes:
         query_places, key_places: [B, S] and [B, T] int32.
-        query_documents, key_documents: the same shapes; pairs of equal numbers attend.
+        query_documents, key_documents: the same shapes; pairs of equal numbers attend. None: one document.
         prefix: [B, T] bool: keys that causality does not hide.
-        slopes: [H], added to the scores times the distance from the query to the key.
-        table: [H, 2 M + 1], added to the scores by that distance, from -M to M and beyond.
-        strip: [1, H or 1, C, columns] where places are consecutive: what `bias` is for the last chunk and all others.
+        slopes: [H], factors of the distance (place of the key - place of the query) in the bias.
+        table: [H, 2 M + 1], biases for the distances from -M to M; distances beyond have the entry at the end.
+        strip: [1, H or 1, C, columns]: the bias of the last chunk, of which every chunk's bias is a part. None if
+            places are not consecutive, or on CUDA.
         causal, window: see `attention_rule`.
-        block_mask: for FlexAttention; the chunked formula has none.
-        cache: what keeps the keys and values of the tokens before; their places are the first of `key_places`.
+        block_mask: FlexAttention's mask; None where the kernels take chunks of queries.
+        cache: the cache of keys and values; the first ones of `key_places` are the cached tokens'.
     """
 
     query_places: Tensor
@@ -69,25 +73,25 @@ class AttentionRule(NamedTuple):
     cache: KeyValueCache | None = None
 
     def allowed(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Tell whether the i-th query of row b attends to the j-th key; indices of any shapes that broadcast."""
+        """True if the i-th query of row b attends to the j-th key. The indices may have any shapes that broadcast."""
         query = self.query_places[b, i]
         key = self.key_places[b, j]
-        demands = []
+        conditions = []
         if self.causal:
             before = query >= key
-            demands.append(before if self.prefix is None else before | self.prefix[b, j])
+            conditions.append(before if self.prefix is None else before | self.prefix[b, j])
         if self.window:
-            demands.append((query - key).abs() < self.window)
+            conditions.append((query - key).abs() < self.window)
         if self.query_documents is not None and self.key_documents is not None:
-            demands.append(self.query_documents[b, i] == self.key_documents[b, j])
-        # "True and the first one" would take as long on a CPU as all else here together.
-        pairs = demands[0] if demands else b.new_ones((), dtype=torch.bool)
-        for demand in demands[1:]:
-            pairs = pairs & demand
+            conditions.append(self.query_documents[b, i] == self.key_documents[b, j])
+        # Begin with the first condition: on a CPU, `True & first` would take as long as everything else here.
+        pairs = conditions[0] if conditions else b.new_ones((), dtype=torch.bool)
+        for condition in conditions[1:]:
+            pairs = pairs & condition
         return pairs
 
     def added(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
-        """The number added to the score of the i-th query of row b and the j-th key in head h; None: nothing to any."""
+        """The bias of the score of the i-th query of row b and the j-th key in head h; None if the rule has no bias."""
         distance = self.key_places[b, j] - self.query_places[b, i]
         bias = None if self.slopes is None else self.slopes[h] * distance
         if self.table is not None:
@@ -106,77 +110,88 @@ class AttentionRule(NamedTuple):
 
     @property
     def chunk_size(self) -> int:
-        """Queries of a chunk, and rows of a strip."""
+        """The number of queries in a chunk, and of rows in the strip."""
         return _chunk_size(self.query_places.shape[1], self.query_places.device)
 
     def chunks(self, size: int | None = None) -> Iterator[Chunk]:
-        """All queries, some at a time: `chunk_size`, or as many as are asked for."""
+        """Cut all queries into chunks of `size`, or of `chunk_size`."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
-        n_before = n_keys - n_queries  # keys of tokens before the first query, where places are consecutive
+        n_cached = n_keys - n_queries  # if places are consecutive; their keys come before the first query
         size = size or self.chunk_size
         for start in range(0, n_queries, size):
             stop = min(start + size, n_queries)
             first, last = 0, n_keys
             if self.strip is not None and self.causal:
-                last = n_before + stop
+                last = n_cached + stop
             if self.strip is not None and self.window:
-                first = max(0, n_before + start - self.window + 1)
-                last = min(last, n_before + stop - 1 + self.window)
+                first = max(0, n_cached + start - self.window + 1)
+                last = min(last, n_cached + stop - 1 + self.window)
             yield Chunk(start, stop, first, last)
 
     def bias(self, chunk: Chunk) -> Tensor | None:
-        """[B or 1, H or 1, queries, keys]: what is added to the scores of a chunk, -inf where a pair is not allowed."""
+        """The bias of a chunk's scores, -inf where a pair is not allowed: [B or 1, H or 1, queries, keys].
+
+        None if there is none, and all pairs are allowed.
+        """
         if self.strip is None:
             return self._bias_pair_by_pair(chunk)
         n_queries = chunk.stop - chunk.start
-        # The strip's first query is the first of the last chunk. What that one sees at column c, ours sees as far away.
+        # The strip is the bias of the last chunk. This chunk starts `shift` places earlier, so the strip has the same
+        # distances `shift` columns further right.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
         return self._in_documents(self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last], chunk)
 
-    def by_distance(self) -> Tensor | None:
-        """[H or 1, distances]: each number of the strip once, for `bias_backwards`; None where there is no strip."""
+    def bias_by_distance(self) -> Tensor | None:
+        """The bias for each distance, [H or 1, distances], for `bias_reversed`; None if there is no strip."""
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        behind = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
-        from_zero_on = self.strip[0, :, 0, self._strip_start : n_columns]
-        return torch.cat([behind, from_zero_on], dim=1)
+        # The strip's last query has all keys before it, its first one all keys after it.
+        negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
+        zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
+        return torch.cat([negative, zero_and_positive], dim=1)
 
-    def bias_backwards(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
-        """`bias` with the last query first: then rows begin one number apart, and are a view of one row of numbers.
+    def bias_reversed(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
+        """The bias of a chunk with the last query first.
+
+        From one row to the next, all distances then grow by 1. So all rows are a view of one row of numbers, each
+        beginning one number further right, and this row stays in the cache.
 
         Args:
-            by_distance: from the method of this name. The chunk is no longer than `chunk_size`.
+            chunk: chunk of at most `chunk_size` queries.
+            by_distance: from `bias_by_distance`.
         """
         if self.strip is None or by_distance is None:
             bias = self._bias_pair_by_pair(chunk)
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
-        n_before = self.key_places.shape[1] - self.query_places.shape[1]
+        n_cached = self.key_places.shape[1] - self.query_places.shape[1]
+        # The index of distance 0, and from there that of the last query to the first key.
         zero = self._strip_start + self.strip.shape[2] - 1
-        at = zero + chunk.first - (n_before + chunk.stop - 1)
+        at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
         bias = by_distance.as_strided(shape, (0, n_distances, 1, 1), at)
-        return self._in_documents(bias, chunk, backwards=True)
+        return self._in_documents(bias, chunk, is_reversed=True)
 
     @property
     def _strip_start(self) -> int:
-        """The place of the strip's first query: of those of the last chunk, behind the keys of tokens before."""
-        n_before = self.key_places.shape[1] - self.query_places.shape[1]
-        return n_before + _last_start(self.query_places.shape[1], self.query_places.device)
+        """The key column of the strip's first query, which is the first one of the last chunk."""
+        n_cached = self.key_places.shape[1] - self.query_places.shape[1]
+        return n_cached + _last_start(self.query_places.shape[1], self.query_places.device)
 
-    def _in_documents(self, bias: Tensor, chunk: Chunk, backwards: bool = False) -> Tensor:
+    def _in_documents(self, bias: Tensor, chunk: Chunk, is_reversed: bool = False) -> Tensor:
+        """A chunk's bias with -inf for pairs of different documents, which the strip knows nothing of."""
         if self.query_documents is None or self.key_documents is None:
             return bias
         queries = self.query_documents[:, None, chunk.start : chunk.stop, None]
-        if backwards:
+        if is_reversed:
             queries = queries.flip(2)
         keys = self.key_documents[:, None, None, chunk.first : chunk.last]
         return torch.where(queries == keys, bias, -math.inf)
 
-    def of_rows(self, rows: slice) -> AttentionRule:
-        """The rule of some rows of the batch."""
+    def select_rows(self, rows: slice) -> AttentionRule:
+        """The rule for some rows of the batch."""
         return self._replace(
             query_places=self.query_places[rows],
             key_places=self.key_places[rows],
@@ -190,8 +205,8 @@ class AttentionRule(NamedTuple):
         b = torch.arange(len(self.query_places), device=device)[:, None, None, None]
         i = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
         j = torch.arange(chunk.first, chunk.last, device=device)
-        per_head = self.slopes if self.slopes is not None else self.table
-        n_heads = 1 if per_head is None else len(per_head)
+        numbers_per_head = self.slopes if self.slopes is not None else self.table
+        n_heads = 1 if numbers_per_head is None else len(numbers_per_head)
         h = torch.arange(n_heads, device=device)[:, None, None]
         added = self.added(b, h, i, j)
         if not self.forbids:
@@ -213,38 +228,36 @@ def attention_rule(
     cache: KeyValueCache | None = None,
     fused: bool = True,
 ) -> AttentionRule:
-    """The rule of a batch, for all layers that share it.
+    """Build the attention rule of a batch, which all layers share.
 
-    Of what is given, a pair must satisfy all; only `prefix` makes an exception, and only from causality.
+    A query sees a key if all conditions that are given hold (causal, window, documents); `prefix` makes an exception
+    from causality only. A query that sees no key gets the output 0.
 
     Args:
-        places: [B, S] int, the global place in its sample of each token that asks.
+        places: [B, S] int, global places of the query tokens in their samples.
         causal: a query sees the keys up to its own place.
-        window: it sees those less than so many places away; 0: however far.
-        document_ids: [B, S] int; it sees those of its own document. Padding is a document of its own.
-        prefix: [B, T] bool; keys that all queries of a document see, those before them too. With a cache only of its
-            first tokens.
-        slopes: [H], ALiBi: slope x (place of the key - place of the query) is added. Under tp this rank's heads.
-        table: [H, 2 M + 1], relative positions: the entry of (place of the key - place of the query), clamped to
-            -M ... M, is added; its gradient is computed. See `distance_buckets`. Under tp this rank's heads.
-        key_places, key_document_ids: [B, T], where keys are not those of the same tokens.
-        cache: tokens before these, which queries see as well; it takes in these. Once per forward.
-        fused: False where no kernel is wanted on CUDA (attention dropout, lengths that come once): there the chunked
-            formula waits for the device once, to see whether places are consecutive.
-
-    Returns:
-        The rule, in which a query that sees no key gets 0 for its output.
+        window: a query sees keys that are fewer than `window` places away; 0: keys at any distance.
+        document_ids: [B, S] int; a query sees the keys of its own document. Padding is a document of its own.
+        prefix: [B, T] bool; keys that all queries of their document see, also those before them. With a cache it is
+            allowed for the first tokens only.
+        slopes: [H], ALiBi: the bias is slope x (place of the key - place of the query). Under tp this rank's heads.
+        table: [H, 2 M + 1], relative positions: the bias is the entry for (place of the key - place of the query),
+            clamped to -M ... M; its gradient is computed. See `distance_buckets`. Under tp this rank's heads.
+        key_places, key_document_ids: [B, T], if the keys are those of other tokens (an encoder's).
+        cache: earlier tokens, which queries see as well; the tokens of this rule are added to it. For one forward only.
+        fused: False to use no kernel on CUDA: for attention dropout, or lengths that occur only once. The chunked
+            formula then waits for the device once, to see whether places are consecutive.
     """
     if cache is not None:
         assert key_places is None, "a cache is of the same tokens"
         assert prefix is None or cache.length == 0, "what was computed before has not seen a later prefix"
         key_places, key_document_ids = cache.begin_forward(places, document_ids)
-    own = key_places is None
+    attends_to_itself = key_places is None
     query_places = places.to(torch.int32)
-    # Copies: a compiled block breaks where its own autograd is given one tensor twice (torch 2.13).
+    # A copy, since a compiled block breaks where its own autograd function gets one tensor twice (torch 2.13).
     keys = query_places.clone() if key_places is None else key_places.to(torch.int32)
     documents = key_document_ids
-    if own and document_ids is not None:
+    if attends_to_itself and document_ids is not None:
         documents = document_ids.clone()
     assert (document_ids is None) == (documents is None), "documents of queries and of keys come together"
     rule = AttentionRule(
@@ -252,16 +265,18 @@ def attention_rule(
     )
     if places.device.type == "cuda" and fused:
         return rule._replace(block_mask=block_mask(rule))
-    by_distance = rule.adds or causal or window > 0
-    if (own or cache is not None) and by_distance and prefix is None and _consecutive(keys):
+    depends_on_distance = rule.adds or causal or window > 0
+    keys_end_with_queries = attends_to_itself or cache is not None
+    if keys_end_with_queries and depends_on_distance and prefix is None and _consecutive(keys):
         return rule._replace(strip=_strip(rule))
     return rule
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
-    """[H] fp32: 2^(-8 i/n), i = 1..n, n the power of two at or below H; heads left over take the odd halves between.
+    """ALiBi's slopes, [H] fp32 (Press, Smith, Lewis, "Train Short, Test Long", 2022).
 
-    Press, Smith, Lewis, "Train Short, Test Long" (2022).
+    2^(-8 i/n) for i = 1..n, where n is the largest power of two up to H. The other H - n heads have slopes halfway
+    between those in the exponent: 2^(-4 i/n) for i = 1, 3, 5, ...
     """
     n = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -270,11 +285,14 @@ def alibi_slopes(n_heads: int) -> Tensor:
 
 
 def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """[2 max_distance + 1] int64, the bucket of each distance: rows of a weight [buckets, H] that make a `table`.
+    """T5's bucket for each distance, [2 max_distance + 1] int64: rows of a weight [buckets, H] that make a `table`.
 
-    Half of the buckets are of one distance each, the others grow with its logarithm up to `max_distance` (Raffel et
-    al., arXiv:1910.10683; mesh_tensorflow `_relative_position_bucket`). `bidirectional`: keys after the query have half
-    of the buckets for themselves; otherwise they share that of distance 0.
+    Half of the buckets hold one distance each. The others hold ranges that grow with the logarithm of the distance, up
+    to `max_distance` (Raffel et al., arXiv:1910.10683; mesh_tensorflow `_relative_position_bucket`).
+
+    Args:
+        bidirectional: keys after the query have half of the buckets for themselves; if False, they share the bucket of
+            distance 0.
     """
     if bidirectional:
         n_buckets //= 2
@@ -290,24 +308,29 @@ def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> 
 
 
 def _chunk_size(n_queries: int, device: torch.device) -> int:
-    """As many queries in each chunk, but for what is left to the last one."""
+    """The number of queries in each chunk but the last one, which may be smaller."""
     n_chunks = max(1, round(n_queries / CHUNK_QUERIES[device.type]))
     return -(-n_queries // n_chunks)
 
 
 def _last_start(n_queries: int, device: torch.device) -> int:
+    """The first query of the last chunk."""
     size = _chunk_size(n_queries, device)
     return (n_queries - 1) // size * size
 
 
 def _consecutive(places: Tensor) -> bool:
-    """Tell whether each row [B, S] counts up by one, from wherever it starts; waits for a GPU."""
+    """True if each row of `places` [B, S] counts up by one, from any start. The host waits for a GPU here."""
     count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
     return torch.equal(places - places[:, :1], count.expand_as(places))
 
 
 def _strip(rule: AttentionRule) -> Tensor | None:
-    """The bias of the last chunk's queries, and of as many keys behind it as the first chunk sees ahead."""
+    """The bias of the last chunk's queries, for all keys at distances that any chunk sees.
+
+    Without causality, the first chunk sees keys further ahead than the last one has, so the strip has columns for keys
+    that do not exist.
+    """
     n_queries = rule.query_places.shape[1]
     device = rule.query_places.device
     size = _chunk_size(n_queries, device)
@@ -324,10 +347,11 @@ def _strip(rule: AttentionRule) -> Tensor | None:
 
 
 def block_mask(rule: AttentionRule) -> BlockMask:
-    """FlexAttention's mask, from the bounds of places and numbers in each block of queries and of keys.
+    """FlexAttention's mask, from the least and greatest place and document number in each block of queries and of keys.
 
-    A block that is said to be full is full, one that is said to be empty is empty; of the others the kernel looks at
-    each pair. `create_block_mask` would look at all pairs: 12 bytes B S^2 of them (torch 2.13).
+    Each block of pairs is called full (all allowed), empty or partial. The bounds prove the first two; in a partial
+    block the kernel looks at each pair, so calling a full block partial costs time but is not wrong.
+    `create_block_mask` would look at all pairs, with 12 bytes for each of B S^2 (torch 2.13).
     """
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -352,28 +376,33 @@ def block_mask(rule: AttentionRule) -> BlockMask:
         k_low, k_high = (bound[:, None, :] for bound in _bounds(rule.key_documents))
         some = some & (q_low <= k_high) & (k_low <= q_high)
         every = every & (q_low == k_high) & (k_low == q_high)
-    every = every & _whole(rule.query_places)[:, None] & _whole(rule.key_places)
+    every = every & _has_full_size(rule.query_places)[:, None] & _has_full_size(rule.key_places)
     partial = some & ~every
     lengths = (rule.query_places.shape[1], rule.key_places.shape[1])
-    return BlockMask.from_kv_blocks(*_listed(partial), *_listed(every), BLOCK, mask_mod, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(*_key_blocks(partial), *_key_blocks(every), BLOCK, mask_mod, seq_lengths=lengths)
 
 
 def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, S] -> the least and the greatest of each block, [B, blocks] each."""
+    """The least and the greatest number of x [B, S] in each block, both [B, blocks]."""
     n_blocks = -(-x.shape[1] // BLOCK)
     index = torch.arange(n_blocks * BLOCK, device=x.device).clamp(max=x.shape[1] - 1)
     low, high = x[:, index].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=-1)
     return low, high
 
 
-def _whole(places: Tensor) -> Tensor:
-    """[blocks]: False for a last block that is shorter."""
+def _has_full_size(places: Tensor) -> Tensor:
+    """True for each block [blocks] but a last one that is shorter: there the kernel has to check the end."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, blocks of queries, blocks of keys] -> how many keys' blocks each queries' block has, and which come first."""
+def _key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn bools [B, query blocks, key blocks] into FlexAttention's form, with a dim of 1 for the heads.
+
+    Returns:
+        The number of key blocks that are True for each query block, [B, 1, query blocks]; the numbers of all key
+        blocks, those first, [B, 1, query blocks, key blocks].
+    """
     count = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return count[:, None], order.to(torch.int32)[:, None].contiguous()

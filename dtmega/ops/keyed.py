@@ -4,7 +4,8 @@ Nothing here remembers anything, so a mask or an initial value is the same on ev
 and needs no place in a checkpoint. The arithmetic is integer (hash) or single correctly rounded operations (normal),
 so the bits do not depend on the device, the number of threads, or where in a tensor an element happens to sit.
 
-Hash and normal values are written once for tensors and for numpy's arrays: on a CPU those take half of the time.
+The hash and the normal values are written once for both tensors and numpy arrays, because on a CPU numpy takes half of
+torch's time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[Any])
-BLOCK = 2**15  # normal values of a CPU's core at a time: their temporaries stay in its cache
+BLOCK = 2**15  # normal values that a CPU thread computes at a time: their temporaries stay in the core's cache
 
 
 def key(seed: int, name: str) -> int:
@@ -31,7 +32,7 @@ def key(seed: int, name: str) -> int:
 
 def mix(x: Numbers) -> Numbers:
     """Bijective hash of int32 lanes: "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018)."""
-    # int32 has no logical shift: the mask removes the copies of the sign bit. In place, where memory is new.
+    # int32 has no logical shift: the mask removes the copies of the sign bit. In place where the memory is our own.
     first = x >> 16
     first &= 0xFFFF
     first ^= x
@@ -47,35 +48,40 @@ def mix(x: Numbers) -> Numbers:
 
 
 def fold(index: Tensor) -> Tensor:
-    """int64 -> int32, all 64 bits taking part."""
+    """Hash int64 to int32; all 64 bits take part. Numbers below 2^32 keep their low 32 bits."""
     return (index ^ mix((index >> 32).to(torch.int32))).to(torch.int32)
 
 
 def keep(p: float, rows: Numbers, columns: Numbers) -> Numbers:
     """Dropout mask [..., C], True with probability 1 - p, from hashed row keys [...] and column numbers [C], int32."""
+    # A hash is a uniform number in [-2^31, 2^31), so the share p of all hashes lies below this bound.
     hashed = mix(rows[..., None] ^ mix(columns))
     return hashed >= round(p * 2**32) - 2**31
 
 
-def of_pairs(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_places: Tensor) -> Tensor:
-    """Row keys [B, H, C] for `keep` of attention probabilities, of queries at places [B, C] int32.
+def attention_rows(key: Tensor, sample_ids: Tensor, head_ids: Tensor, query_places: Tensor) -> Tensor:
+    """Row keys [B, H, C] for the dropout mask (`keep`) of attention probabilities.
 
     Args:
-        key: int32 scalar; sample_ids: [B] int64; head_ids: [H] int32.
+        key: int32 scalar, key of the dropout site.
+        sample_ids: [B] int64, global numbers of the samples.
+        head_ids: [H] int32, global numbers of the heads.
+        query_places: [B, C] int32, places of the queries.
     """
     rows = mix(fold(sample_ids) ^ key)[:, None, None] ^ head_ids[:, None]
     return mix(mix(rows) ^ query_places[:, None])
 
 
-ROUNDS = 8  # of the Feistel network; four make a permutation pseudo-random (Luby, Rackoff 1988), small n want more
+# Rounds of the Feistel network. Four make a permutation pseudo-random (Luby, Rackoff 1988); small n need more.
+ROUNDS = 8
 
 
 def permuted(i: int, n: int, name: str) -> int:
-    """The place that i, of 0 to n - 1, goes to in a permutation that is a function of (n, name); no table of n entries.
+    """The place of i in a permutation of 0 to n - 1 that depends on (n, name) only. It needs no table of n entries.
 
-    A Feistel network on two digits in base ceil(sqrt(n)) permutes the n or a few more numbers that two such digits
-    write; what falls outside 0 to n - 1 goes through again until it is inside, which keeps it a permutation (Black,
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    A Feistel network on two digits in base ceil(sqrt(n)) permutes the numbers that two such digits can write, which are
+    n or a few more. A result outside 0 to n - 1 goes through the network until it is inside, which keeps the whole a
+    permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     assert 0 <= i < n
     base = math.isqrt(n - 1) + 1
@@ -90,61 +96,62 @@ def permuted(i: int, n: int, name: str) -> int:
 
 
 def key64(name: str) -> int:
-    """A key in [0, 2**64) for everything drawn under `name`, for `draws`."""
+    """A key in [0, 2**64) for everything drawn under `name`, to be used in `draws`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def draws(keys: NDArray[np.uint64], name: str, index: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """64 uniform bits for each key and index, which are broadcast; `name` tells what they are for.
+    """64 uniform bits for each pair of a key and an index.
 
-    They are the outputs number `index` of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number
-    Generators"), seeded with a hash of key and name. Each result depends on its own key and index only.
+    Each is output number `index` of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number
+    Generators"), seeded with a hash of key and name. So it depends on its own key and index only.
 
     Args:
-        keys: at least 1-dimensional, as is `index`: numpy warns where a scalar overflows.
+        keys, index: arrays that broadcast, of at least one dim: numpy warns of an overflow in a scalar.
+        name: the purpose of the bits; draws for different purposes are independent.
     """
     seeds = _mix64(keys ^ np.uint64(key64(name)))
     return _mix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Bijective hash of 64 bits, the one of SplitMix64 (Stafford's variant 13 of MurmurHash3's)."""
+    """SplitMix64's bijective hash of 64 bits: Stafford's variant 13 of the one in MurmurHash3."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def uniform(drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) of the upper 53 of the 64 bits."""
+    """Numbers in [0, 1), made of the upper 53 of the 64 bits."""
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np.int64]:
-    """Integers in [0, n), n <= 2**32, each with probability 1 / n to within 2**-32; of the upper 32 bits."""
+    """Integers in [0, n), made of the upper 32 bits; n <= 2**32. Each has probability 1 / n to within 2**-32."""
     return (((drawn >> np.uint64(32)) * np.asarray(n).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
 def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
-    The inverse normal distribution of a hashed uniform number: Wichura's PPND7 (Applied Statistics 37, 1988, AS 241),
-    accurate to 1e-7. The logarithm it needs is a series, because library logarithms differ in the last bit between
+    Each is the quantile of a hashed uniform number, by Wichura's PPND7 (Applied Statistics 37, 1988, AS 241), accurate
+    to 1e-7. Its logarithm is computed by a series here, because those of libraries differ in the last bit between
     devices, and between the vectorised part of a tensor and its tail.
     """
     if index.numel() == 0:
         return torch.empty(index.shape, dtype=torch.float32, device=index.device)
     flat = index.reshape(-1)
-    # What 32 bits hold, `fold` leaves as it is: its upper half is 0, whose hash is 0.
+    # `fold` leaves a number of 32 bits as it is (its upper half is 0, whose hash is 0), so the cast alone is enough.
     folded = flat.to(torch.int32) if int(flat.max()) < 2**32 else fold(flat)
     keys = key(seed, name), key(seed, name + "#")
     if index.device.type != "cpu":
         return _normal(folded, *keys).view(index.shape)
     values = torch.empty(index.shape, dtype=torch.float32)
     numbers = folded.numpy()
-    drawn = values.view(-1).numpy()
+    flat_values = values.view(-1).numpy()
 
     def draw(start: int) -> None:
-        drawn[start : start + BLOCK] = _normal(numbers[start : start + BLOCK], *keys)
+        flat_values[start : start + BLOCK] = _normal(numbers[start : start + BLOCK], *keys)
 
     starts = range(0, len(numbers), BLOCK)
     n_threads = min(torch.get_num_threads(), len(starts))
@@ -153,12 +160,15 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
             draw(start)
     else:
         with ThreadPoolExecutor(n_threads) as pool:
-            list(pool.map(draw, starts))  # which raises what one of them raised
+            list(pool.map(draw, starts))  # the list raises an error of any thread
     return values
 
 
 def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
-    """[n] int32 -> [n] fp32."""
+    """Normal values [n] fp32 for folded element numbers [n] int32.
+
+    In fp64 but for the result: each operation is rounded correctly, on every device.
+    """
     hashed = mix(mix(folded ^ first_key) ^ second_key)
     library = _library(folded)
     u = _cast(hashed, library.float64)
@@ -166,7 +176,7 @@ def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
     u *= 2.0**-32  # in (0, 1), symmetric about 1/2
     q = u - 0.5
     values = _cast(_central(q), library.float32)
-    # 15 % of them; ten times the arithmetic of the others.
+    # The outer 15 % take ten times the arithmetic of the others, so they are computed apart.
     outer = _places(abs(q) > 0.425)
     values[outer] = _cast(_outer(u[outer]), library.float32)
     return values
@@ -181,12 +191,12 @@ def _cast(x: Numbers, dtype: Any) -> Numbers:
 
 
 def _places(mask: Numbers) -> Numbers:
-    """The indices at which a mask [n] is True."""
+    """The indices where a mask [n] is True."""
     return mask.nonzero().squeeze(1) if isinstance(mask, Tensor) else np.flatnonzero(mask)
 
 
 def _central(q: Numbers) -> Numbers:
-    """The quantile of 1/2 + q, |q| <= 0.425."""
+    """The quantile of 1/2 + q, for |q| <= 0.425."""
     r = 0.180625 - q * q
     # fmt: off
     above = _polynomial(r, 3.3871327179e0, 5.0434271938e1, 1.5929113202e2, 5.9109374720e1)
@@ -198,7 +208,7 @@ def _central(q: Numbers) -> Numbers:
 
 
 def _outer(u: Numbers) -> Numbers:
-    """The quantile of u further out."""
+    """The quantile of u, for |u - 1/2| > 0.425."""
     library = _library(u)
     t = library.sqrt(-_log(library.minimum(u, 1 - u)))
     t -= 1.6
@@ -208,7 +218,7 @@ def _outer(u: Numbers) -> Numbers:
 
 
 def _polynomial(x: Numbers, *coefficients: float) -> Numbers:
-    """Horner's rule. A sum and a product round by themselves, wherever this runs: no fused multiply-add."""
+    """Horner's rule with a separate sum and product: no device may fuse them, which would change the last bit."""
     y = x * coefficients[-1]
     for c in coefficients[-2:0:-1]:
         y += c
@@ -232,6 +242,6 @@ def _log(x: Numbers) -> Numbers:
     log_m *= s
     log_m -= 0.2876820724517809  # log 3/4
     e = _cast(exponent, library.float32)
-    e *= 0.6931471805599453  # log 2: in fp32, as in the first version, whose bits must stay
+    e *= 0.6931471805599453  # log 2; in fp32 because the first version had it so, and its bits must stay
     log_m += e
     return log_m

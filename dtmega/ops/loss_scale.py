@@ -1,13 +1,13 @@
-"""float16's loss scale: gradients below 6e-8 would be rounded to zero, so the loss, and they with it, are multiplied.
+"""The loss scale of float16, which would round gradients below 6e-8 to zero: the loss is multiplied, and they with it.
 
-The scale starts high and finds its place by itself. Where a gradient is not finite, the step is skipped and the scale
-is halved, after the second time; after a thousand steps without it is doubled. Megatron-LM's `DynamicGradScaler`
-(optimizer/grad_scaler.py), with its factors; the four numbers are keys of [precision].
+The scale starts high and adapts. A step with a gradient that is not finite is skipped, and from the second such step on
+the scale is halved. After a thousand steps without one it is doubled. This is Megatron-LM's `DynamicGradScaler`
+(optimizer/grad_scaler.py) with its factors; its four numbers are keys of [precision].
 
-Where the scale enters: `Tally.factors` is scale x weight / count of each sum, the number that backward begins with. A
-head that computes its gradient in forward is told it before (`Model.expect`); from there on all gradients are scaled
-in float16, their sums over microbatches and ranks in [precision] reduce. `optim.unscale` divides the fp32 gradients,
-so norm, clipping and update see what they see in another precision.
+Where the scale enters: `Tally.factors` has scale x weight / count for each sum, the gradient that backward begins with.
+A head that computes its gradients in forward gets this number in advance (`Model.expect`). From there on all gradients
+are scaled: in float16, and where they are summed over microbatches and ranks, in the dtype of [precision] reduce.
+`optim.unscale` divides the fp32 gradients, so that norm, clipping and update are those of any other precision.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ GROWTH = 2.0
 
 
 class ScaleState(NamedTuple):
-    """The state of a scale, as a checkpoint keeps it.
+    """The state of a loss scale, as a checkpoint stores it.
 
     Attributes:
-        growth: steps without an overflow since the last one, or since the scale was doubled.
-        hysteresis: overflows that are left before the scale is halved; 0: each one halves it.
+        scale: factor of the loss.
+        growth: steps since the last overflow, or since the scale was doubled.
+        hysteresis: number of overflows until the scale is halved, that one included. At 0 each overflow halves it,
+            until a doubling restores the number.
     """
 
     scale: Annotated[float, Field(gt=0)]
@@ -36,10 +38,10 @@ class ScaleState(NamedTuple):
 
 
 class LossScale:
-    """The scale of a run, changed after each step; the same on all ranks, because they agree in what overflows.
+    """The loss scale of a run, changed after each step. It is the same on all ranks, because they agree on overflows.
 
     Args:
-        state: of the checkpoint that the run goes on from; None: a new one.
+        state: state in the checkpoint that the run resumes from; None: the initial one.
     """
 
     def __init__(self, precision: config.Precision, state: ScaleState | None = None) -> None:
@@ -51,9 +53,12 @@ class LossScale:
         return self.state.scale
 
     def update(self, overflowed: bool) -> None:
-        """Change the scale after a step, in which a gradient was not finite or all were.
+        """Change the scale after a step.
 
-        Only a doubling gives the hysteresis back: between two overflows that are far apart it does not recover.
+        Only a doubling restores the hysteresis. It does not recover between two overflows, however far apart they are.
+
+        Args:
+            overflowed: True if a gradient was not finite in this step.
         """
         scale, growth, hysteresis = self.state
         if overflowed:

@@ -1,4 +1,4 @@
-"""Optimizers with Megatron's decay groups, rates as a function of progress, gradient norm, clipping, spikes."""
+"""Optimizers with Megatron's groups of decay, learning rate and decay by progress, gradient norm, clipping, spikes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from dtmega.ops.shards import local
 
 
 class _OnLocalParts(torch.optim.Adam):
-    """An Adam whose kernel gets this rank's part of each DTensor: every number is updated by itself.
+    """An Adam whose fused kernel gets this rank's part of each DTensor.
 
-    DTensor would do the same, after it has found out how lists of tensors are cut; that takes longer than small steps.
+    That is right because Adam updates every number by itself. DTensor would do the same, but would first work out the
+    placements of the lists of tensors, which takes longer than a small step.
     """
 
     def _init_group(
@@ -33,7 +34,7 @@ class _OnLocalParts(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fill the lists as torch does, from a state that stays as DTensors; then put the local parts into them."""
+        """Fill the lists as torch does, and replace their DTensors by local parts. The state keeps its DTensors."""
         lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = super()._init_group(group, *lists)
         for parameter, gradient in zip(params_with_grad, grads, strict=True):
@@ -52,24 +53,24 @@ class Adam(_OnLocalParts, torch.optim.Adam):
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101), Adam with the decay in its gradient, or SGD with momentum.
+    """Build AdamW (arXiv:1711.05101), Adam with the decay in its gradient, or SGD with momentum.
 
-    Biases and LayerNorms are not decayed, embeddings are (Megatron `get_param_groups`). A group has the parameters with
-    one decay and one factor of the rate: `decays` and `lr_factor`, for `set_rates`. Frozen parameters are left out; a
-    pipeline stage may have no others, and then a group of none.
+    Biases and LayerNorms are not decayed, embeddings are (Megatron's `get_param_groups`). A group holds the parameters
+    with the same decay and the same factor of the learning rate; `set_rates` reads both as `decays` and `lr_factor`.
+    Frozen parameters are left out. If a pipeline stage has no others, it gets one empty group.
 
     Args:
-        named: parameters by their names in the whole model.
+        named: parameters with their names in the whole model.
     """
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
             factor = next((factor for pattern, factor in optim.factors if fnmatchcase(name, pattern)), 1.0)
             groups.setdefault((parameter.ndim >= 2, factor), []).append(parameter)
-    in_order = sorted(groups.items(), key=lambda group: not group[0][0]) or [((True, 1.0), [])]
+    decayed_first = sorted(groups.items(), key=lambda group: not group[0][0])
     parameters = [
-        {"params": found, "weight_decay": optim.weight_decay * decays, "decays": decays, "lr_factor": factor}
-        for (decays, factor), found in in_order
+        {"params": members, "weight_decay": optim.weight_decay * decays, "decays": decays, "lr_factor": factor}
+        for (decays, factor), members in decayed_first or [((True, 1.0), [])]
     ]
     if optim.name == "sgd":
         # Not fused: DTensor has no rule for that kernel (torch 2.13).
@@ -79,10 +80,10 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
 
 
 def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
-    """Refuse a pattern of lr_factors that names no parameter of the whole model.
+    """Check that each pattern of lr_factors names a parameter of the whole model.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a pattern names none.
     """
     names = list(names)
     for pattern, _ in optim.factors:
@@ -94,14 +95,14 @@ def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
 
 
 def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
-    """The rate of the update that brings the run to `progress`.
+    """The learning rate of the update that brings the run to `progress`.
 
     Megatron's curves (`optimizer_param_scheduler.py`), with one difference: progress counts the batch of the update
     itself, so that the first update already moves (Megatron's first one has rate 0).
 
     Args:
         progress: steps, samples or tokens ([optim] unit) consumed when this update is done; >= 1.
-        total: the same for the whole run; where the decay ends if [optim] decay is 0.
+        total: progress at the end of the run. The decay ends there if [optim] decay is 0.
     """
     peak, low = optim.lr, optim.min_lr
     end = optim.decay or total
@@ -124,19 +125,19 @@ def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
 
 
 def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
-    """The rate of the update that brings the run to so many steps and samples.
+    """The learning rate of the update after which the run has done `steps` steps with `samples` samples.
 
     Args:
-        end: of the run, `cfg.end` of any point of it.
+        end: end of the run in steps and samples, from `cfg.end`.
     """
     return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
 
 
 def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
-    """A line for the user if the warm-up takes more than half of the run: [optim] lr is then hardly reached, or not.
+    """A line for the user if the warm-up takes more than half of the run, and [optim] lr is reached late or never.
 
     Args:
-        end: of the run, `cfg.end` of any point of it.
+        end: end of the run in steps and samples, from `cfg.end`.
     """
     total = cfg.progress(*end)
     warmup = cfg.optim.warmup_until(total)
@@ -150,10 +151,13 @@ def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
 
 
 def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
-    """The weight decay of the update that brings the run to so many steps and samples; arguments as of `rate_at`.
+    """The weight decay of the update after which the run has done `steps` steps with `samples` samples.
 
-    Megatron's curves (`optimizer_param_scheduler.py`, get_wd), which end with the training, and count the batch of the
-    update itself, as the rate does.
+    Megatron's curves (`optimizer_param_scheduler.py`, get_wd), which end with the training. As for the rate, progress
+    counts the batch of the update itself.
+
+    Args:
+        end: end of the run in steps and samples, from `cfg.end`.
     """
     optim = cfg.optim
     if optim.weight_decay_schedule == "constant":
@@ -164,18 +168,18 @@ def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.Ru
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float) -> None:
-    """Give each group of `build_optimizer` its part of both."""
+    """Set the rate and the decay of each group of `build_optimizer`, by its factor and by whether it is decayed."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]
         group["weight_decay"] = weight_decay * group["decays"]
 
 
 class Spikes:
-    """A judge of losses and gradient norms: steps out of the ordinary are skipped (OLMo-core `SkipStepOptimizer`).
+    """A detector of steps whose loss or gradient norm is far above the recent ones (OLMo-core's `SkipStepOptimizer`).
 
     Args:
-        sigmas: how far above the mean of the last WINDOW steps; 0 = nothing is a spike.
-        recent: (loss, gradient norm) of these steps, as a checkpoint keeps them.
+        sigmas: standard deviations above the mean of the last WINDOW steps from which a step is a spike; 0: never.
+        recent: (loss, gradient norm) of those steps, as a checkpoint stores them.
     """
 
     WINDOW = 128
@@ -184,41 +188,48 @@ class Spikes:
         self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """Compare with the steps before, then count this one among them. Never true in the first half window."""
-        found = False
+        """True if a step is a spike compared with those before; the step is then added to them.
+
+        In the first half window there are too few steps to compare with, and none is a spike.
+        """
+        is_spike = False
         if self.sigmas and len(self.recent) >= self.WINDOW // 2:
             for value, before in zip((loss, grad_norm), zip(*self.recent, strict=True), strict=True):
-                found |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
+                is_spike |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
         if self.sigmas and math.isfinite(loss) and math.isfinite(grad_norm):
             self.recent.append((loss, grad_norm))
-        return found
+        return is_spike
 
 
 def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
-    """L2 norm over the (local) tensors of all ranks of `group`; each element must be given by exactly one rank."""
+    """The L2 norm over the local tensors of all ranks of `group`; each element must come from exactly one rank."""
     return math.sqrt(_sum(squared_norm(tensors), device, group))
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """The square of the L2 norm over tensors of this rank, an fp64 scalar where they are."""
+    """The square of the L2 norm over tensors of this rank, an fp64 scalar on their device."""
     on_cpu = not tensors or tensors[0].device.type == "cpu"
     norm = _norm(tensors) if on_cpu else nn.utils.get_total_norm(tensors)
     return norm.to(torch.float64).square()
 
 
 def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
-    """The L2 norm of a tensor. On a CPU torch adds up squares in fp32: half a million are 5e-5 off, by the layout."""
+    """The L2 norm over tensors on a CPU, an fp64 scalar.
+
+    On a CPU torch adds up the squares of a tensor in fp32: the sum of half a million is 5e-5 off, and differs with the
+    layout. So norms of short rows are computed first, and then their norm in fp64.
+    """
     norms = [torch.zeros(1)]
     for tensor in tensors:
         flat = tensor.flatten()
-        whole = flat.numel() // row * row
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1))
-        norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+        in_rows = flat.numel() // row * row
+        norms.append(torch.linalg.vector_norm(flat[:in_rows].view(-1, row), dim=1))
+        norms.append(torch.linalg.vector_norm(flat[in_rows:]).view(1))
     return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
 
 
 def count_zeros(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> int:
-    """Zeros among the elements, with the same rule."""
+    """The number of zeros in the local tensors of all ranks of `group`, with the same rule for elements."""
     zeros = torch.stack([(t == 0).sum() for t in tensors]).sum() if tensors else torch.zeros(())
     return int(_sum(zeros.to(torch.float64), device, group))
 
@@ -230,12 +241,12 @@ def _sum(value: Tensor, device: torch.device, group: dist.ProcessGroup) -> float
 
 
 def unscale(gradients: Sequence[Tensor], scale: float) -> None:
-    """Divide the (local) gradients of a loss that was multiplied by `scale`: of a power of 2 to the bit."""
+    """Divide local gradients by the scale of their loss, in place. For a power of 2 no bit is rounded."""
     _multiply(gradients, 1 / scale)
 
 
 def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> None:
-    """Scale the (local) gradients so that a total norm of `norm` becomes at most `largest`; 0 = leave them.
+    """Scale local gradients, whose norm over all ranks is `norm`, to a norm of at most `largest`; 0: leave them.
 
     Megatron's factor (`optimizer/clip_grads.py`): largest / (norm + 1e-6) if that is below 1.
     """
@@ -245,6 +256,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> 
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """In place; on a GPU a few kernels, not one for each tensor."""
+    """Multiply tensors in place, on a GPU with a few kernels instead of one for each tensor."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]

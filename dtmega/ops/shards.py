@@ -1,4 +1,4 @@
-"""The part of a tensor that this rank holds, whatever its layout."""
+"""The boxes of a tensor that this rank holds, for any placement of a DTensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 class Box(NamedTuple):
-    """A box of the whole tensor: where in it `part`, a view of this rank's memory, starts."""
+    """A box of a tensor that this rank holds.
+
+    Attributes:
+        offsets: where the box starts in the whole tensor, one number for each dim.
+        part: the box's elements, a view of this rank's memory.
+    """
 
     offsets: tuple[int, ...]
     part: Tensor
@@ -22,36 +27,42 @@ class Box(NamedTuple):
     @property
     def where(self) -> tuple[slice, ...]:
         """The box as slices of the whole tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.part.shape, strict=True))
+        return tuple(slice(offset, offset + n) for offset, n in zip(self.offsets, self.part.shape, strict=True))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that this rank holds, as one plain tensor."""
+    """All that this rank holds of a tensor, as one plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def boxes(tensor: Tensor) -> list[Box]:
-    """The boxes that this rank holds, without empty ones; several where a dim is cut in parts (GPT-2's [q | k | v])."""
+    """The boxes that this rank holds, without empty ones.
+
+    There are several if a dim is cut in parts: of GPT-2's [q | k | v] each rank has some of q, of k and of v.
+    """
     part = local(tensor)
     if not isinstance(tensor, DTensor):
         return [Box((0,) * tensor.ndim, tensor)]
     if part.numel() == 0:
         return []
     if not in_parts(tensor):
-        # torch's own arithmetic; of a rank's one box.
+        # torch's own arithmetic, which knows one box a rank.
         (chunk,) = tensor.__create_chunk_list__()
         return [Box(tuple(chunk.offsets), part)]
-    found = []
-    for runs in itertools.product(*(list(_runs(_numbers(tensor, dim))) for dim in range(tensor.ndim))):
+    # Along each dim this rank has one or more runs of consecutive elements. Each combination of runs is a box.
+    runs_of_dims = [list(_runs(_local_numbers(tensor, dim))) for dim in range(tensor.ndim)]
+    local_boxes = []
+    for runs in itertools.product(*runs_of_dims):
+        offsets = tuple(start for start, _, _ in runs)
         view = part[tuple(slice(at, at + size) for _, at, size in runs)]
-        found.append(Box(tuple(start for start, _, _ in runs), view))
-    return found
+        local_boxes.append(Box(offsets, view))
+    return local_boxes
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every rank; all ranks of its mesh call it.
+    """The whole tensor, on every rank. All ranks of its mesh must call this together.
 
-    `full_tensor()` of one that is cut in parts is an error in torch 2.11.
+    In torch 2.11 DTensor's own `full_tensor()` is an error for a tensor that is cut in parts.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -60,11 +71,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
+    # Each rank fills its boxes into zeros, and the sum over all ranks is the tensor. Of ranks that hold copies of the
+    # same boxes, only the first may add them.
     copied = [
         number for number, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
     ]
     filled = torch.zeros(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
-    if not any(copied):  # of the copies only the first ones add to the sum
+    if not any(copied):
         for box in boxes(tensor.detach()):
             filled[box.where] = box.part
     for dim in range(mesh.ndim):
@@ -73,10 +86,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def in_parts(tensor: DTensor) -> bool:
-    """Tell whether a dim is cut in parts, so that a rank holds several boxes of it.
+    """True if a dim is cut in parts, so that a rank may hold several boxes of the tensor.
 
-    FSDP2 cuts dim 0 before tp does, and DTensor writes that in the same way: as a strided cut, which a later one of the
-    same dim follows. Together they leave one box.
+    DTensor marks such a cut as strided. It also marks FSDP2's cut of dim 0 so, if tp cuts the same dim after it; but
+    these two together leave one box a rank.
     """
     for i, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -87,7 +100,10 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """The dim for FSDP2 to cut: 0 (None), but 1 where dim 0 is cut in parts, which a second cut would mix up."""
+    """The cut for FSDP2 to make: None for its default, dim 0; dim 1 if dim 0 is cut in parts.
+
+    A second cut of that dim would mix the parts up.
+    """
     if isinstance(parameter, DTensor) and in_parts(parameter) and any(_cuts(p, 0) for p in parameter.placements):
         return Shard(1)
     return None
@@ -97,8 +113,11 @@ def _cuts(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
-def _numbers(tensor: DTensor, dim: int) -> Tensor:
-    """[n] numbers along `dim` of what is here: of a vector that is cut as the tensor is along that dim."""
+def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
+    """The numbers [n] along `dim` of this rank's elements.
+
+    DTensor itself finds them: it cuts the vector 0, 1, 2, ... in the same way as the tensor along that dim.
+    """
     cut: list[Placement] = []
     for placement in tensor.placements:
         if isinstance(placement, _StridedShard) and placement.dim == dim:
@@ -110,7 +129,10 @@ def _numbers(tensor: DTensor, dim: int) -> Tensor:
 
 
 def _runs(numbers: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(start, at, size): elements [start, start + size) of the whole are at [at, at + size) here."""
+    """Runs of consecutive numbers, as (start, at, size).
+
+    Elements [start, start + size) of the whole stand at [at, at + size) on this rank.
+    """
     ends = [*(torch.diff(numbers) != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
     for at, end in zip([0, *ends], ends, strict=False):
         yield int(numbers[at]), at, end - at

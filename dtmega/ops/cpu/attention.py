@@ -1,16 +1,16 @@
 """Attention in bfloat16 on a CPU that multiplies it faster than float32, which torch's fused kernels make no use of.
 
-Sample by sample, and a few hundred queries at a time: scores are one batched product over the heads, and what turns
-them into probabilities passes over as many rows as a core's cache holds, in fp32. Of short sequences the probabilities
-are kept for backward. Of others they are made again from the logarithms of their sums, as FlashAttention does (Dao et
-al., arXiv:2205.14135).
+A part of the queries (some samples, some heads, a few hundred places) is processed at a time. Its scores are one
+batched product. They are turned into probabilities in fp32, over as many rows at a time as a core's cache holds. Of
+short sequences the probabilities are kept for backward; of long ones they are computed once more from the logarithms of
+their sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
 
-Queries of a chunk stand in reverse order, the last one first. Then what a rule adds by distance is, for all of them, a
-view of one row of numbers for each head, which stays in the cache.
+The queries of a chunk stand in reverse order, the last one first. A bias that depends on the distance is then, for all
+queries of the chunk, a view of one row of numbers for each head, and this row stays in the cache.
 
-Products round their results to bfloat16, scores too, as in the plain formula and in transformers' models. No sample
-sees which others are in its batch. For autograd and torch.compile all of it is one operator, and backward another:
-nothing here is traced, so nothing here is compiled.
+Products round their results to bfloat16, scores too, as in the plain formula and in transformers' models. The result of
+a sample does not depend on the others in its batch. For autograd and torch.compile the whole is one operator, and its
+backward another: nothing in here is traced, so nothing is compiled.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from torch import Tensor
 from dtmega.ops import keyed
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 
-# Scores that are made probabilities at a time: a megabyte in fp32, and half of that beside it, of an L2 cache of two.
+# Scores that are turned into probabilities at a time: 1 MiB in fp32 and 0.5 MiB in bf16, of an L2 cache of 2 MiB.
 CACHED_SCORES = 2**18
-# Scores of some rows and heads that a product makes at a time. The library's call alone takes as long as 2^16 of them.
+# Scores that one product computes at a time. Calling the library takes as long as computing 2^16 of them.
 PRODUCT_SCORES = 2**22
-KEPT_SHARE = 1.0  # of the memory of q, k, v and the result: probabilities that take no more are kept for backward
-SHORT_CHUNK = 128  # queries at a time, about, of sequences below LONG
+# Probabilities are kept for backward if they take no more than this share of the memory of q, k, v and the result.
+KEPT_SHARE = 1.0
+SHORT_CHUNK = 128  # approximate number of queries in a chunk, for sequences shorter than LONG
 LONG = 1024
-# Scores are counted in base 2: torch's `exp2` is as exact as its `exp`, and takes a third of the time where that is not
-# made for the CPU (AMD), and for -inf as long as for other numbers.
+# Scores are in base 2. torch's `exp2` is as exact as its `exp`; it takes a third of the time on CPUs for which that is
+# not optimised (AMD), and is no slower for -inf than for other numbers.
 LOG2_E = math.log2(math.e)
-# Probabilities of 2 to this power of a query's largest, or less, are 0, as the sum of thousands of them would be beside
-# it. The smallest numbers of fp32 are denormal, with which a CPU computes ten times as slowly, and ALiBi makes many.
+# A probability of at most 2^-60 times its query's largest is set to 0: the sum of thousands of them would not change
+# that one. ALiBi makes many numbers so small that fp32 stores them as denormals, with which a CPU computes ten times
+# as slowly.
 NEGLIGIBLE = -60.0
 
 
-# Whoever changes what the operators take or return renames them: torch's cache of compiled graphs, which outlives a
-# process, knows an operator by its name alone.
+# If you change an operator's arguments or results, rename it: torch's cache of compiled graphs lives longer than the
+# process, and knows an operator by its name alone.
 @torch.library.custom_op("dtmega::attention_by_products", mutates_args=())
 def attention_cpu(
     q: Tensor,
@@ -64,17 +66,18 @@ def attention_cpu(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q k^T scale + added) v, and what backward has the probabilities from.
+    """softmax(q k^T scale + bias) v, and what backward needs to know of the probabilities.
 
     Args:
         q: [B, H, S, K] bfloat16.
-        k, v: [B, H or a divisor of it, T, K] bfloat16.
+        k, v: [B, G, T, K] bfloat16, where G divides H.
         query_places ... window: the fields of an `AttentionRule`, in its order.
-        dropout_key, head_ids, sample_ids, p: of a `Dropout` of probabilities, None where nothing is dropped.
+        dropout_key, head_ids, sample_ids, p: the fields of a `Dropout`; None, and p = 0, without dropout.
 
     Returns:
-        [B, H, S, K], laid out as [B, S, H, K]; of each query the logarithm, in base 2, of its sum of exponentials, fp32
-        [B, H, S, 1], the last query of each chunk first; the probabilities, chunk after chunk, or none (`_n_kept`).
+        The output [B, H, S, K], in memory [B, S, H, K]; the logarithm in base 2 of each query's sum of exponentials,
+        fp32 [B, H, S, 1], with the last query of each chunk first; the probabilities that are kept for backward, chunk
+        after chunk, or an empty tensor (`_n_kept`).
     """
     rule = AttentionRule(
         query_places,
@@ -91,26 +94,28 @@ def attention_cpu(
     out, log_sums, kept = _results(q, k, v, rule, p)
     chunks = _chunks(rule)
     scratch = _Scratch(q, k, chunks, 0 if kept.numel() else 1, kept)
-    dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
-    for part in _parts(q, k, v, rule, chunks, scratch, dropped_rows):
+    dropout_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
+    for part in _parts(q, k, v, rule, chunks, scratch, dropout_rows):
         (scores,) = scratch.shaped(part.q, part.k)
         stacked = part.stacked(scores)
         torch.bmm(part.stacked(part.q), part.k.flatten(0, 1).mT, out=stacked)
-        own_sums = log_sums[part.queries]
+        part_log_sums = log_sums[part.queries]
         for piece in _pieces(scores):
-            own = scores[piece]
-            x = scratch.scaled(own, part.bias, piece, scale)
-            # A query that sees no key has -inf everywhere, and nothing to subtract it from.
+            piece_scores = scores[piece]
+            x = scratch.scaled(piece_scores, part.bias, piece, scale)
+            # The peak is subtracted before exponentials, which would overflow; it cancels in the quotient. A query that
+            # sees no key has a peak of -inf, and -inf - -inf would be NaN: the clamp makes its exponentials 0.
             peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
             _exponentials(x.sub_(peak))
-            total = x.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest is 1, if there is any
+            # The largest exponential is 1. Only a query that sees no key has a smaller sum, 0, which cannot divide.
+            total = x.sum(-1, keepdim=True).clamp_(min=1.0)
             x.mul_(total.reciprocal())
             if part.drops is not None:
                 _drop(x, part.drops[piece], part.key_places[piece[0]], p)
-            own.copy_(x)  # from here on these are probabilities
-            own_sums[piece] = total.log2_().add_(peak)
-        of_queries = torch.bmm(stacked, part.v.flatten(0, 1)).view(*part.q.shape[:3], -1)
-        out[part.queries] = _backwards(of_queries)
+            piece_scores.copy_(x)  # the memory of the scores holds probabilities from here on
+            part_log_sums[piece] = total.log2_().add_(peak)
+        part_out = torch.bmm(stacked, part.v.flatten(0, 1)).view(*part.q.shape[:3], -1)
+        out[part.queries] = _reversed(part_out)
     return out, log_sums, kept
 
 
@@ -138,7 +143,7 @@ def attention_cpu_backward(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from that of the output [B, H, S, K] and what `attention_cpu` returned."""
+    """The gradients of q, k and v, from the output's gradient [B, H, S, K] and the other results of `attention_cpu`."""
     rule = AttentionRule(
         query_places,
         key_places,
@@ -151,71 +156,83 @@ def attention_cpu_backward(
         causal,
         window,
     )
-    of_q, of_k, of_v = _gradients(q, k, v)
+    dq, dk, dv = _gradients(q, k, v)
     chunks = _chunks(rule)
-    n_tensors = 1 if kept.numel() else 2 if dropout_key is None else 3
+    # The gradient of the scores; the probabilities, if they were not kept; what dropout left of them.
+    n_tensors = 1
+    if not kept.numel():
+        n_tensors = 2 if dropout_key is None else 3
     scratch = _Scratch(q, k, chunks, n_tensors, kept)
-    dropped_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
-    for part in _parts(q, k, v, rule, chunks, scratch, dropped_rows):
+    dropout_rows = _row_keys(rule, dropout_key, head_ids, sample_ids)
+    for part in _parts(q, k, v, rule, chunks, scratch, dropout_rows):
         stacked_q = part.stacked(part.q)
         stacked_k = part.k.flatten(0, 1)
-        stacked_gradient = part.stacked(_backwards(gradient[part.queries]))
-        probabilities, of_scores, *dropped = scratch.shaped(part.q, part.k)
-        left = dropped[0] if dropped else probabilities  # of the probabilities, by dropout
+        stacked_gradient = part.stacked(_reversed(gradient[part.queries]))
+        probabilities, dscores, *after_dropout = scratch.shaped(part.q, part.k)
+        dropped = after_dropout[0] if after_dropout else probabilities
         if not kept.numel():
+            # Probabilities once more: 2^(score - log2 of the sum), without a second pass for peak and sum.
             torch.bmm(stacked_q, stacked_k.mT, out=part.stacked(probabilities))
-            own_sums = log_sums[part.queries]
+            part_log_sums = log_sums[part.queries]
             for piece in _pieces(probabilities):
-                own = probabilities[piece]
-                x = scratch.scaled(own, part.bias, piece, scale)
-                own.copy_(_exponentials(x.sub_(own_sums[piece])))
+                piece_scores = probabilities[piece]
+                x = scratch.scaled(piece_scores, part.bias, piece, scale)
+                piece_scores.copy_(_exponentials(x.sub_(part_log_sums[piece])))
                 if part.drops is not None:
-                    left[piece] = _drop(x, part.drops[piece], part.key_places[piece[0]], p)
-        _add_product(of_v[part.keys], part.stacked(left).mT, stacked_gradient, 1.0)
-        stacked = part.stacked(of_scores)
+                    dropped[piece] = _drop(x, part.drops[piece], part.key_places[piece[0]], p)
+        _add_product(dv[part.keys], part.stacked(dropped).mT, stacked_gradient, 1.0)
+        # dP = dO V^T / (1 - p), where dropout left a probability; then the softmax's backward makes dS of it in place.
+        stacked = part.stacked(dscores)
         torch.baddbmm(stacked, stacked_gradient, part.v.flatten(0, 1).mT, beta=0, alpha=1 / (1 - p), out=stacked)
         for piece in _pieces(probabilities):
-            own = of_scores[piece]  # of probabilities, still
-            if dropped:
-                # One that was 0 before has no part in the gradient anyway.
-                own.mul_(left[piece].sign())
-            torch.ops.aten._softmax_backward_data.out(own, probabilities[piece], -1, q.dtype, grad_input=own)
-        of_queries = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale).view_as(part.q)
-        of_q[part.queries] = _backwards(of_queries)
-        _add_product(of_k[part.keys], stacked.mT, stacked_q, scale)
-    return of_q, of_k, of_v
+            piece_gradient = dscores[piece]
+            if after_dropout:
+                # What dropout left is positive, so its sign is the mask. Probabilities of 0 have no gradient anyway.
+                piece_gradient.mul_(dropped[piece].sign())
+            torch.ops.aten._softmax_backward_data.out(
+                piece_gradient, probabilities[piece], -1, q.dtype, grad_input=piece_gradient
+            )
+        part_dq = torch.baddbmm(stacked_q, stacked, stacked_k, beta=0, alpha=scale).view_as(part.q)
+        dq[part.queries] = _reversed(part_dq)
+        _add_product(dk[part.keys], stacked.mT, stacked_q, scale)
+    return dq, dk, dv
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `attention_cpu`."""
     n_rows, n_heads, n_queries, _ = q.shape
-    # As the projection behind it reads it: [B, S, H, K].
+    # In memory [B, S, H, K], as the projection that follows reads it.
     out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
-    kept = q.new_empty(0 if p else _n_kept(q, k, v, rule))  # what dropout left is not enough for backward
+    # With dropout nothing is kept: the dropped probabilities are not enough for backward.
+    kept = q.new_empty(0 if p else _n_kept(q, k, v, rule))
     return out, q.new_empty(n_rows, n_heads, n_queries, 1, dtype=torch.float32), kept
 
 
 def _n_kept(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> int:
-    """How many probabilities wait for backward: all, where a head's take no more memory than its q, k, v and result."""
+    """The number of probabilities that are kept for backward: all, if a head's are few compared with its tensors."""
     n_pairs = sum((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in _chunks(rule))
-    n_beside = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
-    return q.shape[0] * q.shape[1] * n_pairs if n_pairs <= KEPT_SHARE * n_beside else 0
+    n_in_q_k_v_out = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
+    if n_pairs > KEPT_SHARE * n_in_q_k_v_out:
+        return 0
+    return q.shape[0] * q.shape[1] * n_pairs
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients: zeros for those of k and v, to which each chunk of queries adds."""
     return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
 class _Part(NamedTuple):
-    """Queries of some rows and heads, and the keys and values that they see: what a product takes at a time.
+    """The queries of one product, of some rows of the batch and some heads, with the keys and values that they see.
 
     Attributes:
-        queries: where they stand in what is [B, H, S, ..].
-        keys: where they stand in k and v.
+        queries: slices of them in a tensor [B, H, S, ..].
+        keys: slices of their keys in k and v.
         q: [rows, heads, C, K], the last query first.
         k, v: [rows, groups, keys, K].
-        bias: what the rule adds to scores in base 2, [rows, heads, C, keys], a view; None: nothing.
+        bias: bias for scores in base 2, [rows, heads, C, keys], a view; None: no bias.
         key_places: [rows, 1, 1, keys].
-        drops: of `_row_keys`, [rows, heads, C], the last query first; None: nothing is dropped.
+        drops: their part of `_row_keys`, [rows, heads, C], the last query first; None: nothing is dropped.
     """
 
     queries: tuple[slice, slice, slice]
@@ -228,7 +245,7 @@ class _Part(NamedTuple):
     drops: Tensor | None
 
     def stacked(self, x: Tensor) -> Tensor:
-        """[rows, H, C, n] -> [rows x groups, H / groups x C, n]: heads that share one of k stand below each other."""
+        """Stack the heads that share one of k: [rows, H, C, n] -> [rows x groups, H / groups x C, n]."""
         return x.view(self.k.shape[0] * self.k.shape[1], -1, x.shape[-1])
 
 
@@ -239,33 +256,33 @@ def _parts(
     rule: AttentionRule,
     chunks: list[Chunk],
     scratch: _Scratch,
-    dropped_rows: Tensor | None,
+    dropout_rows: Tensor | None,
 ) -> Iterator[_Part]:
-    """All pairs of queries and keys, in the order in which `scratch` has memory for their scores."""
+    """Parts that cover all pairs of queries and keys, in the order in which `scratch` has memory for their scores."""
     rule = _in_base_2(rule)
-    by_distance = _times_log2_e(rule.by_distance())
+    by_distance = _times_log2_e(rule.bias_by_distance())
     for rows in scratch.rows():
-        own_rule = rule.of_rows(rows)
+        rule_of_rows = rule.select_rows(rows)
         for chunk in chunks:
             queries, keys = slice(chunk.start, chunk.stop), slice(chunk.first, chunk.last)
-            bias = own_rule.bias_backwards(chunk, by_distance)
-            key_places = own_rule.key_places[:, None, None, keys]
+            bias = rule_of_rows.bias_reversed(chunk, by_distance)
+            key_places = rule_of_rows.key_places[:, None, None, keys]
             for heads, groups in scratch.heads():
-                of_queries = rows, heads, queries
-                of_keys = rows, groups, keys
-                own_q = _backwards(q[of_queries])
-                own_k = k[of_keys].contiguous()
-                own_v = v[of_keys].contiguous()
-                drops = None if dropped_rows is None else _backwards(dropped_rows[of_queries])
-                own_bias = bias
+                query_slices = rows, heads, queries
+                key_slices = rows, groups, keys
+                part_q = _reversed(q[query_slices])
+                part_k = k[key_slices].contiguous()
+                part_v = v[key_slices].contiguous()
+                drops = None if dropout_rows is None else _reversed(dropout_rows[query_slices])
+                part_bias = bias
                 if bias is not None:  # [rows or 1, H or 1, C, keys]
-                    own_bias = bias if bias.shape[1] == 1 else bias[:, heads]
-                    own_bias = own_bias.expand(*own_q.shape[:3], own_k.shape[2])
-                yield _Part(of_queries, of_keys, own_q, own_k, own_v, own_bias, key_places, drops)
+                    part_bias = bias if bias.shape[1] == 1 else bias[:, heads]
+                    part_bias = part_bias.expand(*part_q.shape[:3], part_k.shape[2])
+                yield _Part(query_slices, key_slices, part_q, part_k, part_v, part_bias, key_places, drops)
 
 
 def _in_base_2(rule: AttentionRule) -> AttentionRule:
-    """The rule that adds to scores in base 2, but for its strip: of that, `by_distance` is a shorter form."""
+    """The rule with its bias in base 2. The strip stays as it is, since `bias_by_distance` replaces it here."""
     return rule._replace(slopes=_times_log2_e(rule.slopes), table=_times_log2_e(rule.table))
 
 
@@ -274,24 +291,28 @@ def _times_log2_e(x: Tensor | None) -> Tensor | None:
 
 
 def _chunks(rule: AttentionRule) -> list[Chunk]:
-    """Shorter ones leave out more of the keys that causality hides; of a long sequence that is little either way."""
-    parts = 1
+    """The chunks of queries, shorter ones if the sequence is short.
+
+    A shorter chunk has fewer keys that causality hides from some of its queries. In a long sequence such keys are a
+    small share in any case.
+    """
+    divisor = 1
     if rule.query_places.shape[1] < LONG:
-        parts = max(1, round(rule.chunk_size / SHORT_CHUNK))
-    return list(rule.chunks(-(-rule.chunk_size // parts)))
+        divisor = max(1, round(rule.chunk_size / SHORT_CHUNK))
+    return list(rule.chunks(-(-rule.chunk_size // divisor)))
 
 
-def _backwards(x: Tensor) -> Tensor:
-    """[rows, heads, C, ..] with the last query first, contiguous whatever the strides of x, which `flip` would keep."""
+def _reversed(x: Tensor) -> Tensor:
+    """x [rows, heads, C, ..] in reverse order of queries; contiguous, where `flip` would keep the strides of x."""
     return x.index_select(2, torch.arange(x.shape[2] - 1, -1, -1))
 
 
 class _Scratch:
-    """Memory for the scores of a chunk, in some rows of the batch and some heads, which is used again and again.
+    """Memory for the scores of one part after the other: of a chunk, for some rows of the batch and some heads.
 
     Args:
-        n: how many such tensors, in the dtype of q.
-        kept: before those, one that is not used again: each chunk's begins where the one before ends. Empty: none.
+        n: number of tensors of that size, in the dtype of q, which every part uses in turn.
+        kept: memory for one more tensor, in which each part's follows that of the part before. Empty: none.
     """
 
     def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int, kept: Tensor) -> None:
@@ -299,28 +320,28 @@ class _Scratch:
         self.n_taken = 0
         self.n_rows, self.n_heads = q.shape[:2]
         self.n_groups = k.shape[1]
-        self.shared_by = self.n_heads // self.n_groups  # heads of q that share one of k
-        of_head = max((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in chunks)
-        self.rows_at_a_time = min(self.n_rows, max(1, PRODUCT_SCORES // (of_head * self.n_heads)))
-        self.groups_at_a_time = min(self.n_groups, max(1, PRODUCT_SCORES // (of_head * self.shared_by)))
-        size = self.rows_at_a_time * self.groups_at_a_time * self.shared_by * of_head
+        self.heads_per_group = self.n_heads // self.n_groups  # heads of q that share one of k
+        scores_of_head = max((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in chunks)
+        self.rows_at_a_time = min(self.n_rows, max(1, PRODUCT_SCORES // (scores_of_head * self.n_heads)))
+        self.groups_at_a_time = min(self.n_groups, max(1, PRODUCT_SCORES // (scores_of_head * self.heads_per_group)))
+        size = self.rows_at_a_time * self.groups_at_a_time * self.heads_per_group * scores_of_head
         self.tensors = [q.new_empty(size) for _ in range(n)]
         n_keys = max(chunk.last - chunk.first for chunk in chunks)
         self.wide = q.new_empty(max(CACHED_SCORES, n_keys), dtype=torch.float32)
 
     def rows(self) -> Iterator[slice]:
-        """Rows of the batch, as many as a product takes at a time."""
+        """Slices of the batch's rows, of the number that a product takes at a time."""
         for first in range(0, self.n_rows, self.rows_at_a_time):
             yield slice(first, first + self.rows_at_a_time)
 
     def heads(self) -> Iterator[tuple[slice, slice]]:
-        """Heads of q, as many as a product takes at a time, and those of k that they share."""
+        """Slices of the heads of q that a product takes at a time, each with the slice of k's heads that they share."""
         for first in range(0, self.n_groups, self.groups_at_a_time):
             last = min(first + self.groups_at_a_time, self.n_groups)
-            yield slice(first * self.shared_by, last * self.shared_by), slice(first, last)
+            yield slice(first * self.heads_per_group, last * self.heads_per_group), slice(first, last)
 
     def shaped(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """Each tensor as scores [rows, heads, C, keys], of queries [rows, heads, C, K] and keys [.., .., keys, K]."""
+        """The tensors as scores [rows, heads, C, keys], for queries [rows, heads, C, K] and keys [.., keys, K]."""
         shape = (*q.shape[:3], k.shape[2])
         size = math.prod(shape)
         tensors = self.tensors
@@ -330,7 +351,7 @@ class _Scratch:
         return [tensor[:size].view(shape) for tensor in tensors]
 
     def scaled(self, scores: Tensor, bias: Tensor | None, piece: tuple[slice, ...], scale: float) -> Tensor:
-        """A piece of scores in fp32 and base 2, with what the rule adds, which is in base 2 already."""
+        """A piece of the scores in fp32 and base 2, with the bias, which is in base 2 already."""
         x = self.wide[: scores.numel()].view(scores.shape).copy_(scores)
         if bias is None:
             return x.mul_(scale * LOG2_E)
@@ -338,13 +359,16 @@ class _Scratch:
 
 
 def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
-    """Add x y scale to a slice [rows, groups, keys, K]; the product starts from its numbers, and rounds the sum."""
+    """Add x y scale to a slice [rows, groups, keys, K]. The product starts from its numbers: one rounding, not two."""
     part = to.view(-1, *to.shape[2:])
     torch.baddbmm(part, x, y, alpha=scale, out=part)
 
 
 def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
-    """Pieces of scores [rows, heads, C, keys] that are cached: some rows, some heads of one, or some queries of one."""
+    """Cut scores [rows, heads, C, keys] into pieces that fit the cache.
+
+    A piece is several rows, or several heads of one row, or several queries of one head.
+    """
     n_rows, n_heads, n_queries, n_keys = scores.shape
     queries = max(1, CACHED_SCORES // n_keys)
     heads = max(1, queries // n_queries)
@@ -356,22 +380,22 @@ def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
 
 
 def _exponentials(x: Tensor) -> Tensor:
-    """2^x in place; 0 where it is negligible, and so where x is -inf."""
+    """2^x in place, and 0 where that is negligible or x is -inf."""
     return torch.threshold_(x, NEGLIGIBLE, -math.inf).exp2_()
 
 
 def _row_keys(
     rule: AttentionRule, key: Tensor | None, head_ids: Tensor | None, sample_ids: Tensor | None
 ) -> Tensor | None:
-    """[B, H, S]; None: nothing is dropped."""
+    """The row keys of dropout, [B, H, S]; None if nothing is dropped."""
     if key is None or head_ids is None or sample_ids is None:
         return None
-    return keyed.of_pairs(key, sample_ids, head_ids, rule.query_places)
+    return keyed.attention_rows(key, sample_ids, head_ids, rule.query_places)
 
 
 def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
-    """Mask and rescale probabilities [rows, heads, C, keys] in place, by `_row_keys` and places of keys."""
-    # numpy multiplies numbers with booleans in a quarter of torch's time, and hashes in half.
+    """Drop and rescale probabilities [rows, heads, C, keys] in place, by `_row_keys` and the places of keys."""
+    # numpy multiplies numbers by booleans in a quarter of torch's time, and hashes in half of it.
     kept = keyed.keep(p, row_keys.numpy(), key_places.numpy())
     np.multiply(x.numpy(), kept, out=x.numpy())
     return x.mul_(1 / (1 - p))
@@ -402,6 +426,6 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ..
     return *gradients, None, *(None for _ in fields)
 
 
-# By this name recompute knows it.
+# Recompute recognises the operator by this name (recompute.py).
 OPERATOR = torch.ops.dtmega.attention_by_products.default
 attention_cpu.register_autograd(_backward, setup_context=_keep)

@@ -1,7 +1,7 @@
-"""The cores of a CPU that a run computes on, and whether it has them to itself.
+"""A check whether a run on a CPU has its cores to itself.
 
-An operation on several threads is done when the last of them is. If another process wants one of the cores, the thread
-that shares it comes late each time, and the others keep their cores busy with waiting (docs/decisions.md).
+An operation on several threads is done when the last thread is. If another process uses one of the cores, the thread
+that shares it is late each time, and the other threads keep their cores busy with waiting (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from pathlib import Path
 
 import torch
 
-# Steps of this process: the first ones start programs of their own, compilers and readers of data.
+# Steps of this process between which waiting is measured. The first steps are no measure, since they start compilers
+# and readers of data.
 FROM, TO = 3, 13
-CROWDED = 0.25  # seconds in each that threads of this process wait for a core
-THREADS = Path("/proc/self/task")  # Linux
+CROWDED = 0.25  # seconds per second, summed over threads, that they wait for a core: the user is told from here on
+THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
 class Cores:
-    """A look at some steps of a run.
+    """A measurement, over a few steps of a run, of how long its threads wait for a core.
 
     Args:
-        device: what it computes on; if that is not a CPU, there is nothing to see.
+        device: device that the run computes on. On other devices than a CPU nothing is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,10 +30,10 @@ class Cores:
         self._start: tuple[float, float] | None = None  # the time, and how long threads had waited by then
 
     def after_step(self, n: int) -> str:
-        """Advice, once, if threads of this process have to wait for a core; else, or if nobody knows, ''.
+        """Advice for the user, returned once, if threads of this process wait for a core; otherwise ''.
 
         Args:
-            n: how many steps this process has done.
+            n: number of steps that this process has done.
         """
         if self._n_threads == 1 or n not in (FROM, TO):
             return ""
@@ -43,19 +44,19 @@ class Cores:
         if self._start is None:
             self._start = now, waited_s
             return ""
-        began, waited_before_s = self._start
-        share = (waited_s - waited_before_s) / (now - began)
+        start, waited_before_s = self._start
+        share = (waited_s - waited_before_s) / (now - start)
         if share < CROWDED:
             return ""
         return (
-            f"other processes use this machine's cores: in each second threads of this run waited {share:.1f} s for "
-            f"one, and the rest of its {self._n_threads} for them; OMP_NUM_THREADS={self._n_threads // 2} in front of "
-            f"the same command may be much faster"
+            f"other processes use this machine's cores: in each second, threads of this run waited {share:.1f} s for a "
+            f"core, and the others of its {self._n_threads} threads waited for those; the same command with "
+            f"OMP_NUM_THREADS={self._n_threads // 2} in front may be much faster"
         )
 
 
 def _waited_s() -> float | None:
-    """How long the threads that there are were ready to run, and no core was free."""
+    """Seconds in which this process's threads were ready to run but had no core; None if the system does not tell."""
     try:
         schedules = [(thread / "schedstat").read_text() for thread in THREADS.iterdir()]
         return sum(int(schedule.split()[1]) for schedule in schedules) / 1e9

@@ -1,8 +1,8 @@
-"""Memory of a CPU: buffers that are freed stay with the process, and large ones are on huge pages.
+"""CPU memory: freed buffers stay with the process, and large ones lie on huge pages.
 
-Memory of more than 32 MiB, and often less, glibc takes from the system and gives back to it each time, and the system
-fills it with zeros in pages of 4 KiB. For a chunk's logits and the gradient of the head's weight this took a sixth of
-the time of their products, and of a step a tenth (docs/decisions.md).
+By default glibc takes a buffer of more than 32 MiB, and often a smaller one, from the system and gives it back when it
+is freed, and the system fills it with zeros in pages of 4 KiB each time. For a chunk's logits and the gradient of the
+head's weight this took a sixth of the time of their products, and a tenth of a step (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -12,32 +12,36 @@ import sys
 
 from torch import Tensor
 
-LARGE_BYTES = 2**24
+LARGE_BYTES = 2**24  # buffers from this size on are put on huge pages
 HUGE_PAGE = 2**21  # bytes
-# Of glibc's malloc.h.
+# Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_MAX = -4
-GROWTH_BYTES = 2**26  # by which the heap grows
-MADV_HUGEPAGE = 14  # Linux, asm-generic/mman-common.h
+GROWTH_BYTES = 2**26  # the heap grows by this much at a time
+MADV_HUGEPAGE = 14  # from Linux's asm-generic/mman-common.h
 
 
 def keep_freed() -> None:
-    """Let glibc keep for this process what is freed: a step needs the memory of the one before. Elsewhere nothing."""
+    """Let glibc keep freed memory for this process, since each step needs as much as the one before.
+
+    Without glibc nothing changes.
+    """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(M_MMAP_MAX, 0)  # large ones from the heap too
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # whose end is not given back
+        libc.mallopt(M_MMAP_MAX, 0)  # take large buffers from the heap, too
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # and never give the end of the heap back
         libc.mallopt(M_TOP_PAD, GROWTH_BYTES)
 
 
 def on_huge_pages(x: Tensor) -> Tensor:
-    """Ask Linux to map x, which is not written to yet, in pages of 2 MiB. Elsewhere, and if it is small, do nothing.
+    """Ask Linux to map x in pages of 2 MiB, and return x. Call it before x is written to.
 
-    It is a wish: where huge pages are switched off, x is mapped as before.
+    On other systems, and if x is small, nothing is done. Where huge pages are switched off, Linux ignores the request.
     """
     if type(x) is Tensor and x.device.type == "cpu" and sys.platform == "linux":
-        # Not by its storage: once Python has seen that, autograd adds nothing to x in place (torch 2.13).
+        # The address comes from x itself: once Python has seen its storage, autograd no longer accumulates gradients
+        # into x in place (torch 2.13).
         start, n_bytes = x.data_ptr(), x.nbytes
         first = -(-start // HUGE_PAGE) * HUGE_PAGE
         if n_bytes >= LARGE_BYTES:

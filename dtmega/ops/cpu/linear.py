@@ -1,9 +1,10 @@
-"""Linears in bfloat16 on a CPU with AMX, where a rank has them whole: two products that oneDNN has a faster form of.
+"""Linears in bfloat16 on a CPU with AMX: faster forms, by oneDNN, of two products of uncut weights.
 
-A bias is added while the product is still in registers; torch fills the result with it first, and adds the product to
-that. And of a matrix that is much wider than tall the gradient is made from a transposed copy of the result's gradient:
-a product whose first factor is transposed runs at half the rate (torch 2.13). Where the matrix is not so wide, copying
-costs what it saves.
+- A bias is added while the product is still in registers. torch would fill the result with the bias first, and add the
+  product to it.
+- The gradient of a weight with many more inputs than outputs is computed from a transposed copy of the output's
+  gradient, because a product whose first factor is a transposed view runs at half the rate (torch 2.13). With fewer
+  inputs the copy costs what it saves.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDE = 2  # times as many input as output features
+WIDE = 2  # ratio of input to output features from which the transposed copy pays
 
 
 def multiply_on_amx(model: nn.Module) -> None:
-    """Give the linears of a model that a rank has whole these products; in other dtypes they compute as before."""
+    """Let the model's nn.Linear modules compute by these products. In other dtypes they compute as before."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = types.MethodType(_forward, module)
@@ -45,17 +46,20 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad
         rows = grad_outputs[0].flatten(0, -2)
-        of_x = (rows @ weight).view(x.shape) if needs_x else None
+        dx = (rows @ weight).view(x.shape) if needs_x else None
         n_outputs, n_inputs = weight.shape
-        of_rows = x.flatten(0, -2)
-        of_weight = wide_gradient(rows, of_rows) if n_inputs >= WIDE * n_outputs else rows.t() @ of_rows
-        of_bias = rows.sum(0) if needs_bias else None
-        return of_x, of_weight, of_bias
+        x_rows = x.flatten(0, -2)
+        dweight = wide_gradient(rows, x_rows) if n_inputs >= WIDE * n_outputs else rows.t() @ x_rows
+        dbias = rows.sum(0) if needs_bias else None
+        return dx, dweight, dbias
 
 
 @torch.library.custom_op("dtmega::biased_product", mutates_args=())
 def biased_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x W^T + b, [..., in] -> [..., out]. An operator, for Inductor has the one below for constant weights only."""
+    """x W^T + b, [..., in] -> [..., out].
+
+    An operator of our own, because Inductor takes oneDNN's for constant weights only.
+    """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -64,13 +68,13 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-# By this name recompute knows it.
+# Recompute recognises the operator by this name (recompute.py).
 BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
 
 
 @torch.library.custom_op("dtmega::wide_gradient", mutates_args=())
 def wide_gradient(rows: Tensor, x: Tensor) -> Tensor:
-    """rows^T x, [n, out] and [n, in] -> [out, in]. An operator, so that Inductor keeps the copy."""
+    """rows^T x, [n, out] and [n, in] -> [out, in]. An operator, so that Inductor does not remove the copy."""
     return rows.t().contiguous() @ x
 
 

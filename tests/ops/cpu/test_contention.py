@@ -40,7 +40,7 @@ def said(waits, before: tuple[float, ...], after: tuple[float, ...], device: tor
 
 def test_a_run_whose_threads_wait_for_cores_is_told_how_many_threads_to_take(waits):
     line = said(waits, before=(100, 0), after=(104, 1))
-    assert "in each second threads of this run waited 0.5 s" in line
+    assert "in each second, threads of this run waited 0.5 s" in line
     assert "OMP_NUM_THREADS=1 in front" in line
 
 
