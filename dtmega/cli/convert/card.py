@@ -1,12 +1,12 @@
-"""The texts beside the weights of an export: a model card, and what the directory that they come from says of itself.
+"""The texts beside the weights of an export: a model card, and the texts of the directory that the weights came from.
 
-    README.md           a model card: data, steps and losses, licence. Of weights that no run has trained since, the
-                        README.md of the directory that they come from
+    README.md           a model card with data, steps, losses and licence; for weights that were only converted, the
+                        README.md of the directory that they came from
     README-source.md    beside a card: that directory's README.md
-    LICENSE, NOTICE     that directory's, as they are
+    LICENSE, NOTICE     that directory's, unchanged
 
-What runs and strangers have called things stands in the card as inert text, cut short. Paths are cut to their last
-part: a card is made to be published.
+A card is made to be published: names from outside are inert text in it, cut short, and paths are reduced to their last
+part.
 """
 
 from __future__ import annotations
@@ -24,30 +24,38 @@ from dtmega.files.console import counted, printable
 from dtmega.interop.hf.files.export import GENERATION, TOKENIZER
 from dtmega.report import record
 
-CARD, OF_SOURCE = "README.md", "README-source.md"
+CARD = "README.md"
+SOURCE_CARD = "README-source.md"
 TERMS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
-MAX_TEXT_BYTES = 2**20  # of a README or a licence; larger ones are left out
-MAX_CHARACTERS = 200  # of a name or a value in the card
-MOST = 20  # corpora, or losses
+MAX_TEXT_BYTES = 2**20  # a larger README or licence is left out
+MAX_CHARACTERS = 200  # a longer name or value is cut
+MAX_ITEMS = 20  # corpora, or losses, in the card
 FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?)^---[ \t\r]*$", re.DOTALL | re.MULTILINE)
 LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,64})[\"']?[ \t\r]*$", re.MULTILINE)
-# Keys of metrics.jsonl: loss, val_loss, val_NAME_loss of a further set, test_loss.
+# Keys of metrics.jsonl: loss, val_loss, test_loss, and val_NAME_loss for a further validation set.
 LOSS = re.compile(r"loss|test_loss|val_(?:(.+)_)?loss")
-SPLITS = {"loss": "training", "val": "validation", "test": "test"}  # by what such a key begins with
+SPLITS = {"loss": "training", "val": "validation", "test": "test"}  # first part of such a key -> split
 
 
 class Row(NamedTuple):
-    """A line of the card's table. `text` is Markdown: what strangers wrote has passed through `code`."""
+    """A row of the card's table.
+
+    Attributes:
+        title: name of the fact.
+        text: the fact in Markdown. Text from outside has been made inert with `code`.
+    """
 
     title: str
     text: str
 
 
-def of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple[Row, ...]:
-    """Rows about the training that led to a checkpoint of ours, with the losses of the run that it lies in.
+def rows_of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple[Row, ...]:
+    """Rows about the training that led to a checkpoint of dtmega, with the losses of the run that it belongs to.
 
     Args:
-        path: of the checkpoint, or of the run directory, as the user gave it.
+        state: the checkpoint's state.
+        data: the [data] section of the training.
+        path: path of the checkpoint or of the run directory, as the user gave it.
     """
     rows = [Row("written from", f"{code(Path(path).name)}, {counted(state.progress.step, 'step')}")]
     if state.progress == Progress():
@@ -55,7 +63,7 @@ def of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple
     rows += [
         Row("data", _listed(code(Path(prefix).name) for prefix in _corpora(data))),
         Row("tokenizer", code(Path(data.tokenizer).name)),
-        *of_progress(state.progress, data.seq_len),
+        *rows_of_progress(state.progress, data.seq_len),
         Row("recipe", _recipe(state.config)),
     ]
     record_of_run = _record_beside(checkpoint, path)
@@ -64,11 +72,11 @@ def of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple
     return tuple(rows)
 
 
-def of_progress(progress: Progress, seq_len: int) -> list[Row]:
-    """The row about how far a run was.
+def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
+    """The row about the length of a training.
 
     Args:
-        seq_len: S; 0 where it is not known.
+        seq_len: tokens in a sequence; 0 if it is not known.
     """
     read = counted(progress.samples, "sequence")
     if seq_len:
@@ -77,39 +85,40 @@ def of_progress(progress: Progress, seq_len: int) -> list[Row]:
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:
-    """File -> content of all that goes beside an export's weights, and is not of its tokenizer.
+    """File name -> content of the texts that go beside an export's weights.
 
-    Also `generation_config.json` and `tokenizer.json` of the directory, from which the exporter tells whether the
-    export has the directory's own tokenizer.
+    `generation_config.json` and `tokenizer.json` of the directory are among them. The exporter compares them, to see
+    whether the export has the directory's own tokenizer.
 
     Args:
-        directory: of transformers, that the weights come from; None: none is known.
-        rows: what is known of the training; none of weights that were only converted.
-        name: of the export.
+        directory: Hugging Face directory that the weights came from; None if it is not known.
+        rows: facts about the training; empty for weights that were only converted.
+        name: name of the export.
     """
-    found = _texts_of(directory) if directory is not None else {}
+    contents = _texts_of(directory) if directory is not None else {}
     only_converted = not rows
-    if CARD in found and only_converted:
-        return found
+    if CARD in contents and only_converted:
+        return contents
 
-    licence = _licence(found.get(CARD, b""))
-    said = f"{code(licence)}, by the README of the source" if licence else "not known"
-    terms = [code(file) for file in TERMS if file in found]
+    licence = _licence(contents.get(CARD, b""))
+    licence_text = f"{code(licence)}, according to the source's README" if licence else "not known"
+    terms = [code(file) for file in TERMS if file in contents]
     if terms:
-        said += f"; {_listed(terms)} of the source beside this file"
-    about = [*rows, Row("licence", said)]
-    if CARD in found:
-        found[OF_SOURCE] = found[CARD]
-        about.append(Row("source", f"{code(OF_SOURCE)} is what it says of itself"))
-    found[CARD] = _card(name, licence, about).encode()
-    return found
+        licence_text += f"; {_listed(terms)} of the source beside this file"
+    all_rows = [*rows, Row("licence", licence_text)]
+    if CARD in contents:
+        contents[SOURCE_CARD] = contents[CARD]
+        all_rows.append(Row("source", f"{code(SOURCE_CARD)} is the source's own README"))
+    contents[CARD] = _card(name, licence, all_rows).encode()
+    return contents
 
 
 def _card(name: str, licence: str, rows: Sequence[Row]) -> str:
-    """The text of a model card: front matter that hubs read, and a table.
+    """The text of a model card: front matter for model hubs, and a table.
 
     Args:
-        licence: a plain word; '' where it is not known.
+        name: name of the export.
+        licence: identifier of the licence; '' if it is not known.
     """
     front_matter = ["---", "library_name: transformers", "---"]
     if licence:
@@ -133,75 +142,83 @@ def _card(name: str, licence: str, rows: Sequence[Row]) -> str:
 
 
 def code(written: Any) -> str:
-    """Somebody else's text as Markdown code in a cell of a table: inert, on one line and cut short."""
+    """Text from outside as Markdown code for a table cell: inert, on one line and cut short."""
     shown = printable(str(written)[:MAX_CHARACTERS]).replace("`", "'").replace("|", "¦")
     return f"`{shown}`" if shown.strip() else "(empty)"
 
 
 def heading(written: str) -> str:
-    """Somebody else's text as a heading, in letters that mean nothing in Markdown."""
+    """Text from outside as a heading, without characters that have a meaning in Markdown."""
     return re.sub(r"[^\w .,+-]", "_", printable(written[:MAX_CHARACTERS]))
 
 
 def _texts_of(directory: Path) -> dict[str, bytes]:
-    """The files of a directory that an export may carry or has to know; those of people within MAX_TEXT_BYTES."""
-    found: dict[str, bytes] = {}
+    """File name -> content of the files in a directory that an export copies or compares.
+
+    READMEs and licences larger than MAX_TEXT_BYTES are left out.
+    """
+    contents: dict[str, bytes] = {}
     for file in (CARD, *TERMS, GENERATION, TOKENIZER):
         path = directory / file
         if path.is_file() and (file == TOKENIZER or path.stat().st_size <= MAX_TEXT_BYTES):
-            found[file] = path.read_bytes()
-    return found
+            contents[file] = path.read_bytes()
+    return contents
 
 
 def _licence(readme: bytes) -> str:
-    """The licence that the front matter of a model card names; '' where it names none by a plain word."""
-    front = FRONT_MATTER.match(readme.decode("utf-8", "replace"))
-    named = LICENCE.search(front[1]) if front else None
-    return named[1] if named else ""
+    """The identifier of the licence in a model card's front matter; '' if there is none, or no plain word."""
+    front_matter = FRONT_MATTER.match(readme.decode("utf-8", "replace"))
+    licence = LICENCE.search(front_matter[1]) if front_matter else None
+    return licence[1] if licence else ""
 
 
 def _corpora(data: Data) -> list[str]:
-    """Prefixes of the corpora that were trained on."""
+    """The prefixes of the corpora that the model was trained on."""
     if data.train:
         return [share.prefix for share in mixtures.parse(data.train).shares]
     return data.paths
 
 
 def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """The keys of a run that a reader of its card asks for first; what its checkpoint does not have is left out."""
-    asked = ("optim.name", "optim.lr", "optim.schedule", "batch.global_batch_size", "precision.params", "run.seed")
-    said: list[str] = []
-    for name in asked:
+    """The most important keys of a run's recipe, as far as its checkpoint has them."""
+    keys = ("optim.name", "optim.lr", "optim.schedule", "batch.global_batch_size", "precision.params", "run.seed")
+    texts: list[str] = []
+    for name in keys:
         section, _, key = name.partition(".")
         if key in config.get(section, {}):
-            said.append(f"{name} {code(config[section][key])}")
-    return ", ".join(said)
+            texts.append(f"{name} {code(config[section][key])}")
+    return ", ".join(texts)
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record of the run directory that was named, or in whose `checkpoints/` the checkpoint lies."""
+    """The record of the run directory that the user named, or that has the checkpoint in its `checkpoints/`."""
     for directory in (Path(path), Path(checkpoint.path).parent.parent):
         if (directory / "metrics.jsonl").is_file():
             return record.read(directory / "metrics.jsonl")
     return None
 
 
-def _losses(found: record.Record, last_step: int) -> list[Row]:
-    """The newest losses of the steps up to the checkpoint's."""
+def _losses(run_record: record.Record, last_step: int) -> list[Row]:
+    """The last value of each loss up to the checkpoint's step.
+
+    Args:
+        last_step: the checkpoint's step; the run may have gone on after it.
+    """
     rows: list[Row] = []
-    for key, series in found.series.items():
-        named = LOSS.fullmatch(key)
+    for key, series in run_record.series.items():
+        match = LOSS.fullmatch(key)
         n_until = int((series.steps <= last_step).sum())
-        if named is None or n_until == 0:
+        if match is None or n_until == 0:
             continue
         split = SPLITS[key.partition("_")[0]]
         value, step = series.values[n_until - 1], series.steps[n_until - 1]
-        on = f" on {code(named[1])}" if named[1] else ""
-        rows.append(Row(f"{split} loss", f"{value:.4f} after step {step:,}{on}"))
-    return rows[:MOST]
+        validation_set = f" on {code(match[1])}" if match[1] else ""
+        rows.append(Row(f"{split} loss", f"{value:.4f} after step {step:,}{validation_set}"))
+    return rows[:MAX_ITEMS]
 
 
 def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - MOST} more" if len(every) > MOST else ""
-    return ", ".join(every[:MOST]) + more
+    """The first MAX_ITEMS names, and how many more there are."""
+    all_names = list(names)
+    more = f" and {len(all_names) - MAX_ITEMS} more" if len(all_names) > MAX_ITEMS else ""
+    return ", ".join(all_names[:MAX_ITEMS]) + more

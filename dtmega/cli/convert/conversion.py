@@ -1,17 +1,16 @@
-"""`python -m dtmega convert --from FORMAT PATH --to FORMAT PATH`: weights from one house into another.
+"""`python -m dtmega convert --from FORMAT PATH --to FORMAT PATH`: convert weights between programs.
 
     --from hf DIR         a Hugging Face folder with safetensors
-    --from dtmega PATH    a checkpoint, or a run directory (its newest)
+    --from dtmega PATH    a checkpoint, or a run directory (its newest checkpoint)
     --from dcp DIR        a folder of plain torch.distributed.checkpoint, read without running its pickles
-    --from megatron DIR   a checkpoint of Megatron-LM or Megatron-DeepSpeed, likewise
-    --to dtmega DIR       a checkpoint of weights only, for [model] init_from; of Megatron's one to go on from where
-                          Adam's moments are whole, and a config.toml beside it
+    --from megatron DIR   a checkpoint of Megatron-LM, Megatron-DeepSpeed or megatron-core, likewise
+    --to dtmega DIR       a checkpoint of weights alone, for [model] init_from. From Megatron also a config.toml, and a
+                          checkpoint that a run can resume from, if Adam's moments are complete
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
     --to megatron DIR     weights for the ranks of Megatron-LM, --tp times --pp of them
 
-A run of a model of transformers becomes a directory like the one it is of, which --original names where it has moved
-since. Tensors pass one by one, so no model has to fit in memory. Of several ranks, rank 0 looks for the newest
-checkpoint, which may be another a moment later, and the others open that one.
+A run of a Hugging Face model becomes a directory like the one that the model came from. --original names that directory
+if it has moved since. Tensors are converted one by one, so the model need not fit in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from dtmega import config, families
 from dtmega.checkpoint import found
 from dtmega.cli.convert import card, to_checkpoint
-from dtmega.cli.convert.sources import READERS, Opened
+from dtmega.cli.convert.sources import READERS, ConversionSource
 from dtmega.cli.convert.to_checkpoint import Training
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.distributed.agreement import Startup
@@ -40,129 +39,156 @@ TARGETS = ("dtmega", "hf", "megatron")
 
 
 def convert(args: argparse.Namespace, startup: Startup) -> None:
-    """Write the weights that `--from` names as `--to` says.
+    """Convert the weights that `--from` names into what `--to` names.
 
     Args:
-        args: of `python -m dtmega convert`.
-        startup: of the ranks that take part.
+        args: arguments of `python -m dtmega convert`.
+        startup: the startup of the participating ranks.
 
     Raises:
-        Refused: on every rank, after it was said: unknown formats, nothing there, another model, a directory that has
-            changed, a source that is damaged, a disk.
+        Refused: on every rank, after the reason was printed: an unknown format, no source, a damaged one, weights of
+            another model, a model's directory that has changed, or a failure to write.
     """
-    opened = _open(args, startup)
-    family = families.of(opened.model)
+    source = _open(args, startup)
+    family = families.of(source.model)
     with startup.step("model"):
-        model = _described(args, opened, family)
+        model = _model_section(args, source, family)
         expected = families.shapes(model)
         if unknown := sorted(set(args.allow_nonfinite) - expected.keys()):
             known = ", ".join([*expected][:5])
             raise ValueError(f"the model has no tensor '{unknown[0]}'; it has {known}, ... (--allow-nonfinite)")
-        left_out = _left_out(args, opened, model, expected)
+        left_out = _left_out(args, source, model, expected)
     if startup.rank == 0:
         if left_out:
             print(f"left out, as the model has no such parameter: {', '.join(left_out)}")
-        for note in opened.notes:
+        for note in source.notes:
             print(note)
     with startup.step("output"):
-        # Ranks that have nothing to write wait for those that do.
-        stored = Renamed(opened.source, {name: name for name in expected}, startup.work)
+        # A rank that has nothing to write waits at the end of this step. `startup.work` tells the waiting ranks, before
+        # each tensor, that this one is still at work.
+        stored = Renamed(source.weights, {name: name for name in expected}, startup.work)
         unchanged = families.stored_buffers(model)
-        source = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
-        if args.target[0] == "hf":
-            folder = Path(args.target[1])
-            tokenizer = args.tokenizer or opened.tokenizer
-            ranks = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
-            options: dict[str, Any] = ranks
-            json = None
-            if tokenizer:
-                json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), opened.data)
-            if startup.rank == 0:  # which alone writes what is not weights
-                directory = Path(model.directory) if family.directory else opened.directory
-                options["beside"] = card.texts(directory, opened.rows, name=folder.name)
-            family.export(source, folder, model, json, **options)
-        elif startup.rank == 0 and args.target[0] == "megatron":
-            described, theirs = family.as_stored("megatron", source, model)
-            tokenizer = args.tokenizer or opened.tokenizer
-            for_megatron.write(Path(args.target[1]), theirs, described, args.tp, args.pp, tokenizer=tokenizer)
-        elif startup.rank == 0:
-            digest = family.digest(model)
-            training = _finite(opened.training, args)
-            to_checkpoint.write(args.target[1], source, model, digest, training, opened.toml)
+        weights = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
+        _write(args, startup, source, family, model, weights)
     startup.leave()
     if startup.rank == 0:
         print(f"written: {args.target[1]}")
 
 
-def _open(args: argparse.Namespace, startup: Startup) -> Opened:
-    """The source that `--from` names, the same on all ranks."""
+def _write(
+    args: argparse.Namespace,
+    startup: Startup,
+    source: ConversionSource,
+    family: Family,
+    model: config.Model,
+    weights: Cast,
+) -> None:
+    """Write the target. All ranks write a Hugging Face folder; any other target is rank 0's alone.
+
+    Args:
+        model: the [model] section, with the directory where it is now.
+        weights: the tensors to write, in the target's dtype.
+    """
+    target, path = args.target
+    tokenizer = args.tokenizer or source.tokenizer
+    if target == "hf":
+        folder = Path(path)
+        options: dict[str, Any] = {"rank": startup.rank, "size": startup.size, "barrier": startup.wait_for_all}
+        json = None
+        if tokenizer:
+            json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), source.data)
+        if startup.rank == 0:  # only rank 0 writes the files other than weights
+            directory = Path(model.directory) if family.directory else source.directory
+            options["beside"] = card.texts(directory, source.rows, name=folder.name)
+        family.export(weights, folder, model, json, **options)
+    elif startup.rank == 0 and target == "megatron":
+        megatron_args, megatron_weights = family.as_stored("megatron", weights, model)
+        for_megatron.write(Path(path), megatron_weights, megatron_args, args.tp, args.pp, tokenizer=tokenizer)
+    elif startup.rank == 0:
+        training = _finite(source.training, args)
+        to_checkpoint.write(path, weights, model, family.digest(model), training, source.toml)
+
+
+def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
+    """Open the source that `--from` names, and check that all ranks see the same."""
     kind, path = args.source
-    opened = None
-    with startup.step("search of the source") as first:
-        if kind not in READERS or args.target[0] not in TARGETS:
+    target = args.target[0]
+    source = None
+    # A run may save a newer checkpoint at any moment, so rank 0 alone looks for the newest one. The other ranks open
+    # the path that it has found.
+    with startup.step("search of the source") as search:
+        if kind not in READERS or target not in TARGETS:
             raise ValueError(
-                f"--from is one of {', '.join(READERS)} and --to one of {', '.join(TARGETS)}; got {kind} and "
-                f"{args.target[0]}"
+                f"--from is one of {', '.join(READERS)} and --to one of {', '.join(TARGETS)}; got {kind} and {target}"
             )
-        if args.target[0] != "megatron" and (args.tp, args.pp) != (1, 1):
-            raise ValueError(f"--tp={args.tp} and --pp={args.pp} are of --to megatron; {args.target[0]} has no ranks")
-        if args.target[0] == "dtmega" and args.dtype:
-            raise ValueError("--dtype is of --to hf and megatron; a checkpoint of dtmega keeps the source's dtypes")
+        if target != "megatron" and (args.tp, args.pp) != (1, 1):
+            raise ValueError(f"--tp={args.tp} and --pp={args.pp} are for --to megatron; {target} has no ranks")
+        if target == "dtmega" and args.dtype:
+            raise ValueError("--dtype is for --to hf and megatron; a checkpoint of dtmega keeps the source's dtypes")
         if startup.rank == 0:
-            opened = READERS[kind](path, args)
-            first.tell = opened.path
+            source = READERS[kind](path, args)
+            search.tell = source.path
     with startup.step("source") as step:
-        opened = opened or READERS[kind](first.told, args)
-        model = {f"[model] {key}": value for key, value in opened.model.model_dump().items()}
-        tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in opened.source.tensors.items()}
-        directory = {"digest of [model] path": opened.digest}
-        step.same = model | tensors | found.manifest_digests([opened.source]) | directory
-    return opened
+        source = source or READERS[kind](search.told, args)
+        model = {f"[model] {key}": value for key, value in source.model.model_dump().items()}
+        tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in source.weights.tensors.items()}
+        directory = {"digest of [model] path": source.digest}
+        step.same = model | tensors | found.manifest_digests([source.weights]) | directory
+    return source
 
 
-def _described(args: argparse.Namespace, opened: Opened, family: Family) -> config.Model:
-    """The [model] section, with the directory that `--original` names."""
+def _model_section(args: argparse.Namespace, source: ConversionSource, family: Family) -> config.Model:
+    """The source's [model] section, with the directory that `--original` names, if it does.
+
+    Raises:
+        ValueError: `--original` is given for a model without a directory, the directory is not the one that was
+            trained, or its sizes cannot be those of the weights.
+    """
     if args.original and not family.directory:
         raise ValueError(
-            f"--original is for a run with a [model] path; {args.source[1]} is of name = '{opened.model.name}'"
+            f"--original is for a run with a [model] path; {args.source[1]} is of name = '{source.model.name}'"
         )
     moved = {"path": args.original} if args.original else {}
     try:
-        model = family.reread_directory(opened.model.model_copy(update=moved), opened.digest)
+        model = family.reread_directory(source.model.model_copy(update=moved), source.digest)
     except ValueError as error:
-        raise ValueError(f"{error}; --original DIR names the directory where it is now") from None
-    check_stored(model, opened.source, f"{args.source[1]} ({args.config or 'its own config'})")
+        raise ValueError(f"{error}; if the directory has moved, name it with --original DIR") from None
+    check_stored(model, source.weights, f"{args.source[1]} ({args.config or 'its own config'})")
     return model
 
 
 def _left_out(
-    args: argparse.Namespace, opened: Opened, model: config.Model, expected: Mapping[str, tuple[int, ...]]
+    args: argparse.Namespace, source: ConversionSource, model: config.Model, expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Names of stored tensors that are no parameters of the model.
+    """Names of the stored tensors that the model does not have.
+
+    Args:
+        expected: name -> shape of the model's tensors.
 
     Raises:
-        ValueError: a parameter is not stored, or has another shape.
+        ValueError: a tensor of the model is not stored, or has another shape.
     """
-    left_out = sorted(opened.source.tensors)
+    left_out = sorted(source.weights.tensors)
     for name, shape in expected.items():
-        if name not in opened.source.tensors:
+        if name not in source.weights.tensors:
             raise ValueError(
                 f"{args.source[1]} has no '{name}' of the model ({args.config or 'its own config'}); it has "
                 f"{', '.join(left_out[:5])}, ... (--config, --prefix)"
             )
-        there = opened.source.tensors[name][1]
-        # A Hugging Face vocabulary is not padded.
-        if there[1:] != shape[1:] or (there != shape and there[:1] != (model.vocab_size,)):
-            raise ValueError(f"{args.source[1]}: '{name}' is {list(there)}, the model's is {list(shape)} (--config)")
+        stored = source.weights.tensors[name][1]
+        # A Hugging Face folder has no rows of padding.
+        is_unpadded = stored[:1] == (model.vocab_size,)
+        if stored[1:] != shape[1:] or (stored != shape and not is_unpadded):
+            raise ValueError(f"{args.source[1]}: '{name}' is {list(stored)}, the model's is {list(shape)} (--config)")
         left_out.remove(name)
     return left_out
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    """The dtype that `--dtype` names; None: each tensor keeps its own.
+    """The dtype that `--dtype` names; None if it is not given and each tensor keeps its own.
 
     Raises:
-        ValueError: it is no dtype of weights.
+        ValueError: weights cannot have this dtype.
     """
     if not name:
         return None
@@ -173,7 +199,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The progress of a run whose moments are refused where they are not finite."""
+    """The training state, with moments that refuse numbers that are not finite when they are read."""
     if training is None:
         return None
     moments = {

@@ -1,4 +1,4 @@
-"""`python -m dtmega inspect CKPT [OTHER]`: what a checkpoint is, if it is intact, and how two differ."""
+"""`python -m dtmega inspect CKPT [OTHER]`: the facts about a checkpoint, whether it is intact, and how two differ."""
 
 from __future__ import annotations
 
@@ -14,21 +14,29 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.distributed import exit_codes
 from dtmega.files.console import counted, printable
 
-SHOWN = 10  # differing tensors
+SHOWN = 10  # differing tensors that are listed; the others are counted
 
 
 def show(path: str, other: str | None, verify: bool) -> int:
-    """Print what a checkpoint is, or how two differ; returns the exit code, 1 if they do.
+    """Print the facts about a checkpoint, or the differences between two.
+
+    Args:
+        path: path of a checkpoint or of a run directory (its newest checkpoint).
+        other: likewise for a second one; None to describe the first alone.
+        verify: read the whole checkpoint and compare all digests.
+
+    Returns:
+        The exit code: 1 if the two checkpoints differ.
 
     Raises:
-        ValueError: not a checkpoint.
-        Damaged: not intact.
+        ValueError: there is no checkpoint.
+        Damaged: the checkpoint is not intact.
     """
     checkpoint = open_checkpoint(path)
     if other is not None:
-        found = list(differences(checkpoint, open_checkpoint(other)))
-        print("\n".join(map(printable, found)) or "no differences")
-        return 1 if found else exit_codes.DONE
+        lines = list(differences(checkpoint, open_checkpoint(other)))
+        print("\n".join(map(printable, lines)) or "no differences")
+        return 1 if lines else exit_codes.DONE
     print("\n".join(map(printable, describe_checkpoint(checkpoint))))
     if verify:
         started = time.perf_counter()
@@ -40,52 +48,58 @@ def show(path: str, other: str | None, verify: bool) -> int:
 
 def describe_checkpoint(checkpoint: Checkpoint) -> list[str]:
     """The facts about a checkpoint, one line each."""
-    written, state = checkpoint.manifest, state_of(checkpoint)
-    weights = {n: e for n, e in written.tensors.items() if n.startswith("model/")}
-    others = {n: e for n, e in written.tensors.items() if n not in weights}
+    manifest, state = checkpoint.manifest, state_of(checkpoint)
+    weights = {name: entry for name, entry in manifest.tensors.items() if name.startswith("model/")}
+    others = {name: entry for name, entry in manifest.tensors.items() if name not in weights}
     seq_len = state.config.get("data", {}).get("seq_len", 0)
     tokens = state.progress.samples * (seq_len if isinstance(seq_len, int) else 0)
     return [
         f"checkpoint  {checkpoint.path}",
-        f"step        {written.step:,}: {counted(state.progress.samples, 'sample')}, {counted(tokens, 'token')}, "
+        f"step        {manifest.step:,}: {counted(state.progress.samples, 'sample')}, {counted(tokens, 'token')}, "
         f"{counted(state.progress.skipped, 'step')} skipped",
         f"model       {state.config.get('model', {}).get('name')}: {counted(_elements(weights), 'parameter')} in "
         f"{counted(len(weights), 'tensor')}, {_bytes(weights):,} bytes",
         f"optimizer   {counted(len(others), 'tensor')}, {_bytes(others):,} bytes, {counted(state.updates, 'update')}",
         f"written on  {', '.join(f'{axis}={size}' for axis, size in state.layout.items()) or 'no layout'}",
-        f"written by  {', '.join(f'{what} {version}' for what, version in state.versions.items())}",
+        f"written by  {', '.join(f'{program} {version}' for program, version in state.versions.items())}",
         f"identity    {', '.join(f'{key} {value}' for key, value in state.identity.items()) or 'weights only'}",
-        f"files       {len(written.files)}, {sum(written.files.values()):,} bytes",
+        f"files       {len(manifest.files)}, {sum(manifest.files.values()):,} bytes",
     ]
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """The differences in `State` and in the tensors, one line each; tensors are compared as numbers."""
-    states = [_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b)]
-    for key in sorted(states[0].keys() | states[1].keys()):
-        here, there = (state.get(key) for state in states)
-        if here != there:
-            yield f"{key}: {here} | {there}"
+    """The differences in `State` and in the tensors, one line each. Tensors are compared by value, not by layout."""
+    state_a, state_b = (_flat(state_of(c).model_dump()) | {"step": c.manifest.step} for c in (a, b))
+    for key in sorted(state_a.keys() | state_b.keys()):
+        if state_a.get(key) != state_b.get(key):
+            yield f"{key}: {state_a.get(key)} | {state_b.get(key)}"
     names = sorted(a.manifest.tensors.keys() | b.manifest.tensors.keys())
-    found = [line for name in names if (line := _difference(a, b, name))]
-    yield from found[:SHOWN]
-    if len(found) > SHOWN:
-        yield f"... and {counted(len(found) - SHOWN, 'more tensor')} of {len(names)}"
+    lines = [line for name in names if (line := _difference(a, b, name))]
+    yield from lines[:SHOWN]
+    if len(lines) > SHOWN:
+        yield f"... and {counted(len(lines) - SHOWN, 'more tensor')} of {len(names)}"
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:
-    here, there = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
-    if here is None or there is None or here.shape != there.shape or here.dtype != there.dtype:
-        return f"{name}: {_kind(here)} | {_kind(there)}"
-    if [(c.offsets, c.sizes, c.digests) for c in here.chunks] == [
-        (c.offsets, c.sizes, c.digests) for c in there.chunks
-    ]:
+    """The line about a tensor that differs between two checkpoints; '' if it does not."""
+    entry_a, entry_b = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
+    if entry_a is None or entry_b is None or entry_a.shape != entry_b.shape or entry_a.dtype != entry_b.dtype:
+        return f"{name}: {_kind(entry_a)} | {_kind(entry_b)}"
+    # Equal digests of equal chunks need no reading. Chunks that differ may still hold the same values, as a tensor is
+    # stored in other chunks on another layout.
+    if _digests(entry_a) == _digests(entry_b):
         return ""
-    ours, theirs = a.read(name), b.read(name)
-    if torch.equal(ours, theirs):
+    tensor_a, tensor_b = a.read(name), b.read(name)
+    if torch.equal(tensor_a, tensor_b):
         return ""
-    apart = (ours.double() - theirs.double()).abs()
-    return f"{name}: {int((ours != theirs).sum()):,} of {ours.numel():,} elements differ, by at most {apart.max():.3g}"
+    largest = (tensor_a.double() - tensor_b.double()).abs().max()
+    n_different = int((tensor_a != tensor_b).sum())
+    return f"{name}: {n_different:,} of {tensor_a.numel():,} elements differ, by at most {largest:.3g}"
+
+
+def _digests(entry: Entry) -> list[tuple[Any, ...]]:
+    """The place and digests of each chunk of a tensor."""
+    return [(chunk.offsets, chunk.sizes, chunk.digests) for chunk in entry.chunks]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -97,6 +111,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _kind(entry: Entry | None) -> str:
+    """The dtype and shape of a tensor, for a line."""
     if entry is None:
         return "not there"
     return f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"

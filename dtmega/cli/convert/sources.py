@@ -1,4 +1,4 @@
-"""Sources of a conversion, one reader for each word that `--from` takes: weights by our names, and their model."""
+"""The sources of a conversion: one reader for each word that `--from` takes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from dtmega.interop.megatron import folder, recipe, vocabulary
 from dtmega.interop.torch_files.dcp import DCPFolder
 
 
-class Opened(NamedTuple):
-    """The source that `--from` names: weights, the model they are of, and a tokenizer.json or the spec of a tokenizer.
-
-    The tokenizer is '' where there is none, or none but that of the directory which the model is of.
+class ConversionSource(NamedTuple):
+    """The weights that `--from` names, and everything known about them.
 
     Attributes:
-        path: the place where it was found, for the other ranks.
-        digest: of the directory that the model was read from; '' where that is not known.
-        data: the [data] section that it was trained with; where that is not known, all defaults.
-        training: None where there are weights only.
-        toml: a configuration to write beside them.
-        directory: of transformers, that the weights come from, where that is known and not the model's own.
-        rows: what is known of the training, for a model card; none of weights that are only converted.
+        path: path of the checkpoint or directory that was found, for the other ranks to open.
+        weights: the tensors by our names.
+        model: the [model] section.
+        tokenizer: path of a tokenizer.json, or a tokenizer spec; '' if there is none, or only the one in the directory
+            that the model was read from.
+        digest: digest of the directory that the model was read from; '' if it is not known.
+        data: the [data] section of the training; all defaults if it is not known.
+        training: state of the run, for a checkpoint that another run resumes from; None for weights alone.
+        toml: text of a configuration to write beside a checkpoint; '' if there is none.
+        directory: Hugging Face directory that the weights come from; None if it is not known, or is the one that the
+            model was read from.
+        rows: facts about the training, for a model card; empty for weights that were only converted.
         notes: lines for the user.
     """
 
     path: str
-    source: Source
+    weights: Source
     model: config.Model
     tokenizer: str
     digest: str = ""
@@ -48,53 +51,54 @@ class Opened(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _from_hf(name: str, args: argparse.Namespace) -> Opened:
+def _from_hf(name: str, args: argparse.Namespace) -> ConversionSource:
     path = Path(name)
-    asked = _model(args.config) if args.config else None
-    source, model = families.open_folder(path, asked)
+    configured = _model(args.config) if args.config else None
+    weights, model = families.open_folder(path, configured)
     tokenizer = path / "tokenizer.json"
-    return Opened(name, source, model, str(tokenizer) if tokenizer.exists() else "", directory=path)
+    return ConversionSource(name, weights, model, str(tokenizer) if tokenizer.exists() else "", directory=path)
 
 
-def _from_dtmega(name: str, args: argparse.Namespace) -> Opened:
+def _from_dtmega(name: str, args: argparse.Namespace) -> ConversionSource:
     checkpoint = open_checkpoint(name)
     state = state_of(checkpoint)
     model = config.model_section(state.config.get("model", {}), checkpoint.path)
     tokenizer = state.config.get("data", {}).get("tokenizer", "")
-    own = families.of(model).directory and Path(tokenizer) == Path(model.directory, "tokenizer.json")
+    is_models_own = families.of(model).directory and Path(tokenizer) == Path(model.directory, "tokenizer.json")
     data = config.Data.model_validate(state.config.get("data", {}))
-    begun_with = getattr(model, "init_from", "")
-    return Opened(
+    init_from = getattr(model, "init_from", "")
+    return ConversionSource(
         checkpoint.path,
         Weights(checkpoint),
         model,
-        "" if own else tokenizer,
+        "" if is_models_own else tokenizer,
         state.digest,
         data,
-        directory=Path(begun_with) if begun_with and is_hf_folder(begun_with) else None,
-        rows=card.of_run(checkpoint, state, data, name),
+        directory=Path(init_from) if init_from and is_hf_folder(init_from) else None,
+        rows=card.rows_of_run(checkpoint, state, data, name),
     )
 
 
-def _from_dcp(name: str, args: argparse.Namespace) -> Opened:
+def _from_dcp(name: str, args: argparse.Namespace) -> ConversionSource:
     if not args.config:
         raise ValueError("--from dcp needs --config NAME.toml: nothing in such a folder says what model it is of")
-    folder = DCPFolder(Path(name))
-    names = {name.removeprefix(args.prefix): name for name in folder.tensors if name.startswith(args.prefix)}
+    dcp_folder = DCPFolder(Path(name))
+    names = {key.removeprefix(args.prefix): key for key in dcp_folder.tensors if key.startswith(args.prefix)}
     rows = (Row("written from", "a folder of torch.distributed.checkpoint"),)
-    return Opened(name, Renamed(folder, names), _model(args.config), "", rows=rows)
+    return ConversionSource(name, Renamed(dcp_folder, names), _model(args.config), "", rows=rows)
 
 
-def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
-    asked = _model(args.config) if args.config else None
-    contents = folder.open_folder(Path(name), asked, average=args.average_copies)
+def _from_megatron(name: str, args: argparse.Namespace) -> ConversionSource:
+    configured = _model(args.config) if args.config else None
+    contents = folder.open_folder(Path(name), configured, average=args.average_copies)
     where = str(contents.path)
-    padded = vocabulary.with_padded_vocabulary(contents, asked)
-    theirs = {**contents.args, "padded_vocab_size": contents.embedding_rows}
+    # The stored tensors include rows of padding, so they are read with the model that counts those rows as ids.
+    padded = vocabulary.with_padded_vocabulary(contents, configured)
+    their_args = {**contents.args, "padded_vocab_size": contents.embedding_rows}
     if contents.args or padded is None:
-        padded = families.section_of("megatron", contents.weights.tensors, theirs, where, padded)
+        padded = families.section_of("megatron", contents.weights.tensors, their_args, where, padded)
     check_stored(padded, contents.weights, where)
-    n_ids = asked.vocab_size if asked else args.vocab_size
+    n_ids = configured.vocab_size if configured else args.vocab_size
     if args.tokenizer and not n_ids:
         n_ids = vocabulary.count_ids(contents, load_tokenizer(args.tokenizer))
     model, notes = vocabulary.without_padding(padded, contents, n_ids)
@@ -102,7 +106,8 @@ def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
     def ours(source: Source) -> Source:
         return families.of(padded).read("megatron", source, padded, where)
 
-    text, sections = recipe.config_of_args(contents.args, model, contents.order if contents.moments else "")
+    order = contents.order if contents.moments else ""
+    text, sections = recipe.config_of_args(contents.args, model, order)
     training = None
     notes += contents.notes
     if contents.moments:
@@ -111,13 +116,16 @@ def _from_megatron(name: str, args: argparse.Namespace) -> Opened:
         if args.target[0] == "dtmega":
             notes += (recipe.resume_note(contents.progress, args.target[1]),)
     if args.target[0] == "hf" and not args.tokenizer:
-        notes += ("no tokenizer is written: --tokenizer names one",)
-    rows = [Row("written from", "a checkpoint of Megatron's")]
-    rows += card.of_progress(contents.progress, 0) if contents.progress.step else []
-    return Opened(where, ours(contents.weights), model, "", training=training, toml=text, rows=tuple(rows), notes=notes)
+        notes += ("no tokenizer is written: name one with --tokenizer",)
+    rows = [Row("written from", "a Megatron checkpoint")]
+    if contents.progress.step:
+        rows += card.rows_of_progress(contents.progress, 0)
+    weights = ours(contents.weights)
+    return ConversionSource(where, weights, model, "", training=training, toml=text, rows=tuple(rows), notes=notes)
 
 
 def _model(name: str) -> config.Model:
+    """The [model] section of a configuration."""
     return config.load(["--config", name]).model
 
 

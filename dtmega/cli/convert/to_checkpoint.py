@@ -1,4 +1,4 @@
-"""A checkpoint of ours that no run has written: weights alone, or with how far the run of another program was."""
+"""Write a checkpoint of dtmega from converted weights, with another program's training state if there is any."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ CONFIG = "config.toml"
 
 
 class Training(NamedTuple):
-    """The progress of the run that wrote a checkpoint.
+    """The training state of another program's run.
 
     Attributes:
-        moments: Adam's, by their keys; sources by our names.
-        sections: of the configuration, as far as they are known.
+        moments: Adam's moments by kind, "exp_avg" and "exp_avg_sq", each a source with our names.
+        progress: how far the run was.
+        updates: number of updates that Adam has made.
+        loss_scale: state of float16's loss scale; None if there is none.
+        sections: sections of the run's configuration that are known.
     """
 
     moments: Mapping[str, Source]
@@ -41,11 +44,18 @@ def write(
     training: Training | None = None,
     toml: str = "",
 ) -> None:
-    """Write a checkpoint, complete or not there; of weights only unless it says how far a run was.
+    """Write a checkpoint completely, or not at all.
 
     Args:
-        digest: of the directory that the model is read from; '' where there is none.
-        toml: a configuration to write beside it.
+        path: path or URL of the checkpoint.
+        source: weights by our names.
+        model: the [model] section.
+        digest: digest of the directory that the model is read from; '' if there is none.
+        training: state that a run resumes from; None writes weights alone.
+        toml: text of a configuration to write beside the weights; '' for none.
+
+    Raises:
+        ValueError: the checkpoint exists already.
     """
     tensors = {f"model/{name}": (source, name) for name in source.tensors}
     sections = {"model": model.model_dump()}
@@ -64,20 +74,23 @@ def write(
     files, folder = split_path(path)
     if folder in files.folders():
         raise ValueError(f"{path} is there already (--to)")
-    aside = f".tmp-{folder}" if isinstance(files, Disk) else folder
+    # A folder on a disk gets its name when it is complete. Remote storage cannot rename: there the folder counts as a
+    # checkpoint once it has its manifest, which is written after the tensors.
+    temporary = f".tmp-{folder}" if isinstance(files, Disk) else folder
     try:
-        files.make(aside)
-        _fill(files, aside, tensors, state)
+        files.make(temporary)
+        _fill(files, temporary, tensors, state)
         if toml:
-            with files.create(aside, CONFIG) as file:
+            with files.create(temporary, CONFIG) as file:
                 file.write(toml.encode())
         if isinstance(files, Disk):
-            files.sync(aside)
-            files.rename(aside, folder)
+            files.sync(temporary)
+            files.rename(temporary, folder)
             files.sync("")
     except BaseException:
-        with contextlib.suppress(Exception):  # what cannot be deleted takes room, no more
-            files.remove(aside)
+        # If deleting fails as well, the remains only take up room. The first error is the one to report.
+        with contextlib.suppress(Exception):
+            files.remove(temporary)
         raise
 
 
@@ -85,9 +98,12 @@ def _fill(files: Disk | Remote, folder: str, tensors: Mapping[str, tuple[Source,
     """Write every tensor, one by one, and then the manifest.
 
     Args:
-        tensors: name -> where it is, and its name there.
+        folder: name of the folder within `files`.
+        tensors: name in the checkpoint -> source of the tensor, and its name there.
+        state: state of the run, for the manifest.
     """
-    name, entries = "data-00000.bin", {}
+    name = "data-00000.bin"
+    entries: dict[str, Entry] = {}
     with files.create(folder, name) as file:
         data = DataFile(name, file)
         for saved_as, (source, parameter) in tensors.items():

@@ -326,7 +326,7 @@ def test_a_finite_number_that_the_dtype_cannot_hold_is_refused(tmp_path, exporte
 def test_the_dtype_of_a_checkpoint_is_its_sources(tmp_path, exported, capsys):
     argv = ["convert", "--from", "hf", str(exported), "--to", "dtmega", str(tmp_path / "out"), "--dtype", "float16"]
     assert command(argv) == exit_codes.REFUSED
-    assert "--dtype is of --to hf and megatron" in capsys.readouterr().err
+    assert "--dtype is for --to hf and megatron" in capsys.readouterr().err
 
 
 def table_of(folder: Path) -> dict[str, str]:
@@ -351,10 +351,12 @@ def test_the_card_of_an_export_tells_data_steps_and_the_losses_of_its_checkpoint
     path = str(trained / "checkpoints" / "step-00000010")
     checkpoint = open_checkpoint(path)
     state = state_of(checkpoint)
-    assert dict(card.of_run(checkpoint, state, cfg.data, path)[1:]).items() <= said.items()
+    assert dict(card.rows_of_run(checkpoint, state, cfg.data, path)[1:]).items() <= said.items()
     earlier = state.model_copy(update={"progress": state.progress._replace(step=7)})
     of_step_7 = next(line["loss"] for line in metrics(trained) if line["step"] == 7 and "loss" in line)
-    assert dict(card.of_run(checkpoint, earlier, cfg.data, path))["training loss"] == f"{of_step_7:.4f} after step 7"
+    assert (
+        dict(card.rows_of_run(checkpoint, earlier, cfg.data, path))["training loss"] == f"{of_step_7:.4f} after step 7"
+    )
 
 
 README = b"---\nlicense: apache-2.0\ntags: [x]\n---\n# A model of strangers\n"
@@ -384,7 +386,7 @@ def test_an_export_of_weights_that_were_only_converted_has_the_readme_and_the_li
 @pytest.mark.parametrize(
     ("readme", "licence"),
     [
-        (README, "`apache-2.0`, by the README of the source"),
+        (README, "`apache-2.0`, according to the source's README"),
         (b"---\nlicense: [mit](https://evil)\n---\n", "not known"),
         (b"---\ntags: [a]\n---\nlicense: mit\n", "not known"),
         (b"\xff\xfe", "not known"),

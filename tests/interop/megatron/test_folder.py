@@ -563,7 +563,7 @@ def test_rows_of_padding_are_as_many_as_there(tmp_path: Path, kind: str, ids: in
 def test_bloom_becomes_a_directory_that_transformers_loads_with_the_same_logits(tmp_path: Path, capsys):
     written_bloom(tmp_path / "in", original_vocab_size=V)
     assert convert(tmp_path / "in", tmp_path / "out", to="hf") == exit_codes.DONE
-    assert "no tokenizer is written: --tokenizer names one" in capsys.readouterr().out
+    assert "no tokenizer is written: name one with --tokenizer" in capsys.readouterr().out
     loaded = BloomForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(TOKENS).logits, expected("bloom")["lm"][..., :V], atol=2e-5, rtol=1e-5)
