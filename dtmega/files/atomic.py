@@ -1,4 +1,4 @@
-"""Files and folders that a power cut leaves whole: written aside, synced, renamed, and their folder synced.
+"""Files and folders that survive a power cut whole: written under a temporary name, synced, then renamed.
 
 make_folder(Path("runs/bloom"))
 with replaced(Path("runs/bloom/config.toml")) as file:
@@ -22,86 +22,86 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # said by file systems that cannot sync a folder
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # errors of file systems that cannot sync a folder
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the place of `path` when the block ends: whole and on the disk, or not at all.
+    """A UTF-8 file to write to, which replaces `path` when the block ends: whole and on the disk, or not at all.
 
     Raises:
-        OSError: `path` is as it was.
+        OSError: the file cannot be written. Then `path` is unchanged.
     """
-    aside = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(f".tmp-{path.name}")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
 
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[Any]:
-    """A new file of bytes; on the disk, and not in a cache only, when the block ends.
+    """A new binary file to write to. When the block ends, its bytes are on the disk and not only in a cache.
 
     Raises:
-        OSError: it is there already, or cannot be written; names it.
+        OSError: the file exists already, or cannot be written; the error names the file.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     with os.fdopen(fd, "wb", buffering=0) as file:
-        yield _Whole(file, path)
+        yield _WholeWrites(file, path)
         os.fsync(fd)
 
 
-class _Whole:
-    """A raw file whose `write` takes all of it, as the kernel may not, and names the file when it cannot."""
+class _WholeWrites:
+    """An unbuffered file whose `write` writes all bytes, where the kernel may write fewer, and whose errors name it."""
 
     def __init__(self, file: Any, path: Path) -> None:
         self._file = file
         self._path = path
 
     def flush(self) -> None:
-        """Do nothing, as nothing is held back; torch.save asks for it."""
+        """Do nothing, because nothing is buffered. torch.save calls this."""
 
     def write(self, data: Any) -> None:
-        rest = memoryview(data)
+        unwritten = memoryview(data)
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             error.filename = str(self._path)
             raise
 
 
 def empty_folder(path: Path) -> None:
-    """Make a folder with nothing in it, whatever was left there; its own name need not be on the disk yet."""
+    """Make an empty folder, and delete what was there before. Its own name is not synced."""
     remove_folder(path)
     make_folder(path.parent)
     os.mkdir(path)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and all that is in it, if it is there."""
+    """Remove a folder with everything in it, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, that will be there after a power cut."""
-    absent = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(absent):
+    """Make a folder and its missing parents, so that they survive a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk; a file system that knows no such thing is left as it is."""
+    """Make the names in a folder survive a power cut. Does nothing on a file system that cannot sync folders."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,4 +1,5 @@
-"""Lines for people, who may be gone: a full disk, a closed pipe, a dead terminal end no run and change no exit code.
+"""Lines for people, who may have left: a full disk, a closed pipe or a dead terminal must neither end a
+run nor change its exit code.
 
 with guarded():      # from here on print, tqdm, warnings and tracebacks cannot fail
     print("a line")
@@ -13,10 +14,10 @@ from typing import Any
 
 
 class Guarded:
-    """A text stream; what cannot be written to it is lost.
+    """A text stream whose methods do not fail. Text that cannot be written is lost.
 
     Args:
-        stream: None where the process was started without one, as Python has it then.
+        stream: text stream to write to; None, as `sys.stdout` is in a process that was started without one.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -25,9 +26,11 @@ class Guarded:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        except UnicodeEncodeError:  # a sample in letters that the terminal does not have
+        # The terminal's encoding lacks a character, for instance of a sample.
+        except UnicodeEncodeError:
             self.write(text.encode("ascii", "backslashreplace").decode())
-        except (OSError, ValueError, AttributeError):  # cannot be written, is closed, is None
+        # The stream is not writable, is closed or is None, in this order.
+        except (OSError, ValueError, AttributeError):
             pass
         return len(text)
 
@@ -47,7 +50,7 @@ class Guarded:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Make stdout and stderr `Guarded` in this block. Also a decorator."""
+    """Make stdout and stderr `Guarded` within this block. Also works as a decorator."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Guarded(sys.stdout), Guarded(sys.stderr)
     try:
@@ -57,29 +60,33 @@ def guarded() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Lines on stderr in one write, so that those of several ranks do not mix; `printable`, since they repeat names."""
+    """Print lines on stderr, made `printable` because they may quote file names and other people's text.
+
+    All lines go out in one write, so that the lines of several ranks do not mix.
+    """
     stream = Guarded(sys.stderr)
     stream.write(printable(text, keep="\n") + "\n")
     stream.flush()
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """[2] -> rank 2, [0, 1] -> ranks 0, 1; the first 16 of many."""
+    """The ranks in words: [2] -> rank 2, [0, 1] -> ranks 0, 1; of many, the first 16 and how many more."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""The text with every character that steers a terminal, or hides, written out: "\x1b[2J" becomes "\\x1b[2J".
+    r"""The text with its control characters and invisible characters escaped: "\x1b[2J" becomes "\\x1b[2J".
 
     Args:
-        keep: characters that stay, such as line ends where the text may have several lines.
+        text: text from anywhere, which could otherwise move the cursor or recolour a terminal.
+        keep: characters to leave alone, such as "\n" in a text of several lines.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def counted(n: int, noun: str) -> str:
-    """1 document, 2,048 processes."""
+    """A count with its noun, in the plural if need be: 1 document, 2,048 processes."""
     if n == 1:
         return f"1 {noun}"
     return f"{n:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"

@@ -1,10 +1,10 @@
-"""One process at a time: a lock on a file, which is free again when its holder dies.
+"""A lock on a file, for one process at a time. It is released when its holder dies.
 
-with Lock(Path("order.bin.lock")):   # waits for whoever holds it
+with Lock(Path("order.bin.lock")):   # waits until no other process holds it
     ...
 
-The locks are flock's. What the holder starts does not inherit them. A file system that has no locks is used without
-them, and a line on stderr says so.
+The locks are `flock`'s. Child processes of the holder do not inherit them. On a file system without locks every process
+gets the lock, and a line on stderr warns about it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ POLL_S = 0.1
 
 
 class Lock:
-    """A lock that one process may hold, until `close()` or its death.
+    """A lock that one process may hold, until it calls `close()` or dies.
 
     Args:
-        path: of a file, made if need be; whoever may write in its folder may take the lock.
+        path: file to lock, made if it does not exist.
 
     Raises:
         OSError: the file cannot be opened.
@@ -34,11 +34,15 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Python's descriptors are not inherited by what this process starts, which may outlive it.
+        # Python does not pass this descriptor on to child processes. They may outlive this process, and would keep the
+        # lock.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self, patience_s: float = math.inf) -> bool:
-        """Wait for the lock; False if another process still holds it after patience_s.
+        """Wait for the lock, and take it.
+
+        Returns:
+            False if another process still holds the lock after `patience_s` seconds.
 
         Raises:
             OSError: the disk is broken.
@@ -51,13 +55,13 @@ class Lock:
         return True
 
     def write(self, text: str) -> None:
-        """Replace what stands in the file, on the disk; for the holder, to say who it is."""
+        """Replace the content of the file, and sync it to the disk. The holder may write there who it is."""
         os.ftruncate(self._fd, 0)
         os.write(self._fd, text.encode())
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Release the lock; the file stays."""
+        """Release the lock. The file stays, because another process may be waiting on it."""
         os.close(self._fd)
 
     def __enter__(self) -> Lock:
@@ -74,21 +78,23 @@ class Lock:
         self.close()
 
     def _try(self) -> bool:
+        """Take the lock if it is free; False if another process holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # Lustre without -o flock, for one
+            # These errors mean that the file system has no locks, such as Lustre mounted without -o flock.
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
             console.say(f"{self._path} cannot be locked ({error.strerror}): a second writer would not be noticed")
         return True
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock on this file, False if none does, None if that cannot be found out.
+    """True if a process holds the lock on this file, False if none does, None if it cannot be found out.
 
-    A free lock is taken for a moment. Whoever wants it in that moment finds it taken, and has to try again.
+    To find out, a free lock is taken for a moment. A process that tries to take it in that moment has to try again.
     """
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -98,7 +104,8 @@ def is_held(path: Path) -> bool | None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system that has no locks
+    # The file system has no locks.
+    except OSError:
         return None
     finally:
         os.close(fd)

@@ -1,7 +1,7 @@
 """Scores a run with lm-evaluation-harness, on one process or with the model cut over several.
 
     tasks = ["hellaswag"]
-    scores = evaluate(used, tasks, find_tasks(tasks, None), batch_size=8)
+    scores = evaluate(trained, tasks, find_tasks(tasks, None), batch_size=8)
 
 Every rank runs the whole harness on the same questions in the same order, because all ranks of a cut model compute each
 batch together; to the harness, each rank is the only process. Tokenization, truncation of long texts and the end of an
@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtmega import families, mesh
-from dtmega.inference.trained import Used, agreed
+from dtmega.inference.trained import TrainedModel, settle_as_rank_0
 from dtmega.models.generate import Sampling, generate, settle_alone
 
 DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a longest sequence
@@ -63,7 +63,7 @@ def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
 
 
 def evaluate(
-    used: Used,
+    trained: TrainedModel,
     tasks: Sequence[str],
     manager: TaskManager,
     batch_size: int,
@@ -73,7 +73,7 @@ def evaluate(
     """Score a model. Every rank calls it, and every rank has the result.
 
     Args:
-        used: the model with its tokenizer.
+        trained: the model with its tokenizer.
         tasks: names of the tasks.
         manager: their definitions, from `find_tasks`.
         batch_size: number of texts in one forward.
@@ -86,7 +86,7 @@ def evaluate(
     # The harness would compute bootstraps in a pool, which forks a process that has threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     evaluation = simple_evaluate(
-        model=RunLM(used, batch_size),
+        model=RunLM(trained, batch_size),
         tasks=list(tasks),
         task_manager=manager,
         num_fewshot=n_shots,
@@ -96,8 +96,8 @@ def evaluate(
     )
     assert evaluation is not None
     return {
-        "checkpoint": used.checkpoint,
-        "step": used.step,
+        "checkpoint": trained.checkpoint,
+        "step": trained.step,
         "date": datetime.now().astimezone().isoformat(" ", "seconds"),
         "lm_eval": version("lm_eval"),
         "limit": limit,
@@ -114,16 +114,16 @@ class RunLM(TemplateLM):
     """A decoder of ours behind the harness's interface for models.
 
     Args:
-        used: the model with its tokenizer.
+        trained: the model with its tokenizer.
         batch_size: number of texts in one forward.
     """
 
-    def __init__(self, used: Used, batch_size: int) -> None:
+    def __init__(self, trained: TrainedModel, batch_size: int) -> None:
         super().__init__()
-        self._model, self._tokenizer, self.batch_size = used.model, used.tokenizer, batch_size
-        self.max_length = used.model.longest or DEFAULT_LENGTH
-        self._prompt_is_prefix = families.objective(used.cfg).prompt_is_prefix
-        self._device = next(used.model.parameters()).device
+        self._model, self._tokenizer, self.batch_size = trained.model, trained.tokenizer, batch_size
+        self.max_length = trained.model.longest or DEFAULT_LENGTH
+        self._prompt_is_prefix = families.objective(trained.cfg).prompt_is_prefix
+        self._device = next(trained.model.parameters()).device
 
     @property
     def eot_token_id(self) -> int:
@@ -227,7 +227,7 @@ class RunLM(TemplateLM):
 
 def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
     """A `settle` for one answer, which ends it once the tokens before the present one contain a stop sequence."""
-    agree = agreed if mesh.world_size() > 1 else settle_alone
+    agree = settle_as_rank_0 if mesh.world_size() > 1 else settle_alone
     answer: list[int] = []
 
     def settle(token: Tensor) -> bool:

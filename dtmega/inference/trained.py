@@ -1,10 +1,11 @@
-"""A trained model, to be used: opened from a checkpoint, on one process or cut over several, whatever wrote it.
+"""A trained model for inference: read from a checkpoint, on one process or cut over several.
 
-    used = opened(path, step, axes, startup)      # on every rank
-    logits = used.model(tokens)                   # [B, S, V], the same on every rank
+    trained = open_trained(path, step, axes, startup)   # on every rank
+    logits = trained.model(tokens)                      # [B, S, V], the same on every rank
 
-Several processes are for a model that does not fit into one, or answers too slowly there: [mesh] as in training, but in
-fp32, and without cutting the sequence, of which one token at a time is computed.
+Several processes are for a model that does not fit into one, or that one computes too slowly. They use [mesh] as
+training does, with two differences: they compute in fp32, and without sequence parallelism, because generation computes
+one token at a time and there is no sequence to cut.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from dtmega.pipelining.relay import Relay
 from dtmega.training.parallelize import parallelize
 
 
-class Used(NamedTuple):
-    """An opened model.
+class TrainedModel(NamedTuple):
+    """A model that has been read from a checkpoint.
 
     Attributes:
-        cfg: of the run, for these processes.
-        checkpoint: the path of what was read.
-        step: how many steps it was trained.
-        show: what there is to see of it.
-        model: a `Model` that is whole, or a `Relay`, which is called as if it were.
+        cfg: the run's configuration, with sections replaced that only concern training (`inference_config`).
+        checkpoint: path of the checkpoint.
+        step: number of steps that the model was trained for.
+        tokenizer: the run's tokenizer.
+        show: what a model of this family can show of itself, such as a continuation of a prompt.
+        model: a whole `Model`; or a `Relay` of pipeline stages, which is called in the same way.
     """
 
     cfg: config.Config
@@ -48,26 +50,28 @@ class Used(NamedTuple):
     model: Any
 
 
-def opened(path: str, step: int | None, axes: Mapping[str, int], startup: Startup) -> Used:
-    """The model of a run.
+def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: Startup) -> TrainedModel:
+    """Read the model of a run. All ranks call this.
 
     Args:
-        path: of a run directory, or of one checkpoint.
-        step: of the checkpoint; None: the newest.
-        axes: keys of [mesh].
-        startup: of the ranks, which all call this.
+        path: a run directory, or the folder of one checkpoint.
+        step: step of the checkpoint to read; None for the newest.
+        axes: sizes of the mesh: keys of [mesh].
+        startup: the ranks.
 
     Raises:
-        Refused: on every rank, after it was said: nothing there, damaged, a mesh that does not fit.
+        Refused: on every rank, after the reason has been printed: there is no checkpoint, it is damaged, or the mesh
+            does not fit the model.
     """
     first: Checkpoint | None = None
-    with startup.step("checkpoint") as found:
+    with startup.step("checkpoint") as search:
         if startup.rank == 0:
-            first = open_checkpoint(path, step)  # held from here on: a run that goes on may delete it
-            found.tell = first.path
-    with startup.step("configuration") as same:
-        checkpoint = open_checkpoint(found.told) if first is None else first
-        cfg = for_use(config_of(path, checkpoint), axes)
+            # Its files stay open from here on, because a run that is going on may delete the checkpoint.
+            first = open_checkpoint(path, step)
+            search.tell = first.path
+    with startup.step("configuration") as comparison:
+        checkpoint = open_checkpoint(search.told) if first is None else first
+        cfg = inference_config(config_of_run(path, checkpoint), axes)
         family = families.of(cfg.model)
         model_section = family.reread_directory(cfg.model, state_of(checkpoint).digest)
         weights = Weights(checkpoint)
@@ -77,8 +81,8 @@ def opened(path: str, step: int | None, axes: Mapping[str, int], startup: Startu
         device = mesh.pick_device(cfg.run.device)
         sizes = mesh.resolve(cfg.mesh, startup.size)
         if startup.size > 1:
-            check(cfg, sizes)
-        same.same = {"checkpoint": checkpoint.manifest.step, "tokenizer": tokenizer.fingerprint}
+            check_mesh(cfg, sizes)
+        comparison.same = {"checkpoint": checkpoint.manifest.step, "tokenizer": tokenizer.fingerprint}
     if startup.size == 1:
         with startup.step("model"):
             model = family.build(model_section).to(device)
@@ -88,15 +92,20 @@ def opened(path: str, step: int | None, axes: Mapping[str, int], startup: Startu
         with startup.step("process groups"):
             world = mesh.start(device, sizes, startup.timeout_s, startup.store)
         with startup.step("model"):
-            cut = parallelize(cfg, world)
-            _read(weights, cfg, startup.at_work(cut.stored_tensors()))
-        model = cut.stages[0] if sizes["pp"] == 1 else Relay(cut.stages, world.groups["pp"], device)
+            parallel = parallelize(cfg, world)
+            _read(weights, cfg, startup.at_work(parallel.stored_tensors()))
+        model = parallel.stages[0] if sizes["pp"] == 1 else Relay(parallel.stages, world.groups["pp"], device)
     model.eval()
-    return Used(cfg, checkpoint.path, state_of(checkpoint).progress.step, tokenizer, family.show, model)
+    return TrainedModel(cfg, checkpoint.path, state_of(checkpoint).progress.step, tokenizer, family.show, model)
 
 
-def for_use(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
-    """The configuration of a run without what is for training, or for the layout that trained it."""
+def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
+    """The run's configuration for inference: these mesh axes, fp32, and defaults for what only training needs.
+
+    Args:
+        cfg: the run's configuration.
+        axes: sizes of the mesh: keys of [mesh].
+    """
     changed = {
         "mesh": config.Mesh.model_validate({**axes, "sequence_parallel": False}),
         "precision": config.Precision(params="float32"),
@@ -108,11 +117,15 @@ def for_use(cfg: config.Config, axes: Mapping[str, int]) -> config.Config:
     return cfg.model_copy(update=changed)
 
 
-def check(cfg: config.Config, sizes: Mapping[str, int]) -> None:
-    """Refuse a mesh for this model.
+def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
+    """Check that a mesh fits the model.
+
+    Args:
+        cfg: the run's configuration.
+        sizes: size of each axis of the mesh.
 
     Raises:
-        ValueError: the mesh cannot hold the model.
+        ValueError: the model cannot be cut like this, or it is not a decoder alone and so cannot run in a pipeline.
     """
     family = families.of(cfg.model)
     family.check(cfg, sizes)
@@ -124,25 +137,29 @@ def check(cfg: config.Config, sizes: Mapping[str, int]) -> None:
 
 
 def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill the parameters (name in the whole model -> tensor) of this rank from the checkpoint."""
     load_weights(weights, parameters, cfg.model.padded_vocab_size)
 
 
-def agreed(token: Tensor) -> bool:
-    """A `settle` for several processes: all take the token of rank 0, where logits differ in their last bit."""
-    dist.broadcast(token, src=0)
+def settle_as_rank_0(tokens: Tensor) -> bool:
+    """The `settle` of several processes: all take the tokens of rank 0, int64 [B], and go on.
+
+    The logits of different ranks may differ in their last bit, and so might the tokens drawn from them.
+    """
+    dist.broadcast(tokens, src=0)
     return True
 
 
-def config_of(path: str, checkpoint: Checkpoint) -> config.Config:
-    """The configuration of the run in a directory, or of that which saved a checkpoint, as it is recorded there.
+def config_of_run(path: str, checkpoint: Checkpoint) -> config.Config:
+    """The configuration of a run: `config.toml` of a run directory, or else the one recorded in the checkpoint.
 
     Raises:
-        ValueError: it is of weights only, which `convert` has made: nothing says how text becomes tokens.
+        ValueError: the checkpoint holds weights only, as `convert` writes them: the run's tokenizer is not known.
     """
-    of_run = Path(path, "config.toml")
-    # One beside a checkpoint's tensors is a draft by `convert`, which may not know the tokenizer.
-    if of_run.is_file() and not Path(path, manifest.NAME).exists():
-        return config.read(of_run)
+    config_file = Path(path, "config.toml")
+    # A config.toml in the folder of a checkpoint is a draft by `convert`, which may not know the tokenizer.
+    if config_file.is_file() and not Path(path, manifest.NAME).exists():
+        return config.read(config_file)
     recorded = state_of(checkpoint).config
     if "data" not in recorded:
         raise ValueError(f"{checkpoint.path} holds weights only, and no tokenizer: name a run, or a checkpoint of one")

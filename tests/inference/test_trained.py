@@ -16,7 +16,7 @@ from dtmega.data.tokenizers.chat import Chat
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.data.tokenizers.tokenizer_json import to_json
 from dtmega.distributed.agreement import Startup
-from dtmega.inference.trained import for_use, opened
+from dtmega.inference.trained import inference_config, open_trained
 from tests import ranks
 from tests.test_train import run
 
@@ -101,7 +101,7 @@ def test_a_run_is_used_in_fp32_whole_and_without_what_was_for_training():
         "compile": {"enable": True},
     }
     kept = {"model": {"name": "gpt", "n_layers": 6}, "train": {"steps": 3}, "run": {"seed": 5}}
-    used = for_use(config.validate(of_training | kept, "test"), {"tp": 2})
+    used = inference_config(config.validate(of_training | kept, "test"), {"tp": 2})
     for_two = {"mesh": {"tp": 2, "sequence_parallel": False}, "compile": {"enable": False}}
     assert used == config.validate(kept | for_two, "test")
     assert used.precision.params == "float32"
@@ -136,7 +136,7 @@ def of_prefixes(finished) -> Path:
 
 def test_a_run_that_was_trained_on_prefixes_reads_prompts_as_such_on_each_layout(finished, of_prefixes):
     greedy = ["--tokens", "6", "--temperature", "0", "--prompt", "ABC", "--prompt", "hello there"]
-    used = opened(str(of_prefixes), None, {}, Startup())
+    used = open_trained(str(of_prefixes), None, {}, Startup())
     truth = []
     for prompt in ("ABC", "hello there"):
         tokens = used.tokenizer.encode(prompt)

@@ -23,7 +23,7 @@ from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.loader import TrainBatches
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
-from dtmega.inference.trained import opened
+from dtmega.inference.trained import open_trained
 from dtmega.models.generate import Sampling, generate
 from dtmega.training import evaluate
 from dtmega.training.metrics import Metrics
@@ -207,7 +207,7 @@ def test_the_sample_of_a_run_that_goes_on_from_prefixes_is_of_a_prompt_that_is_o
     keys = {"data__objective": "prefix-lm", "model__init_std": 0.3, "train__steps": 1, "eval__interval": 0}
     assert run(tmp_path, corpus, **keys, eval__prompt="a prompt", eval__sample_tokens=8) == 0
     shown = capsys.readouterr().out.partition("a sample:\n")[2].partition("\nwritten:")[0]
-    used = opened(str(tmp_path), None, {}, Startup())
+    used = open_trained(str(tmp_path), None, {}, Startup())
     said = {}
     for is_prefix in (True, False):
         sampling = Sampling(257, frozenset([256]), seed=used.cfg.run.seed, prompt_is_prefix=is_prefix)

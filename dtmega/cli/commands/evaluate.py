@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtmega.cli.commands.arguments import integer
-from dtmega.cli.commands.used import add_where, open_run, started
+from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_of
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic, optional_imports
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="JSON file for the scores (default: RUN/evaluations/step-STEP-TASKS.json)"
     )
-    add_where(parser)
+    add_checkpoint_options(parser)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def command(args: argparse.Namespace) -> int:
     from dtmega.report.scores import FOLDER
 
     try:
-        startup = started("dtmega evaluate")
+        startup = startup_of("dtmega evaluate")
         with startup.step("tasks"):
             with optional_imports.needed("eval", "dtmega evaluate"):
                 from dtmega.inference import lm_eval_harness
@@ -58,15 +58,15 @@ def command(args: argparse.Namespace) -> int:
             known = lm_eval_harness.find_tasks(tasks, args.include_path)
             if not args.output and (Path(args.run, manifest.NAME).exists() or not Path(args.run).is_dir()):
                 raise ValueError(f"{args.run} is no run directory, so say where the scores go (--output FILE)")
-        used = open_run(args.run, args, startup)
+        trained = open_run(args.run, args, startup)
         with startup.step("model"):
-            if used.show is not CONTINUATION:
-                raise ValueError(f"a model of name = '{used.cfg.model.name}' does not say what follows a text")
+            if trained.show is not CONTINUATION:
+                raise ValueError(f"a model of name = '{trained.cfg.model.name}' does not say what follows a text")
     except Refused as refused:
         return refused.exit_code
-    scores = lm_eval_harness.evaluate(used, tasks, known, args.batch_size, args.num_fewshot, args.limit)
+    scores = lm_eval_harness.evaluate(trained, tasks, known, args.batch_size, args.num_fewshot, args.limit)
     if startup.rank == 0:
-        path = Path(args.output or Path(args.run, FOLDER, file_name(used.step, tasks)))
+        path = Path(args.output or Path(args.run, FOLDER, file_name(trained.step, tasks)))
         atomic.make_folder(path.parent)
         with atomic.replaced(path) as file:
             json.dump(scores, file, indent=1, default=_plain)

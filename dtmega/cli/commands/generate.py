@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtmega.cli.commands.arguments import integer, number, temperature
-from dtmega.cli.commands.used import add_where, open_run, started
+from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_of
 from dtmega.distributed import exit_codes
 
 if TYPE_CHECKING:
     from dtmega.data.tokenizers.chat import Chat, Message
-    from dtmega.inference.trained import Used
+    from dtmega.inference.trained import TrainedModel
 
 Told = TypeVar("Told")
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", metavar="PATH", help="the same as RUN (not under torchrun, which has an option of this name)"
     )
-    add_where(parser)
+    add_checkpoint_options(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -82,13 +82,13 @@ def command(args: argparse.Namespace) -> int:
     from dtmega import families
     from dtmega.data.tokenizers.chat import Chat
     from dtmega.distributed.agreement import Refused
-    from dtmega.inference.trained import agreed
+    from dtmega.inference.trained import settle_as_rank_0
     from dtmega.models.show import CONTINUATION
 
     given = {name: value for name in SHOWN_BY if (value := getattr(args, name)) is not None}
     chat = None
     try:
-        startup = started("dtmega generate")
+        startup = startup_of("dtmega generate")
         with startup.step("options"):
             if (args.path is None) == (args.run is None):
                 raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
@@ -97,23 +97,23 @@ def command(args: argparse.Namespace) -> int:
         with startup.step("prompts") as step:
             if startup.rank == 0:
                 step.tell = [*_given(args.prompt or []), *(_lines(args.prompts) if args.prompts else [])]
-        used = open_run(args.path or args.run, args, startup)
+        trained = open_run(args.path or args.run, args, startup)
         with startup.step("options of the model"):
-            for name in given.keys() - {*used.show.options}:
+            for name in given.keys() - {*trained.show.options}:
                 option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} means nothing to a model of name = '{used.cfg.model.name}'")
-            if args.interactive and used.show is CONTINUATION:
-                chat = Chat.beside(used.tokenizer)
+                raise ValueError(f"{option} means nothing to a model of name = '{trained.cfg.model.name}'")
+            if args.interactive and trained.show is CONTINUATION:
+                chat = Chat.beside(trained.tokenizer)
                 if chat is not None and startup.rank == 0:
                     chat.start()
     except Refused as refused:
         return refused.exit_code
-    options = {**given, **families.sample_options(used.cfg)}
+    options = {**given, **families.sample_options(trained.cfg)}
     if startup.size > 1:
-        options["settle"] = agreed
+        options["settle"] = settle_as_rank_0
 
     def shown(prompts: list[str]) -> list[str]:
-        return used.show.texts(used.model, used.tokenizer, prompts, **options)
+        return trained.show.texts(trained.model, trained.tokenizer, prompts, **options)
 
     before = ""
     for first in range(0, len(step.told), args.batch_size):
@@ -127,7 +127,7 @@ def command(args: argparse.Namespace) -> int:
             before = f"{BETWEEN}\n"
     if args.interactive:
         try:
-            _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(used, chat, options))
+            _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(trained, chat, options))
         finally:
             if chat is not None:
                 chat.close()
@@ -165,13 +165,13 @@ def _numbers(first: int, prompts: Sequence[str]) -> str:
 class _Conversation:
     """Answer one message after the other, each with all that was said before it."""
 
-    def __init__(self, used: Used, chat: Chat, options: Mapping[str, Any]) -> None:
+    def __init__(self, trained: TrainedModel, chat: Chat, options: Mapping[str, Any]) -> None:
         from dtmega.models.generate import Sampling
 
         options = dict(options)
-        self._used, self._chat = used, chat
+        self._trained, self._chat = trained, chat
         self._n_tokens = options.pop("tokens", 512)
-        self._sampling = Sampling(used.tokenizer.vocab_size, chat.end_ids, **options)
+        self._sampling = Sampling(trained.tokenizer.vocab_size, chat.end_ids, **options)
         self._messages: list[Message] = []
 
     def __call__(self, text: str) -> str:
@@ -180,8 +180,8 @@ class _Conversation:
         asked = [*self._messages, {"role": "user", "content": text}]
         # One process has the template: limits of time are not the same everywhere.
         ids = _from_first(lambda: self._chat.ids(asked))
-        said = generate(self._used.model, ids, self._n_tokens, self._sampling)
-        answer = self._used.tokenizer.decode(said)
+        said = generate(self._trained.model, ids, self._n_tokens, self._sampling)
+        answer = self._trained.tokenizer.decode(said)
         self._messages = [*asked, {"role": "assistant", "content": answer}]
         return answer
 

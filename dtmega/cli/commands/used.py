@@ -1,4 +1,4 @@
-"""The model that a command uses: which checkpoint of a run, and on which processes."""
+"""The trained model that a command works with: options that name its checkpoint and mesh, and its opening."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dtmega.cli.commands.endings import explained
 
 if TYPE_CHECKING:
     from dtmega.distributed.agreement import Startup
-    from dtmega.inference.trained import Used
+    from dtmega.inference.trained import TrainedModel
 
 AXES = tuple(axis for axis, info in config.Mesh.model_fields.items() if info.annotation is int)
 
 
-def add_where(parser: argparse.ArgumentParser) -> None:
-    """The options for a checkpoint of a run, and for the mesh of several processes."""
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a checkpoint of a run, and the mesh for several processes."""
     parser.add_argument(
         "--step", type=integer(0), metavar="N", help="use the checkpoint of step N (default: the newest)"
     )
@@ -28,8 +28,11 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def started(program: str) -> Startup:
-    """The processes of a command, which say in one line why they do not go on.
+def startup_of(program: str) -> Startup:
+    """The `Startup` of a command, whose refusals are printed in one line.
+
+    Args:
+        program: name of the command, with which the line begins.
 
     Raises:
         Refused: as `Startup`.
@@ -39,12 +42,17 @@ def started(program: str) -> Startup:
     return Startup(program=program, explain=lambda error, what: explained(error))
 
 
-def open_run(path: str, args: argparse.Namespace, startup: Startup) -> Used:
-    """The model that `add_where` has asked for.
+def open_run(path: str, args: argparse.Namespace, startup: Startup) -> TrainedModel:
+    """Read the model of a run, from the checkpoint and on the mesh that the options name. All processes call this.
+
+    Args:
+        path: a run directory, or the folder of one checkpoint.
+        args: parsed options of `add_checkpoint_options`.
+        startup: the processes.
 
     Raises:
-        Refused: on every process, after it was said.
+        Refused: on every process, after the reason has been printed.
     """
-    from dtmega.inference.trained import opened
+    from dtmega.inference.trained import open_trained
 
-    return opened(path, args.step, {axis: getattr(args, axis) for axis in AXES}, startup)
+    return open_trained(path, args.step, {axis: getattr(args, axis) for axis in AXES}, startup)

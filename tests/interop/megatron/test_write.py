@@ -157,7 +157,7 @@ def test_a_layout_that_does_not_come_out_even_is_refused_before_anything_is_writ
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_file_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_all = atomic._Whole.write
+    write_all = atomic._WholeWrites.write
     n_written: list[int] = []
 
     def write_until_full(self: Any, data: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file_leaves_nothing(tmp_path: P
             raise OSError(28, "No space left on device")
         write_all(self, data)
 
-    monkeypatch.setattr(atomic._Whole, "write", write_until_full)
+    monkeypatch.setattr(atomic._WholeWrites, "write", write_until_full)
     with pytest.raises(OSError, match="No space"):
         written(tmp_path / "out", "gpt", Layout())
     assert [*tmp_path.iterdir()] == []
