@@ -1,9 +1,9 @@
-"""The experts of a mixture over tp: whole ones, each rank its own, for the tokens that are routed to them.
+"""Tensor parallelism for the experts of a mixture: each rank holds some of the experts, whole.
 
-Every rank has all tokens and routes them alike. In the experts a rank computes what its own are to see, and the ranks'
-results are summed: the forward of a feed-forward that is cut by features, with the same collectives. transformers' own
-code does the work. Where experts are apart it gives those of other ranks the number behind the last one here, and the
-weight 0, which each of its implementations leaves out (`transformers.distributed.expert_parallel.AllReduceEP`).
+Every rank has all tokens and routes them alike. It computes the tokens that are routed to its own experts, and the
+ranks' results are summed, so the collectives are those of a feed-forward that is cut by features. transformers' own
+code computes the experts. A token's experts on other ranks get a number one past the last local expert and the weight
+0, as in `transformers.distributed.expert_parallel.AllReduceEP`: every implementation there skips that number.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dtmega.plans.base import Style, computing_on, local_part
 
 
 class Experts(Style):
-    """A module of E experts, whose parameters are [E, ...]: a rank has E / tp of them.
+    """Style of a module of E experts with parameters [E, ...], of which a rank gets E / tp.
 
-    It is called with tokens [N, D], the numbers of the experts of each [N, k], and their weights [N, k].
+    The module is called with tokens [N, D], the numbers of each token's experts [N, k], and their weights [N, k].
     """
 
     cost = ("all-reduce, backward two all-reduces", "")
@@ -44,18 +44,18 @@ class Experts(Style):
         super().check(module, tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Refuse a class whose experts cannot be on several ranks.
+        """Refuse a class that is not a module of experts of transformers, or cannot have experts on other ranks.
 
         Raises:
-            ValueError: not a module of transformers whose experts may be on several ranks.
+            ValueError: such a class.
         """
         n_experts = getattr(module, "num_experts", None)
         shapes = {name: list(p.shape) for name, p in module.named_parameters()}
-        of_experts = all("." not in name and shape[:1] == [n_experts] for name, shape in shapes.items())
-        if not hasattr(module, "_is_expert_parallel") or not of_experts:
+        are_stacked = all("." not in name and shape[:1] == [n_experts] for name, shape in shapes.items())
+        if not hasattr(module, "_is_expert_parallel") or not are_stacked:
             raise ValueError(
-                f"Experts is for modules of transformers whose parameters are all [num_experts, ...], and which know "
-                f"that some are elsewhere: {type(module).__name__} has num_experts={n_experts} and {shapes}"
+                f"Experts is for modules of transformers whose parameters are all [num_experts, ...] and which allow "
+                f"experts on other ranks: {type(module).__name__} has num_experts={n_experts} and {shapes}"
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
@@ -66,11 +66,13 @@ class Experts(Style):
 
     def forward(self, module: Any, x: Tensor, *routing: Tensor) -> Tensor:
         numbers, weights = routing
-        here = module.num_experts
-        numbers = numbers - self.group.rank() * here
-        elsewhere = (numbers < 0) | (numbers >= here)
+        # `_apply` has set this to the number of experts on a rank.
+        n_local = module.num_experts
+        numbers = numbers - self.group.rank() * n_local
+        elsewhere = (numbers < 0) | (numbers >= n_local)
+        # A rank's experts give only part of the gradients of tokens and weights, so `copy` sums both in backward.
         x = mappings.copy(x, self.group)
         weights = mappings.copy(weights, self.group).masked_fill(elsewhere, 0.0)
         with computing_on(module, local_part):
-            out = type(module).forward(module, x, numbers.masked_fill(elsewhere, here), weights)
+            out = type(module).forward(module, x, numbers.masked_fill(elsewhere, n_local), weights)
         return mappings.add_up(out, self.group)

@@ -65,7 +65,7 @@ class GlobalWhole(ParallelStyle):
     cost = ("as DTensor decides", "")
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Anything goes."""
+        """Accept any module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):

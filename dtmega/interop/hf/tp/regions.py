@@ -1,7 +1,7 @@
-"""The edges at which the hidden state changes: of a run of blocks, and of each attention and feed-forward.
+"""Styles for the places at which the hidden state is cut or gathered: around a stack of blocks, and around attention.
 
-The modules' own forwards stay. Refused is what would come back wrong: attention probabilities (a rank
-has those of its heads), and dropout whose masks the ranks would not agree on.
+The modules' own forwards stay. Forwards with wrong results are refused: those that ask for attention probabilities (a
+rank has only those of its heads), and those with dropout for which the ranks would draw different masks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dtmega.plans.styles import Enter
 
 
 class Counts(ParallelStyle):
-    """A module with attributes that count heads or groups of them: they get the numbers of this rank.
+    """Style of a module with attributes that count heads or groups of heads: they are set to this rank's numbers.
 
     Args:
-        set: their new values.
+        set: attribute -> its new value.
     """
 
     cost = ("", "")
@@ -32,7 +32,7 @@ class Counts(ParallelStyle):
         self.set = set
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Anything goes."""
+        """Accept any module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, value in self.set.items():
@@ -41,12 +41,14 @@ class Counts(ParallelStyle):
 
 
 class EnterHeads(Enter):
-    """The hidden state enters an attention, which is told how many heads are here.
+    """Style of an attention, whose input enters once for all its projections, and whose counts become this rank's.
 
     Args:
-        alibi: keyword argument [B H, 1, S] or [H, 1, S] that is cut to this rank's heads; `divide[0]` counts them.
-        divide: attributes that count heads or features, in which the module's views are written: a tp-th of each.
-        set: attributes with new values.
+        stack: the stack of blocks that the module is in.
+        also: keyword arguments that are hidden states too, whole on every rank (an encoder's output).
+        alibi: keyword argument [B H, 1, S] or [H, 1, S] that is cut to this rank's heads; `divide[0]` counts the heads.
+        divide: attributes that count heads or features and occur in the module's views; tp divides each.
+        set: attribute -> its new value.
     """
 
     def __init__(
@@ -73,22 +75,27 @@ class EnterHeads(Enter):
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
         if self.alibi:
-            kwargs[self.alibi] = _of_heads(kwargs[self.alibi], getattr(module, self.divide[0]), self.group)
+            kwargs[self.alibi] = _alibi_of_rank(kwargs[self.alibi], getattr(module, self.divide[0]), self.group)
 
 
-def _changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (change(args[0]), *args[1:]), dict(kwargs)
-    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
+    """The biases of this rank's `heads` heads, [B H, 1, S] -> [B H/tp, 1, S].
 
-
-def _of_heads(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
-    """[B H, 1, S] -> [B H/tp, 1, S]; its slopes are those of all H heads, so the model itself must compute it."""
+    The slope of a head depends on the number of all heads, so the model has computed the biases of all.
+    """
     return alibi.unflatten(0, (-1, group.size(), heads))[:, group.rank()].flatten(0, 1)
 
 
 class StackBoundary(ParallelStyle):
-    """The first and the last block of a stack: the hidden state is cut before one and whole again after the other."""
+    """Style of the first and the last block of a stack: cuts the sequence before the one, gathers it after the other.
+
+    Whether the sequence is cut is decided anew in each forward, as `styles.Stack` says.
+
+    Args:
+        stack: the stack of blocks.
+        first: True for the first block.
+        last: True for the last block; a single block is both.
+    """
 
     def __init__(self, stack: Stack, first: bool, last: bool) -> None:
         self.stack, self.first, self.last = stack, first, last
@@ -96,19 +103,23 @@ class StackBoundary(ParallelStyle):
         self.cost = ("", ", ".join(costs))
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Anything goes."""
+        """Accept any module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group, stack = device_mesh.get_group(), self.stack
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
+            # Hidden states that the user asks for have to be whole after each block.
             stack.cut = stack.sequence_parallel and not stack.hidden_states_wanted and x.shape[1] % group.size() == 0
             if not stack.cut:
                 return None
             if module.training:
                 stack.random.enter(x.device, group.rank())
-            return _changed(args, kwargs, lambda x: mappings.split(x, group))
+            part = mappings.split(x, group)
+            if args:
+                return (part, *args[1:]), dict(kwargs)
+            return args, {**kwargs, "hidden_states": part}
 
         def end(module: nn.Module, args: Any, out: Any) -> Any:
             if not stack.cut:
@@ -126,7 +137,12 @@ class StackBoundary(ParallelStyle):
 
 
 class Guard(ParallelStyle):
-    """The module that runs a stack: refuses what the cut model cannot give as it is."""
+    """Style of the module that runs a stack: refuses forwards whose results would be wrong when the model is cut.
+
+    Args:
+        stack: the stack of blocks.
+        drops: True if the model has dropout.
+    """
 
     cost = ("", "")
 
@@ -134,21 +150,21 @@ class Guard(ParallelStyle):
         self.stack, self.drops = stack, drops
 
     def check(self, module: nn.Module, tp: int) -> None:
-        """Anything goes."""
+        """Accept any module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
 
-        def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            def wanted(name: str) -> Any:
+        def check_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def option(name: str) -> Any:
                 value = kwargs.get(name)
                 return getattr(module.config, name, False) if value is None else value
 
-            if wanted("output_attentions"):
+            if option("output_attentions"):
                 raise ValueError("output_attentions: under tp a rank has the probabilities of its own heads only")
-            self.stack.hidden_states_wanted = bool(wanted("output_hidden_states"))
+            self.stack.hidden_states_wanted = bool(option("output_hidden_states"))
             if self.drops and module.training:
                 check_random_state(module, group)
 
-        module.register_forward_pre_hook(look, with_kwargs=True)
+        module.register_forward_pre_hook(check_forward, with_kwargs=True)
         return module

@@ -1,4 +1,4 @@
-"""The head of a model of `transformers`, cut over the vocabulary: logits that need not be computed."""
+"""The head of a model of `transformers`, cut over the vocabulary, whose logits are computed only if something asks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ _WHOLE = "all-gather of the logits, backward all-reduce"
 
 
 class LogitsHead(VocabStyle):
-    """nn.Linear to the vocabulary, cut by rows: [..., D] -> logits [..., V], on every rank.
+    """Style of the nn.Linear to the vocabulary, which is cut by rows: [..., D] -> logits [..., V] on every rank.
 
-    With `fused`, in a forward with labels, they are `VocabLogits`: the loss takes this rank's columns, and the whole
-    logits are made only if something else asks for them.
+    With `fused`, a forward with labels returns `VocabLogits`: the loss is computed from this rank's columns, and the
+    whole logits only if something else asks for them.
+
+    Args:
+        fused: True for such logits; False gathers the logits in every forward.
+
+    Attributes:
+        labelled: True if the forward under way has labels; `parallel.watch_labels` sets it.
+        gathered_by_fsdp: True if FSDP2 gathers the weight for each forward.
+        calls: number of forwards so far.
     """
 
     cost = (_FUSED, _FUSED)
@@ -35,7 +43,7 @@ class LogitsHead(VocabStyle):
             self.cost = (_WHOLE, _WHOLE)
 
     def fuse(self, module: Any) -> None:
-        """Fuse the loss on one rank: the module keeps its parameters."""
+        """Fuse head and loss on one rank, where nothing is cut and the module keeps its parameters as they are."""
         self.check(module, 1)
         module.forward = types.MethodType(self._function, module)
 
@@ -47,7 +55,8 @@ class LogitsHead(VocabStyle):
         parameter, version, call = module.weight, module.weight._version, self.calls
 
         def unchanged() -> bool:
-            # FSDP2 writes the next weights into the same memory, without a new version of it.
+            # FSDP2 gathers the next weights into the same memory without changing its version, so a later forward
+            # counts as a change.
             return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
 
         start = 0 if group is None else self.first_row(parameter)
