@@ -27,6 +27,11 @@ from dtmega.formats.whole import as_ours, as_theirs, closest
 from dtmega.interop.hf.files import config_json, ours
 from dtmega.interop.hf.files import export as hf_export
 from dtmega.interop.hf.files.tensors import TensorFiles
+from dtmega.interop.hf.names import bert as bert_names
+from dtmega.interop.hf.names import bloom as bloom_names
+from dtmega.interop.hf.names import gpt as gpt_names
+from dtmega.interop.hf.names import llama as llama_names
+from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.interop.hf.record import Transformers
 from dtmega.interop.megatron import forms as megatron
 from dtmega.mesh import World
@@ -171,16 +176,16 @@ class BuiltInFamily:
 
 
 FAMILIES: dict[str, Family] = {
-    "bloom": BuiltInFamily(bloom.Bloom, bloom_plan, {"hf": [bloom.HF], "megatron": [megatron.BLOOM_FORM]}),
-    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt.HF], "megatron": [megatron.GPT_FORM]}),
-    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama.HF]}),
+    "bloom": BuiltInFamily(bloom.Bloom, bloom_plan, {"hf": [bloom_names.HF], "megatron": [megatron.BLOOM_FORM]}),
+    "gpt": BuiltInFamily(gpt.GPT, gpt_plan, {"hf": [gpt_names.HF], "megatron": [megatron.GPT_FORM]}),
+    "llama": BuiltInFamily(llama.Llama, llama_plan, {"hf": [llama_names.HF]}),
     "bert": BuiltInFamily(
-        *(bert.Bert, bert_plan, {"hf": bert.HF, "megatron": [megatron.BERT_FORM]}),
+        *(bert.Bert, bert_plan, {"hf": bert_names.HF, "megatron": [megatron.BERT_FORM]}),
         objectives={"auto": MASKED},
         show=FILLS,
     ),
     "t5": BuiltInFamily(
-        *(t5.T5, t5_plan, {"hf": [t5.HF], "megatron": [megatron.T5_FORM]}),
+        *(t5.T5, t5_plan, {"hf": [t5_names.HF], "megatron": [megatron.T5_FORM]}),
         objectives={"auto": SPANS, "separate-spans": SEPARATE_SPANS},
         show=ANSWERS,
         vocabulary_of=exported.of_spans,

@@ -65,7 +65,7 @@ def rows_of_the_guide() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name", OWN)
 def test_a_family_of_the_house_is_in_every_place(name: str):
     files = [place.replace("NAME", name) for place, _ in rows_of_the_guide() if "NAME" in place]
-    assert len(files) == 4
+    assert len(files) == 5
     assert [file for file in files if not (ROOT / file).is_file()] == []
     assert config.load(["--config", f"{name}.toml"]).model.name == name
     assert name in layouts.FAMILIES

@@ -6,21 +6,16 @@ attention and feed-forward from layers.py. bloom.py says how a file written for 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
 from dtmega.models.layers import (
     MLP,
     FusedAttention,
     KeyedDropout,
     LMHead,
     finish,
-    refuse_gated,
     residual_stream,
     set_dropout_keys,
     stream_norm,
@@ -128,47 +123,3 @@ class GPT(Model):
     def init_buffers(self, seed: int) -> None:
         self.head_ids.copy_(torch.arange(self.cfg.n_heads))
         set_dropout_keys(self, seed)
-
-
-def _described(model: config.Model) -> dict[str, Any]:
-    """The embedding's dropout rate, which config.json keeps under a key of its own."""
-    assert isinstance(model, config.GPT)
-    return {"embd_pdrop": model.hidden_dropout}
-
-
-# transformers' GPT2LMHeadModel. Its linears are Conv1D, [in, out], and its fused QKV is not by head.
-HF = Format(
-    rules=(
-        Rule("embed.", "transformer.wte."),
-        Rule("positions.", "transformer.wpe."),
-        Rule("layers.{}.attn_norm.", "transformer.h.{}.ln_1."),
-        Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads"),
-        Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose"),
-        Rule("layers.{}.mlp_norm.", "transformer.h.{}.ln_2."),
-        Rule("layers.{}.mlp.up.", "transformer.h.{}.mlp.c_fc.", "transpose"),
-        Rule("layers.{}.mlp.down.", "transformer.h.{}.mlp.c_proj.", "transpose"),
-        Rule("norm.", "transformer.ln_f."),
-        Rule("head.", "lm_head."),
-    ),
-    base="transformer.",
-    ignored=r"\.attn\.(masked_)?bias",  # causal masks that old versions of transformers stored
-    fixed={
-        **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new"},
-        **{"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-    },
-    keys=(
-        Key("vocab_size", ("vocab_size",)),
-        Key("max_position_embeddings", ("n_positions",)),
-        Key("hidden_size", ("n_embd",)),
-        Key("n_layers", ("n_layer",)),
-        Key("n_heads", ("n_head",)),
-        Key("ffn_hidden_size", ("n_inner",), 0, resolved="ffn"),
-        Key("layer_norm_eps", ("layer_norm_epsilon",), 1e-5),
-        Key("tied", ("tie_word_embeddings",), True),
-        Key("hidden_dropout", ("embd_pdrop", "resid_pdrop"), 0.1, free=True),
-        Key("attention_dropout", ("attn_pdrop",), 0.1, free=True),
-        Key("init_std", ("initializer_range",), 0.02, free=True),
-    ),
-    from_section=_described,
-    refuse=refuse_gated,
-)

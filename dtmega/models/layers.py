@@ -184,19 +184,6 @@ class MLP(nn.Module):
         return self.down(value * self.gate(gate))
 
 
-def refuse_gated(model: config.Model) -> None:
-    """Refuse to store a gated feed-forward in a format of transformers whose class has none.
-
-    Raises:
-        ValueError: the model has a gated feed-forward.
-    """
-    assert isinstance(model, config.DropoutModel)
-    if model.glu != "none":
-        raise ValueError(
-            f"Hugging Face's class has no gated feed-forward: expected glu='none', got '{model.glu}' ([model] glu)"
-        )
-
-
 class LMHead(nn.Module):
     """The output layer: logits from the last hidden state, or with labels the sum of token losses.
 

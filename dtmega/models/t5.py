@@ -7,7 +7,6 @@ LayerNorm, biases everywhere and scaled scores. bloom.py says how a file written
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtmega import config
-from dtmega.formats.format import Format, Key
-from dtmega.formats.rules import Rule
-from dtmega.formats.sources import Source
 from dtmega.models.layers import KeyedDropout, LMHead, gelu, set_dropout_keys
 from dtmega.models.model import Model, Per, consecutive
 from dtmega.ops.attention import attention
@@ -430,140 +426,3 @@ class T5(Model):
 def _embedded(words: nn.Embedding, positions: nn.Embedding | None, text: _Text) -> Tensor:
     embedded = words(text.tokens)
     return embedded if positions is None else embedded + positions(text.places)
-
-
-# The kinds of feed-forward by their names in transformers: our name of the activation, and whether it is gated.
-FEED_FORWARDS = {
-    "relu": ("relu", False),
-    "gated-relu": ("relu", True),
-    "gelu": ("gelu_erf", False),
-    "gelu_new": ("gelu_tanh", False),
-    "gated-gelu": ("gelu_tanh", True),
-}
-
-
-def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model] for the feed-forward and for the input of the head, from a config.json.
-
-    The first T5 scales the input of its head, v1.1 does not. transformers 5 writes `scale_decoder_outputs`;
-    transformers 4 means by `tie_word_embeddings` = false that nothing is scaled.
-
-    Raises:
-        ValueError: an unknown kind of feed-forward.
-    """
-    said = theirs.get("feed_forward_proj", "relu")
-    if said not in FEED_FORWARDS:
-        raise ValueError(
-            f"config.json has feed_forward_proj={said!r:.80}, expected one of {', '.join(FEED_FORWARDS)} "
-            f"([model] activation, [model] gated)"
-        )
-    activation, gated = FEED_FORWARDS[said]
-    scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings") is not False)
-    return {"activation": activation, "gated": gated, "scale_head": scaled}
-
-
-def _of_tensors(stored: Source) -> dict[str, Any]:
-    """The key of [model] for a tied head: tied unless the tensors hold other values for the head.
-
-    config.json does not tell, because transformers 5 writes `tie_word_embeddings` = true for every T5, and ties what it
-    loads by this rule (`tie_weights` in its modeling_utils.py).
-    """
-    words, head = "shared.weight", "lm_head.weight"
-    if head not in stored.tensors or words not in stored.tensors:
-        return {"tied": head not in stored.tensors}
-    return {"tied": torch.equal(stored.read(words).float(), stored.read(head).float())}
-
-
-def _described(model: config.Model) -> dict[str, Any]:
-    """The same entries of a config.json that we write, and the id with which transformers' `generate` begins."""
-    assert isinstance(model, config.T5)
-    known = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
-    return {
-        "feed_forward_proj": known[model.activation, model.gated],
-        "tie_word_embeddings": model.tied,
-        "scale_decoder_outputs": model.scale_head,
-        "decoder_start_token_id": 0,
-    }
-
-
-def _refuse(model: config.Model) -> None:
-    assert isinstance(model, config.T5)
-    theirs = {"positions": "relative", "norm": "rms", "bias": False, "scale_scores": False}
-    if wrong := {key: value for key, value in theirs.items() if getattr(model, key) != value}:
-        raise ValueError(
-            f"Hugging Face's T5 has {', '.join(f'{key}={value}' for key, value in wrong.items())}, this model has "
-            f"{', '.join(str(getattr(model, key)) for key in wrong)} ([model] {', [model] '.join(wrong)})"
-        )
-    if (model.activation, model.gated) not in FEED_FORWARDS.values():
-        raise ValueError(
-            f"Hugging Face's T5 has no feed-forward with activation='{model.activation}' and gated={model.gated} "
-            f"([model] activation, [model] gated)"
-        )
-
-
-def _attention(ours: str, theirs: str) -> tuple[Rule, ...]:
-    names = {"q": "q", "k": "k", "v": "v", "out": "o"}
-    return tuple(Rule(f"{ours}.{here}.", f"{theirs}.{there}.") for here, there in names.items())
-
-
-def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:
-    """The rules of one stack; `feed_forward` is the index of the feed-forward in transformers' list `layer`."""
-    ours, theirs = f"{stack}.{{}}", f"{stack}.block.{{}}.layer"
-    return (
-        Rule(f"{stack}_bias.", f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias."),
-        Rule(f"{ours}.attn_norm.", f"{theirs}.0.layer_norm."),
-        *_attention(f"{ours}.attn", f"{theirs}.0.SelfAttention"),
-        Rule(f"{ours}.mlp_norm.", f"{theirs}.{feed_forward}.layer_norm."),
-        Rule(f"{ours}.mlp.gate.", f"{theirs}.{feed_forward}.DenseReluDense.wi_0."),
-        Rule(f"{ours}.mlp.down.", f"{theirs}.{feed_forward}.DenseReluDense.wo."),
-        Rule(f"{stack}_norm.", f"{stack}.final_layer_norm."),
-    )
-
-
-def _up(model: config.Model) -> tuple[Rule, ...]:
-    """The rules of `up`, which transformers names differently when there is a gate."""
-    assert isinstance(model, config.T5)
-    name = "wi_1" if model.gated else "wi"
-    layers = {"encoder": 1, "decoder": 2}
-    return tuple(
-        Rule(f"{stack}.{{}}.mlp.up.", f"{stack}.block.{{}}.layer.{i}.DenseReluDense.{name}.")
-        for stack, i in layers.items()
-    )
-
-
-# transformers' T5ForConditionalGeneration, of the first T5 and of v1.1.
-HF = Format(
-    rules=(
-        Rule("embed.", "shared."),
-        *_stack("encoder", 1),
-        Rule("decoder_embed.", "decoder.embed_tokens."),
-        *_stack("decoder", 2),
-        Rule("decoder.{}.cross_norm.", "decoder.block.{}.layer.1.layer_norm."),
-        *_attention("decoder.{}.cross", "decoder.block.{}.layer.1.EncDecAttention"),
-        Rule("head.", "lm_head."),
-    ),
-    rules_of=_up,
-    # A copy of the embedding, and a bias of cross-attention that old versions of transformers stored and never used.
-    ignored=r"encoder\.embed_tokens\.weight|EncDecAttention\.relative_attention_bias\.weight",
-    fixed={"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
-    keys=(
-        Key("vocab_size", ("vocab_size",)),
-        Key("hidden_size", ("d_model",)),
-        Key("kv_channels", ("d_kv",), resolved="head_dim"),
-        Key("ffn_hidden_size", ("d_ff",), resolved="ffn"),
-        Key("n_layers", ("num_layers",)),
-        Key("n_decoder_layers", ("num_decoder_layers",), 0, resolved="decoder_layers"),
-        Key("n_heads", ("num_heads",)),
-        Key("relative_buckets", ("relative_attention_num_buckets",), 32),
-        Key("relative_max_distance", ("relative_attention_max_distance",), 128),
-        Key("norm_eps", ("layer_norm_epsilon",), 1e-6),
-        # transformers has a single rate for all three; an export writes the last of these.
-        Key("attention_dropout", ("dropout_rate",), 0.1, free=True),
-        Key("inner_dropout", ("dropout_rate",), 0.1, free=True),
-        Key("hidden_dropout", ("dropout_rate",), 0.1, free=True),
-    ),
-    refuse=_refuse,
-    to_section=_section,
-    section_from_tensors=_of_tensors,
-    from_section=_described,
-)

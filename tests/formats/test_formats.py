@@ -20,7 +20,7 @@ from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import BY_TOKEN, Cast, Translated
 from dtmega.formats.whole import as_theirs, check_stored
 from dtmega.interop.hf.files import export, ours
-from dtmega.models.gpt import HF
+from dtmega.interop.hf.names.gpt import HF
 from tests.interop.hf.files.test_ours import Memory
 
 H, G, K, D, F, E = 4, 2, 3, 5, 6, 3  # heads, groups of them, width of one, features in, out, experts

@@ -18,6 +18,7 @@ from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.checkpoint.weights import load_weights
 from dtmega.formats.whole import as_theirs
+from dtmega.interop.hf.names import gpt as gpt_names
 from dtmega.models import gpt
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
@@ -67,7 +68,7 @@ def summed_loss(theirs: Any, x: dict[str, Tensor]) -> Tensor:
 def errors(ours: gpt.GPT, theirs: nn.Module) -> dict[str, float]:
     """Relative errors of the gradients, by their names and in their form."""
     gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    source = as_theirs(Memory(gradients), gpt.HF, ours.cfg, families.of(ours.cfg).build)
+    source = as_theirs(Memory(gradients), gpt_names.HF, ours.cfg, families.of(ours.cfg).build)
     truth = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     assert source.tensors.keys() == truth.keys()
     return {name: ((source.read(name) - g).norm() / g.norm()).item() for name, g in truth.items()}

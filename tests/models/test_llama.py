@@ -19,9 +19,10 @@ from dtmega import config, families
 from dtmega.__main__ import main as command
 from dtmega.distributed import exit_codes
 from dtmega.formats.whole import as_theirs
+from dtmega.interop.hf.names.llama import HF
 from dtmega.models.generate import Sampling, generate
 from dtmega.models.initial import init_weights
-from dtmega.models.llama import HF, Llama, Rotation, rotary_frequencies
+from dtmega.models.llama import Llama, Rotation, rotary_frequencies
 from dtmega.ops import attention_rule as rule
 from tests.interop.hf.files.test_ours import Memory
 from tests.test_train import metrics, run

@@ -21,6 +21,7 @@ from dtmega.formats.sources import Translated
 from dtmega.formats.whole import tensor_names
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.tensors import TensorFiles
+from dtmega.interop.hf.names import t5 as t5_names
 from dtmega.models import count, t5
 from dtmega.models.generate import Sampling, answer
 from dtmega.models.initial import init_weights
@@ -63,7 +64,7 @@ def theirs_in(folder: Path, form: str, **keys: Any) -> Any:
 
 def section_of(folder: Path) -> config.T5:
     theirs = config_json.read_plain(folder)
-    return config.T5.model_validate({"name": "t5", **t5.HF.section(theirs, str(folder), TensorFiles(folder))})
+    return config.T5.model_validate({"name": "t5", **t5_names.HF.section(theirs, str(folder), TensorFiles(folder))})
 
 
 def ours_in(folder: Path, **keys: Any) -> t5.T5:
@@ -110,7 +111,7 @@ def compare(ours: t5.T5, theirs: Any) -> None:
     loss.backward()
     truth.backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    (made, _), parameters = tensor_names(t5.HF, ours.cfg, t5.T5)
+    (made, _), parameters = tensor_names(t5_names.HF, ours.cfg, t5.T5)
     expected = Translated(Memory(gradients), {names[0]: made[names[0]] for names in parameters})
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == expected.tensors.keys()
@@ -376,7 +377,7 @@ def exported(folder: Path, out: Path) -> None:
     FAMILY.export(source, out, section, None, rank=0, size=1, barrier=int)
 
 
-@pytest.mark.parametrize("proj", t5.FEED_FORWARDS)
+@pytest.mark.parametrize("proj", t5_names.FEED_FORWARDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_there_and_back_gives_transformers_its_weights_and_sizes(tmp_path: Path, form: str, proj: str):
     theirs = theirs_in(tmp_path / "theirs", form, feed_forward_proj=proj, dropout_rate=0.2)
@@ -446,7 +447,7 @@ def test_a_t5_that_computes_something_else_is_refused(tmp_path: Path, key: dict[
     ((name, value),) = key.items()
     (tmp_path / "config.json").write_text(json.dumps(transformers.T5Config().to_dict() | key))
     with pytest.raises(ValueError, match=f"{name}={value!r}, expected"):
-        t5.HF.section(config_json.read_plain(tmp_path), str(tmp_path))
+        t5_names.HF.section(config_json.read_plain(tmp_path), str(tmp_path))
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes

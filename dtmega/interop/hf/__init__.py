@@ -8,6 +8,7 @@ skip it.
     model.py         that model for the trainer, whole or as one stage of a pipeline
     resolve.py       the keys of a configuration that DIR decides
     files/           directories of transformers: config.json, safetensors, export; also for our own models
+    names/           names of our own families' weights and keys in such directories
     record.py        what the trainer asks of a family, answered for this one; joins model.py and tp/
     tp/              cuts a model over ranks, and proves that it computes the same; works without the trainer
 

@@ -21,7 +21,8 @@ from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.folder import Folder
 from dtmega.interop.hf.files.tensors import INDEX, TensorFiles
 from dtmega.interop.hf.files.write import split
-from dtmega.models.bloom import HF, Bloom
+from dtmega.interop.hf.names.bloom import HF
+from dtmega.models.bloom import Bloom
 from dtmega.models.initial import init_weights
 from dtmega.training.parallelize import parallelize
 from tests import ranks

@@ -1,0 +1,4 @@
+"""Names of our families' weights and keys in directories of transformers, one file each, beside each other.
+
+`dtmega/families.py` joins them with the models; `dtmega/formats/` says what the rules mean.
+"""
