@@ -1,14 +1,14 @@
-"""The processes of a job and their groups: the process group, the device, the 5-axis mesh, each derived group.
+"""The processes of a job: their ranks, devices and 5-axis mesh, and every group over which they communicate.
 
-Ranks are numbered as Megatron does: tp fastest, then cp, dp_shard, dp_replicate, and pp slowest. Every set of ranks
-that something is summed over or copied across has one name, here:
+Ranks are numbered as in Megatron: tp varies fastest, then cp, dp_shard, dp_replicate, and pp slowest. So tp, which
+communicates most, joins neighbours on one machine. Every set of ranks that sums or copies something has one name:
 
     data       dp_replicate x dp_shard: each takes its slice of the global batch
     fsdp       dp_shard (with dp_replicate: HSDP): parameters are cut over it
     loss       pp x data x cp: token losses add up over it
     shards     pp x dp_shard x cp x tp: together they hold every parameter once
     model      pp x tp: they compute one microbatch together and must see the same one
-    pp 0+2     places of a pipeline whose stages hold one parameter (`World.between`); made for a model that has such
+    pp 0+2     places of a pipeline whose stages share a parameter (`World.between`); only for models that need it
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class World:
     """This process among the others.
 
     Attributes:
-        rank, size: of all processes.
-        device: where this process computes.
-        sizes: of each axis.
-        mesh: the 5-axis mesh; `tp` and `fsdp` are slices of it, made once because meshes are compared by identity.
-        data_rank, data_size: this process's slice of the global batch, and how many there are.
-        groups: the derived groups named above, and one per axis, that this process is in.
-        timeout: of every group's collectives.
+        rank: number of this process, from 0.
+        size: number of processes.
+        device: the device that this process computes on.
+        sizes: size of each axis.
+        mesh: the 5-axis mesh.
+        tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
+        data_rank, data_size: number of this process's slice of the global batch, and number of slices.
+        groups: the groups that this process is in, by name: one for each axis, and the derived ones named above.
+        timeout: timeout of the collectives of every group.
     """
 
     rank: int
@@ -69,12 +71,14 @@ class World:
     _between: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def coordinate(self, axis: str) -> int:
+        """This process's place along an axis, from 0."""
         return self.mesh.get_local_rank(axis)
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The ranks at these places of this process's pipeline; None if it is at none of them.
+        """The group of the ranks at these places of this process's pipeline, made at the first call for them.
 
-        It is in `groups` from then on, as "pp 0+2". Every process calls this with the same places, in the same order.
+        It is also in `groups` from then on, as "pp 0+2". Every process calls this, for the same places in the same
+        order, and gets None if it is at none of them.
         """
         key, name = tuple(places), f"pp {'+'.join(map(str, places))}"
         if key not in self._between:
@@ -89,21 +93,25 @@ class World:
 
 
 def world_size() -> int:
-    """Processes of the process group, or that the launcher started; 1 without either.
+    """The number of processes: those of the process group, else those that the launcher started, else 1.
 
     Raises:
-        ValueError: what the launcher says cannot be.
+        ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
     """
     return dist.get_world_size() if dist.is_initialized() else place()[1]
 
 
 def rank() -> int:
-    """The number of this process, from 0; errors as of `world_size`."""
+    """The number of this process, from 0.
+
+    Raises:
+        ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
+    """
     return dist.get_rank() if dist.is_initialized() else place()[0]
 
 
 def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
-    """The size of each axis, -1 replaced by what is left.
+    """The size of each axis. An axis of size -1 gets the number of processes divided by all other sizes.
 
     Raises:
         ValueError: the sizes do not multiply to the number of processes.
@@ -128,8 +136,9 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
 
 
 def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
-    """Ranks that differ only in these axes, as Megatron lists them (`mpu/initialize.py`)."""
+    """The groups of ranks that differ only along these axes, in Megatron's order (`mpu/initialize.py`)."""
     axes = tuple(axes)
+    # All ranks as a box, the given axes moved last: each row of the last dim is one group.
     grid = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in AXES])
     others = [axis for axis in AXES if axis not in axes]
     order = [AXES.index(axis) for axis in (*others, *axes)]
@@ -137,15 +146,17 @@ def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
 
 
 def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
-    """The ranks of every group, by name: each axis, and what is derived from them."""
+    """The ranks of every group, by the name of the axis or of the derived set."""
     named = {axis: (axis,) for axis in AXES} | DERIVED
     return {name: rank_groups(sizes, axes) for name, axes in named.items()}
 
 
 def describe_groups(sizes: dict[str, int]) -> str:
     """Every group of the mesh with its ranks, one name a line."""
-    lists = group_lists(sizes)
-    return "\n".join(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in g) for name, g in lists.items())
+    lines = []
+    for name, groups in group_lists(sizes).items():
+        lines.append(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in groups))
+    return "\n".join(lines)
 
 
 def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
@@ -155,24 +166,25 @@ def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """cuda:LOCAL_RANK where there is a GPU (or where `wanted` insists), else cpu.
+    """The device for [run] device: 'auto' takes cuda:LOCAL_RANK if there is a GPU, else the CPU.
 
     Raises:
         ValueError: fewer GPUs on this machine than local processes.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local_rank, here = number("LOCAL_RANK", 0, 0, LARGEST_WORLD), torch.cuda.device_count()
-    if local_rank >= here:
+    local_rank = number("LOCAL_RANK", 0, 0, LARGEST_WORLD)
+    n_gpus = torch.cuda.device_count()
+    if local_rank >= n_gpus:
         raise ValueError(
-            f"local rank {local_rank} needs GPU number {local_rank}, but this machine has {here} "
+            f"local rank {local_rank} needs GPU number {local_rank}, but this machine has {n_gpus} "
             f"(--nproc-per-node, or [run] device = 'cpu')"
         )
     return torch.device("cuda", local_rank)
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether this device multiplies bfloat16 faster than float32, by instructions or units that are made for it."""
+    """True if this device multiplies bfloat16 faster than float32, with instructions or units made for it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return features.HAS_FAST_BFLOAT16
@@ -184,16 +196,19 @@ def start(
     """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
 
     Args:
-        timeout_s: of the rendezvous and of every collective; a process group that is there already keeps its own.
-        store: what `rendezvous` gave, if it was called before.
+        device: the device that this process computes on.
+        sizes: resolved size of each axis.
+        timeout_s: timeout of the rendezvous and of every collective. A process group that exists already keeps its own.
+        store: the result of `rendezvous`, if it was called before.
 
     Raises:
-        ValueError: as `rendezvous.meet`; or the caller has made other groups before, not on every rank as many.
+        ValueError: an error of `rendezvous.meet`, or ranks that made different numbers of groups before this call.
     """
     on_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     if on_gpu:
         torch.cuda.set_device(device)
-    if not dist.is_initialized():  # by whoever calls the trainer as a library
+    # A program that uses the trainer as a library may have made the process group already.
+    if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=rendezvous(timeout_s) if store is None else store,
@@ -207,6 +222,7 @@ def start(
     grid = torch.arange(dist.get_world_size()).view([sizes[axis] for axis in AXES])
     mesh = DeviceMesh.from_group([groups[axis] for axis in AXES], device.type, grid, mesh_dim_names=AXES)
     data_rank, data_size = data_coordinate(sizes, me)
+    # 2-D only for HSDP: over a 1-D mesh FSDP has no second reduction.
     fsdp = mesh["dp_replicate", "dp_shard"] if sizes["dp_replicate"] > 1 else mesh["dp_shard"]
     return World(
         rank=me,
@@ -224,12 +240,16 @@ def start(
 
 
 def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
-    """Each group that this process is in, by name; names of which all groups have the same ranks share them.
+    """The groups that this process is in, by name. Names whose groups have the same ranks share one group.
 
-    A process makes no group that it is not in, and as many as there are kinds, whatever the number of processes. All
-    make the same kinds in the same order: groups that overlap cannot wait for each other in a circle, and the names of
-    groups, into which torch puts how many a process has made, are equal on all members.
+    Each process makes only the groups that it is in, one per kind of group, whatever the number of processes. All make
+    the kinds in the same order. So overlapping groups cannot wait for each other in a circle, and torch, which names a
+    group by the number of groups that the process made before, gives it the same name on all its members.
+
+    Raises:
+        ValueError: ranks that made different numbers of groups before this call.
     """
+    # One all-reduce gives the largest and (negated) the smallest number of groups on any rank.
     made = len(distributed_c10d._world.pg_names)
     most_least = torch.tensor([made, -made], device=device)
     dist.all_reduce(most_least, dist.ReduceOp.MAX)
@@ -248,16 +268,16 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """This process's group of those that `lists` makes; alone if it is in none. Every process calls it."""
+    """Make this process's group among `lists`; a process in none of them gets a group of its own. All must call it."""
     everyone = dist.group.WORLD
     assert everyone is not None
     members = {rank for ranks in lists for rank in ranks}
-    # A process that is in none of them must make a group as all do.
+    # Every process has to make as many groups as the others, or their names would differ from here on.
     lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:
         return everyone
     if everyone.bound_device_id is not None:
-        # nccl splits a communicator, and all of its processes take part in that: one call makes all groups of a kind.
+        # nccl splits a communicator, in which all its processes take part: one call makes all groups of a kind.
         group = dist.split_group(split_ranks=[list(ranks) for ranks in lists], timeout=timeout, group_desc=names)
     else:
         (mine,) = (ranks for ranks in lists if dist.get_rank() in ranks)
@@ -267,27 +287,28 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 
 
 def rendezvous(timeout_s: float) -> Store:
-    """A store that only the processes of this attempt of the job use; that of the process group if there is one.
+    """The store of the process group, else a new one that only the processes of this attempt of the job use.
 
     Raises:
-        ValueError: as `rendezvous.meet`.
+        ValueError: an error of `rendezvous.meet`.
     """
     return store() if dist.is_initialized() else meet(rank(), world_size(), timedelta(seconds=timeout_s))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; a CPU has."""
+    """Wait until the device has finished all work launched on it. A CPU works synchronously and needs no wait."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def store() -> Store:
-    """A connection of its own to the store of the process group, for another thread or another timeout."""
+    """A new connection to the store of the process group, for another thread or another timeout."""
     return distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
 
 
 def stop() -> None:
-    """Leave the process group. Tensors with pending work are collected first: gloo aborts at exit otherwise."""
+    """Leave the process group, all ranks together."""
+    # Free tensors with pending work first, or gloo aborts at exit.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
