@@ -1,1 +1,1 @@
-"""Pipeline parallelism: cut the whole meta model into stages, run them in a schedule, keep one what several hold."""
+"""Pipeline parallelism: cut the whole meta model into stages, run them by a schedule, keep shared parameters equal."""

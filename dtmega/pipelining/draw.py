@@ -1,4 +1,4 @@
-"""A schedule as a picture, so that a person can look at it: one row per rank, one cell per action, gaps are bubbles."""
+"""A picture of a schedule as SVG: one row per rank, one cell per action; gaps are bubbles."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from xml.sax.saxutils import escape
 from dtmega import config
 from dtmega.pipelining.table import Table, TimedAction, make_table, microbatches_in, simulate, stages_in
 
-UNIT, ROW, GAP, LEFT, TOP = 26, 40, 8, 74, 76  # pixels: one forward, a rank's row, between rows, labels, title
-LEGEND_TOP = 36  # pixels above the legend, which the title takes
-MIDDLE = 0.35  # between the two fills: a rank's only stage, and the legend
+# Sizes in pixels.
+UNIT = 26  # width of one forward
+ROW = 40  # height of a rank's row
+GAP = 8  # space between rows
+LEFT = 74  # width of the rows' labels
+TOP = 76  # height of title and legend
+LEGEND_TOP = 36  # height of the title alone
+MIDDLE = 0.35  # mix of the two fills for a rank with a single stage, and for the legend
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
-# Fill of a rank's first stage and of its last one; stages between are mixed. Text is black or white by what it is on.
+# Fills of a rank's first and last stage; stages between get a mix. Text is black or white, for contrast.
 COLOURS = {
     "F": ((0xCF, 0xE3, 0xFA), (0x3B, 0x7D, 0xC4)),
     "B": ((0xCD, 0xEB, 0xCB), (0x3F, 0x96, 0x4B)),
@@ -22,26 +27,30 @@ COLOURS = {
 
 
 def draw_schedule(cfg: config.Config, pp: int, data_size: int) -> None:
-    """Draw the configured schedule at the full global batch, to `[pipeline] draw`; errors as `draw`."""
+    """Draw the configured schedule at the full global batch to the file that [pipeline] draw names.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
     n_microbatches = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
     table = make_table(cfg.pipeline, pp, n_microbatches)
     draw(table, cfg.pipeline.draw, cfg.pipeline.csv or cfg.pipeline.schedule)
 
 
 def draw(table: Table, path: str, name: str) -> None:
-    """Write `svg` to a file.
+    """Write a table as an SVG file, titled with the schedule's name and sizes.
 
     Raises:
         ValueError: the file cannot be written.
     """
     try:
-        Path(path).write_text(svg(table, described(table, name)), encoding="utf-8")
+        Path(path).write_text(svg(table, describe(table, name)), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write the schedule to {path}: {error.strerror} ([pipeline] draw)") from None
 
 
-def described(table: Table, name: str) -> str:
-    """Name and sizes of the schedule, and the fraction of time that is bubble, as a title."""
+def describe(table: Table, name: str) -> str:
+    """One line with the schedule's name and sizes, and the percentage of time that is bubble."""
     n_stages = sum(map(len, stages_in(table)))
     bubble = 100 * simulate(table).bubble
     sizes = f"{len(table)} ranks, {n_stages} stages · {microbatches_in(table)} microbatches"
@@ -49,36 +58,45 @@ def described(table: Table, name: str) -> str:
 
 
 def svg(table: Table, title: str) -> str:
-    """The table's timeline as an SVG element, under its title, or none if that is ''.
+    """The table's timeline as an SVG element.
 
-    A cell is as long as its action takes (F = I = W = 1, B = 2; transfers take none) and shows the microbatch, below it
-    the stage. The darker its colour, the later its stage among those of the rank.
+    A cell is as wide as its action takes (F = I = W = 1, B = 2; transfers take no time). It shows the microbatch, and
+    below it the stage: the darker the cell, the later this stage among those of the rank.
+
+    Args:
+        table: a complete table.
+        title: text above the picture; '' leaves it out, with its space.
     """
-    timeline, held = simulate(table), stages_in(table)
-    end = max(step.end for row in timeline.rows for step in row)
-    # At least as wide as the legend and the title.
-    width, bottom = max(LEFT + end * UNIT + 20, 880), TOP + len(table) * (ROW + GAP)
+    timeline = simulate(table)
+    stages_of_ranks = stages_in(table)
+    end = max(row[-1].end for row in timeline.rows)
+    width = max(LEFT + end * UNIT + 20, 880)  # 880: the width of the legend
+    bottom = TOP + len(table) * (ROW + GAP)
     top = 0 if title else LEGEND_TOP
     height = bottom + 34 - top
-    out = [
+    svg_lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top} {width} {height}" width="{width}" '
         f'height="{height}" font-family="Helvetica, Arial, sans-serif">',
         f'<rect width="{width}" height="{bottom + 34}" fill="#ffffff"/>',
         f'<text x="16" y="28" font-size="17" font-weight="bold" fill="#1d2733">{escape(title)}</text>',
         *_legend({action.kind for row in table for action in row}),
     ]
-    for rank, (row, stages) in enumerate(zip(timeline.rows, held, strict=True)):
+    for rank, (row, stages) in enumerate(zip(timeline.rows, stages_of_ranks, strict=True)):
         y = TOP + rank * (ROW + GAP)
-        depth = {stage: i / (len(stages) - 1) if len(stages) > 1 else MIDDLE for i, stage in enumerate(stages)}
-        out += [
+        # 0 for the rank's first stage, 1 for its last.
+        depth = {stage: i / max(1, len(stages) - 1) for i, stage in enumerate(stages)}
+        if len(stages) == 1:
+            depth[stages[0]] = MIDDLE
+        svg_lines += [
             f'<text x="{LEFT - 12}" y="{y + 25}" font-size="13" text-anchor="end" fill="#1d2733">rank {rank}</text>',
             f'<rect class="row" x="{LEFT}" y="{y}" width="{end * UNIT}" height="{ROW}" fill="#eef0f2"/>',
             *(_cell(step, y, depth[step.action.stage]) for step in row),
         ]
-    return "\n".join([*out, *_axis(end, bottom), "</svg>"])
+    return "\n".join([*svg_lines, *_axis(end, bottom), "</svg>"])
 
 
 def _cell(step: TimedAction, y: int, depth: float) -> str:
+    """One action: a rectangle at height `y` with the numbers of its microbatch and stage."""
     x, width = LEFT + step.start * UNIT, (step.end - step.start) * UNIT
     stage, kind, microbatch = step.action
     fill, ink = _colours(kind, depth)
@@ -91,7 +109,7 @@ def _cell(step: TimedAction, y: int, depth: float) -> str:
 
 
 def _colours(kind: str, depth: float) -> tuple[str, str]:
-    """Fill and text colour, for a stage between the first (depth 0) and the last (1) of its rank."""
+    """Fill and text colour of an action; depth is 0 for the first stage of a rank and 1 for its last."""
     red, green, blue = (round(a + (b - a) * depth) for a, b in zip(*COLOURS[kind], strict=True))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 128  # luma, ITU-R BT.601
     return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if dark else "#1d2733"
@@ -110,7 +128,7 @@ def _legend(kinds: set[str]) -> list[str]:
 
 
 def _axis(end: int, y: int) -> list[str]:
-    """Ticks in units of one forward."""
+    """The time axis, with ticks in units of one forward: at most twelve or so, at round numbers."""
     every = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, end) if end <= 12 * step or step == end)
     ticks = [
         f'<text x="{LEFT + t * UNIT}" y="{y + 10}" font-size="11" text-anchor="middle" fill="#7a8591">{t}</text>'

@@ -1,4 +1,4 @@
-"""A decoder that is cut into stages, called as if it were whole: forward only, one batch at a time."""
+"""A model cut into stages that is called as if it were whole, for generation: forward only, one batch at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Relay:
-    """Stage after stage computes, and its rank sends what it hands on to all ranks of the pipeline.
+    """Stages that compute one after the other; after each, its rank broadcasts the result to the whole pipeline.
 
-    Schedules would fill the time in which the others wait; they need the gradient's shapes, and a length for good.
+    A schedule would use the time in which the other ranks wait, but needs one fixed length and the shapes of gradients.
 
     Args:
-        stages: the models of this rank, by number.
-        group: of the pipeline.
-        device: where this rank computes.
+        stages: this rank's models, by stage number.
+        group: the ranks of the pipeline.
+        device: the device that this rank computes on.
 
     Attributes:
-        longest, has_cache: as of a model.
+        longest, has_cache: those of the model (`Model`).
         training: always False.
     """
 
@@ -32,16 +32,18 @@ class Relay:
 
     def __init__(self, stages: Mapping[int, Any], group: dist.ProcessGroup, device: torch.device) -> None:
         self._stages, self._group, self._device = dict(stages), group, device
-        held: list[Any] = [None] * group.size()
-        dist.all_gather_object(held, [*stages], group=group)
-        ranks = {number: rank for rank, numbers in enumerate(held) for number in numbers}
+        stages_of_ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(stages_of_ranks, [*stages], group=group)
+        ranks: dict[int, int] = {}
+        for rank, numbers in enumerate(stages_of_ranks):
+            ranks |= dict.fromkeys(numbers, rank)
         self._ranks = [dist.get_global_rank(group, ranks[number]) for number in range(len(ranks))]
         first = next(iter(stages.values()))
         self.longest = first.longest
         self.has_cache = first.has_cache
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those that are here."""
+        """The parameters of this rank's stages."""
         return itertools.chain.from_iterable(stage.parameters() for stage in self._stages.values())
 
     def eval(self) -> None:
@@ -49,32 +51,33 @@ class Relay:
             stage.eval()
 
     def train(self, mode: bool) -> None:
-        """Nothing is trained here."""
+        """Do nothing: a relay only runs forward. Generation calls it as it calls `Model.train`."""
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, *, cache: KeyValueCache | None = None, **rows: Any) -> Tensor:
-        """The logits [B, S, V] of a batch, on every rank.
+        """Compute the logits [B, S, V] of a batch, on every rank.
 
         Args:
             tokens: [B, S] int64.
             cache: cache of the whole model, which holds one for each stage.
-            rows: others of the batch.
+            rows: other tensors of the batch, by name.
         """
         if cache is not None:
             cache.begin_forward(rows["places"], rows.get("document_ids"))
             cache.inner = cache.inner or {number: KeyValueCache() for number in self._stages}
-        found: Any = {}
+        outputs: Any = {}
         for number, rank in enumerate(self._ranks):
             if number in self._stages:
                 of_stage = {} if cache is None else {"cache": cache.inner[number]}
-                found = self._stages[number](tokens, **rows, **found, **of_stage)
-            found = self._from(rank, found)
-        return found
+                outputs = self._stages[number](tokens, **rows, **outputs, **of_stage)
+            outputs = self._broadcast(rank, outputs)
+        return outputs
 
-    def _from(self, rank: int, found: Any) -> Any:
-        """A tensor, or tensors by name, that one rank has."""
-        single = isinstance(found, Tensor)
-        tensors = {"": found} if single else found
+    def _broadcast(self, rank: int, outputs: Any) -> Any:
+        """The outputs of one rank's stage, on every rank: hidden states by name, or on the last stage the logits."""
+        single = isinstance(outputs, Tensor)
+        tensors = {"": outputs} if single else outputs
+        # Shapes first: the other ranks have to allocate the tensors before they can receive them.
         shapes: list[Any] = [single, [(name, t.shape, t.dtype) for name, t in tensors.items()]]
         dist.broadcast_object_list(shapes, src=rank, group=self._group)
         if rank != dist.get_rank():

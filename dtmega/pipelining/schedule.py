@@ -1,4 +1,4 @@
-"""This rank's stages and the order in which their microbatches run: torch's pipeline schedules, by name."""
+"""A rank's stages, run in the order of one of torch's pipeline schedules, which [pipeline] names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 
-if TYPE_CHECKING:  # torch.distributed.pipelining imports the compiler, half a second that only a pipeline is to cost
+if TYPE_CHECKING:  # torch.distributed.pipelining imports the compiler: half a second that only a pipeline should pay
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     from dtmega.pipelining.stage import Boundary, Stage
@@ -25,13 +25,15 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
     """Refuse a schedule that cannot run on pp > 1 ranks, before anything is built.
 
     Args:
-        pieces: of the whole model.
-        data_size: how many data ranks share the global batch.
-        compiled: blocks will be compiled.
+        cfg: the run's configuration.
+        pieces: the pieces of the whole model.
+        pp: number of ranks of the pipeline.
+        data_size: number of data ranks that share the global batch.
+        compiled: True if blocks will be compiled.
 
     Raises:
-        ValueError: a number of stages or microbatches (at any size of the ramp-up) that the schedule cannot run, a cut
-            that is none, or a backward in two parts with compiled or recomputed blocks.
+        ValueError: a number of stages or microbatches (at any size of the ramp-up) that the schedule cannot run, an
+            invalid [pipeline] stages, or a backward in two parts with compiled or recomputed blocks.
     """
     plan_stages(cfg, pieces, pp)
     name = f"schedule '{cfg.pipeline.csv or cfg.pipeline.schedule}'"
@@ -45,7 +47,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # Both gave exact gradients when tried; the second backward costs more than the bubbles that it fills.
+    # Both combinations give exact gradients, but the repeated work costs more time than the bubbles that it fills.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -59,7 +61,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
 
 
 def splits_backward(cfg: config.Config, pp: int) -> bool:
-    """Tell whether backward runs in two parts, first for inputs, later for weights."""
+    """True if the schedule runs backward in two parts: first for inputs, later for weights."""
     if pp == 1:
         return False
     if cfg.pipeline.csv:
@@ -68,10 +70,16 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """The rule of the schedule that n microbatches break, or ''. From the classes' own checks in torch."""
+    """The rule of the schedule that n microbatches break, in words; '' if none. The rules are those of torch's classes.
+
+    Args:
+        pipeline: the section [pipeline].
+        pp: number of ranks of the pipeline.
+        n: number of microbatches.
+    """
     if pipeline.csv:
-        written = microbatches_in(csv_table(pipeline.csv, pp))
-        return "" if n == written else f"the {written} that are written there"
+        n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
+        return "" if n == n_in_file else f"the {n_in_file} that the file has"
     if pipeline.schedule == "1F1B" and n < pp:
         return f"one per stage: {n} < pp={pp}"
     if pipeline.schedule == "DualPipeV" and n < 2 * pp:
@@ -83,22 +91,23 @@ def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
 
 
 class Pipeline:
-    """A rank's stages, trained and evaluated on a list of microbatches at a time.
+    """A rank's stages, trained or evaluated on a list of microbatches at a time.
 
-    All ranks of a pipeline get the same microbatches. Gradients add up over them unscaled (`scale_grads` is off). Under
-    FSDP torch's stages gather once, before the first forward, and reduce once, after the last backward (W, if split),
-    if the modules were wrapped with reshard_after_forward=False; they set every other switch themselves. With more than
-    three stages per rank torch keeps three gathered and gathers the others again.
+    All ranks of a pipeline get the same microbatches. Gradients add up over them unscaled (`scale_grads` is off),
+    because the loss is divided by global counts already. Under FSDP torch's stages gather weights once, before the
+    first forward, and reduce gradients once, after the last backward (W, if backward runs in two parts), provided that
+    the modules were wrapped with reshard_after_forward=False; they set all other switches of FSDP themselves. With more
+    than three stages per rank torch keeps three gathered and gathers the others again.
 
-    torch keeps two receive buffers, activation and gradient, for every microbatch (pytorch#136380): of a hidden state
-    2 n B S D elements.
+    *Memory:* torch keeps two receive buffers, activation and gradient, for every microbatch (pytorch#136380). For a
+    hidden state and n microbatches these are 2 n B S D elements.
 
     Args:
-        pipeline: the schedule and its settings.
-        stages: this rank's modules by stage number, ascending; how they are called, `stage.Stage` says.
+        pipeline: the section [pipeline].
+        stages: this rank's modules by stage number, ascending; `stage.Stage` says how they are called.
         group: the pp group.
-        boundaries: what each stage but the last hands on, on meta.
-        device: where this rank computes.
+        boundaries: the tensors that each stage but the last hands on, on meta.
+        device: the device that this rank computes on.
     """
 
     def __init__(
@@ -116,37 +125,37 @@ class Pipeline:
         self._built: tuple[tuple[int, bool], PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
     def step(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Forward and backward of all microbatches; gradients are those of the loss that the tally's counts make."""
+        """Run forward and backward of all microbatches; gradients add up, and the tally takes the sums."""
         self._run(microbatches, tally, training=True)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward only; the caller has set eval mode."""
+        """Run forward only, for the tally's sums. The caller sets eval mode."""
         self._run(microbatches, tally, training=False)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:
         schedule = self._schedule(len(microbatches), training)
-        # torch takes whole batches, and chunks every tensor along dim 0: [n B, ...] -> n times [B, ...].
+        # torch takes a whole batch and chunks every tensor along dim 0: [n B, ...] -> n times [B, ...].
         rows: dict[str, Any] = {name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]}
         self._tally = tally
         run = schedule.step if training else schedule.eval
-        # The last stage has made the loss: of the target torch only wants that it is there.
+        # torch insists on a target for its loss function, which ignores it: the last stage returns the loss itself.
         run(target=next(iter(rows.values())), return_outputs=False, **rows)
 
     def _schedule(self, n_microbatches: int, training: bool) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """torch's schedule, built anew when the number of microbatches changes, or training to evaluation and back.
+        """torch's schedule, rebuilt if the number of microbatches changes, or between training and evaluation.
 
-        torch's stages set up their buffers for one use; reused for training after evaluation, they failed in backward
-        (pytorch#162822) or, since that was repaired, set up everything again.
+        torch's stages set up their buffers for one mode. Reused for training after evaluation, they failed in backward
+        (pytorch#162822); since that was repaired, they set up everything again by themselves.
         """
-        use = n_microbatches, training
-        if self._built is None or self._built[0] != use:
-            self._built = None  # frees the old buffers first
-            self._built = use, self._build(n_microbatches)
+        key = n_microbatches, training
+        if self._built is None or self._built[0] != key:
+            self._built = None  # frees the old buffers before new ones are allocated
+            self._built = key, self._build(n_microbatches)
         return self._built[1]
 
     def _build(self, n_microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        # `_PipelineScheduleRuntime` runs any table; nothing public does.
+        # A private class, because none of torch's public ones runs an arbitrary table.
         from torch.distributed.pipelining.schedules import (
             PipelineScheduleSingle,
             _PipelineScheduleRuntime,
@@ -177,9 +186,11 @@ class Pipeline:
             self._take,
         )
 
-    def _take(self, found: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        return self._tally.add(found)
+    def _take(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
+        # Stages live longer than a tally: they call this, and it finds the one of the present step.
+        return self._tally.add(outputs)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
+    """The loss function for torch's schedules: the last stage returns the loss already."""
     return output

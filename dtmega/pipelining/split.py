@@ -1,4 +1,4 @@
-"""The pieces of the model that each stage holds, and the stages that each rank holds."""
+"""The cut of a model into stages: which pieces each stage holds, and which stages each rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Value = TypeVar("Value", int, float)
 
 
 class Stages(NamedTuple):
-    """The whole pipeline.
+    """The stages of a whole pipeline.
 
     Attributes:
-        pieces: the names of the pieces that each stage holds.
-        ranks: the stage numbers of each pp rank, ascending.
+        pieces: for each stage, the names of its pieces.
+        ranks: for each pp rank, its stage numbers, ascending.
     """
 
     pieces: list[list[str]]
@@ -26,10 +26,11 @@ class Stages(NamedTuple):
 
 
 def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
-    """Cut the pieces into stages and deal these to the ranks, as the configured schedule needs it.
+    """Cut the pieces into stages and assign these to the ranks, as the configured schedule needs it.
 
     Raises:
-        ValueError: as `stages_per_rank`, `csv_table` and `pieces_of_stages` say.
+        ValueError: a number of stages per rank that the schedule cannot run, an invalid CSV file, or pieces that cannot
+            be cut into that many stages.
     """
     per_rank = stages_per_rank(cfg.pipeline)
     if cfg.pipeline.csv:
@@ -43,23 +44,37 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
         ranks = stages_of_ranks(SCHEDULES[cfg.pipeline.schedule].shape, pp, per_rank)
     n_stages = sum(len(stages) for stages in ranks)
     data = cfg.data
-    held = pieces_of_stages(pieces, data.seq_len, cfg.pipeline, n_stages, data.mask_prob, data.decoder_length)
-    return Stages(held, ranks)
+    pieces_per_stage = pieces_of_stages(
+        pieces, data.seq_len, cfg.pipeline, n_stages, data.mask_prob, data.decoder_length
+    )
+    return Stages(pieces_per_stage, ranks)
 
 
 class Cost(NamedTuple):
-    """The cost of one piece of a model: time, in FLOPs per token forward and backward, and memory, in parameters."""
+    """The cost of one piece of a model.
+
+    Attributes:
+        flops: time, as FLOPs per token, forward and backward.
+        parameters: memory, as the number of parameters.
+    """
 
     flops: int
     parameters: int
 
 
 def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
-    """The contiguous cut of the pieces into stages, none empty: the slowest stage as fast as can be, then memory even.
+    """The contiguous cut into stages that makes the slowest stage as fast as possible, and then memory even.
 
-    Every microbatch waits for the slowest stage, so no cut with a larger maximum of FLOPs is considered. Of those with
-    the smallest, the one with the least sum of squared parameters is taken; of equals, the one with fewer pieces in
-    earlier stages, because under 1F1B these keep the activations of more microbatches. Exact (dynamic programming).
+    Every microbatch waits for the slowest stage, so the cut minimises the maximum of FLOPs. Among the best cuts it is
+    the one with the least sum of squared parameters, and among equals the one with fewer pieces in earlier stages,
+    because under 1F1B these keep the activations of more microbatches. Exact, by dynamic programming.
+
+    Args:
+        costs: cost of each piece.
+        n_stages: number of stages, at most one per piece.
+
+    Returns:
+        The indices of each stage's pieces; no stage is empty.
     """
     assert 1 <= n_stages <= len(costs)
     flops = [0, *accumulate(piece.flops for piece in costs)]
@@ -76,9 +91,16 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 def _best_cut(
     n_pieces: int, n_stages: int, stage_cost: Callable[[int, int], Value], combine: Callable[[Value, Value], Value]
 ) -> tuple[Value, list[int]]:
-    """The smallest combined cost, and the n_stages + 1 bounds of the stages [i, j) that have it.
+    """The smallest combined cost of a cut into stages, and its bounds.
 
-    Of cuts with the same cost, the one whose later stages begin earlier.
+    Args:
+        n_pieces: number of pieces.
+        n_stages: number of stages.
+        stage_cost: cost of a stage of pieces i to j - 1, called with i and j.
+        combine: the cost of two stages together, such as max or sum.
+
+    Returns:
+        The cost, and n_stages + 1 bounds. Among cuts of equal cost it is the one whose later stages begin earlier.
     """
     # best[j] is the cheapest cut of the first j pieces into k stages, with its bounds; first of all k = 1.
     best: dict[int, tuple[Value, list[int]]] = {}
@@ -107,26 +129,34 @@ def pieces_of_stages(
     labelled: float = 1.0,
     decoder_seq_len: int = 0,
 ) -> list[list[str]]:
-    """The names of the pieces of each stage: by `[pipeline] stages`, or balanced by cost.
+    """The names of each stage's pieces: as `[pipeline] stages` lists them, or balanced by cost.
 
-    With `[pipeline] split` encoder and decoder have stages of their own, and each is balanced by itself: Megatron's
-    --pipeline-model-parallel-split-rank, which has a rank for each stage.
+    With `[pipeline] split` encoder and decoder have separate stages, balanced separately, like Megatron's
+    --pipeline-model-parallel-split-rank (which has one stage per rank).
 
-    A piece costs its matrix products and attention, and the memory of all weights that it needs: the embedding no time
-    (a look-up) but V D parameters, as many as the head, tied or not.
+    The cost of a piece is its matrix products and attention, and the memory of all weights that it needs. So the
+    embedding costs no time (it is a look-up), but as many parameters as the head, V D, whether the two are tied or not.
 
-    BLOOM-176B on 12 stages (head = 1.44 layers) becomes eleven times 6 layers and [4 + head], whose slowest stage takes
-    6 layers' time. The published [embedding + 5], ten times [6], [5 + head] counts both ends
-    as one layer each; its last stage takes 6.44, so every step 7 % longer, but its first stage holds one layer less.
-    Where memory is short, say so in `stages`. Where the head costs many layers (250k words, D small), the first and the
-    last stage may hold no layer at all.
+    *Example:* BLOOM-176B on 12 stages, where the head costs as much as 1.44 layers, becomes eleven stages of 6 layers
+    and a last one of 4 layers and the head; the slowest takes the time of 6 layers. The published cut counts embedding
+    and head as one layer each: [embedding + 5], ten times [6], [5 + head]. Its last stage takes 6.44 layers, so every
+    step is 7 % longer, but its first stage holds one layer less.
+
+    *Tip:* list `stages` yourself if memory is short. Where the head costs many layers (250k words, small D), the first
+    and the last stage may hold no layer at all.
 
     Args:
-        labelled, decoder_seq_len: as `Piece.flops_per_token` takes them.
+        pieces: the pieces of the whole model.
+        seq_len: S.
+        pipeline: the section [pipeline].
+        n_stages: number of stages.
+        labelled: share of tokens with a label (`Piece.flops_per_token`).
+        decoder_seq_len: T of a model with a decoder behind an encoder, else 0.
 
     Raises:
         ValueError: more stages than layers; `stages` that are not a cut of layers 0 to L - 1 into n_stages; a `split`
-            beside them, of a model without a decoder behind an encoder, or that leaves one of both no stage.
+            together with `stages`, for a model without an encoder and a decoder, or that leaves one of the two no
+            stage.
     """
     if pipeline.split:
         border = _border(pieces, pipeline, n_stages)
@@ -134,26 +164,33 @@ def pieces_of_stages(
     else:
         halves = [(pieces, n_stages)]
     if pipeline.stages:
-        return _given(pieces, pipeline.stages, n_stages)
+        return _listed(pieces, pipeline.stages, n_stages)
 
     def cost(piece: Piece) -> Cost:
         return Cost(piece.flops_per_token(seq_len, labelled, decoder_seq_len), piece.elements + piece.shared)
 
-    found = []
+    names_of_stages = []
     for half, n in halves:
         n_layers = sum(piece.is_layer for piece in half)
         if n > n_layers:
             keys = "[mesh] pp x [pipeline] virtual_stages" + (", [pipeline] split" if pipeline.split else "")
             raise ValueError(
-                f"{n} stages cannot be cut from {_counted(half)} layers: {n} > {n_layers} ({keys}, [model] n_layers)"
+                f"{n} stages cannot be cut from {_count_layers(half)} layers: {n} > {n_layers} "
+                f"({keys}, [model] n_layers)"
             )
-        found += [[half[i].name for i in stage] for stage in balanced([cost(piece) for piece in half], n)]
-    return found
+        costs = [cost(piece) for piece in half]
+        for stage in balanced(costs, n):
+            names_of_stages.append([half[i].name for i in stage])
+    return names_of_stages
 
 
 def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -> int:
-    """The number of the piece with which the decoder begins, which shall be the first one of stage `split`."""
-    border = _decoder(pieces)
+    """The index of the piece with which the decoder, and by `split` a stage, begins.
+
+    Raises:
+        ValueError: a `split` that does not fit the model, the stages or their number.
+    """
+    border = _decoder_start(pieces)
     if border == len(pieces):
         raise ValueError(
             f"split={pipeline.split} is for a model that has a decoder behind an encoder: expected 0, or such a model "
@@ -161,7 +198,7 @@ def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -
         )
     if pipeline.stages:
         raise ValueError(
-            f"the stages are listed, so where the decoder begins is said already: expected split=0, got "
+            f"the listed stages decide already where the decoder begins: expected split=0, got "
             f"{pipeline.split} ([pipeline] split, [pipeline] stages)"
         )
     if pipeline.split >= n_stages:
@@ -172,35 +209,50 @@ def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -
     return border
 
 
-def _given(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> list[list[str]]:
-    """The names of the pieces of each stage, whose layers are listed.
+def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> list[list[str]]:
+    """The names of each stage's pieces, from lists of layers.
 
-    What is no layer stays with the layer before it, and at the beginning with the first stage. What a decoder begins
-    with stays with its first layer.
+    Pieces that are not layers stay with the layer before them; those at the beginning are in the first stage, and the
+    decoder's embedding stays with the decoder's first layer.
+
+    Raises:
+        ValueError: the lists are not a cut of all layers into n_stages.
     """
     _check_stages(pieces, stages, n_stages)
     places = [i for i, piece in enumerate(pieces) if piece.is_layer]
-    cuts = [i - 1 if i and pieces[i - 1].begins_decoder else i for i in places]
+    # cuts[n] is the index of the piece with which a stage begins that n layers precede.
+    cuts = []
+    for place in places:
+        follows_decoder_start = place > 0 and pieces[place - 1].begins_decoder
+        cuts.append(place - 1 if follows_decoder_start else place)
     cuts.append(places[-1] + 1)
     counts = accumulate(len(stage) for stage in stages[:-1])
     bounds = [0, *(cuts[count] for count in counts), len(pieces)]
     return [[piece.name for piece in pieces[i:j]] for i, j in pairwise(bounds)]
 
 
-def _counted(pieces: Sequence[Piece]) -> str:
-    """The number of layers by its key, of each stack that is there: 'n_layers + n_decoder_layers=3 + 2'."""
-    border = _decoder(pieces)
-    layers = {"n_layers": pieces[:border], "n_decoder_layers": pieces[border:]}
-    counts = {key: n for key, those in layers.items() if (n := sum(piece.is_layer for piece in those))}
+def _count_layers(pieces: Sequence[Piece]) -> str:
+    """The number of layers in each stack among these pieces, for messages: 'n_layers + n_decoder_layers=3 + 2'."""
+    border = _decoder_start(pieces)
+    counts = {
+        "n_layers": sum(piece.is_layer for piece in pieces[:border]),
+        "n_decoder_layers": sum(piece.is_layer for piece in pieces[border:]),
+    }
+    counts = {key: n for key, n in counts.items() if n}
     return f"{' + '.join(counts)}={' + '.join(map(str, counts.values()))}"
 
 
-def _decoder(pieces: Sequence[Piece]) -> int:
-    """The number of the first piece of a decoder behind an encoder; that of all pieces where there is none."""
+def _decoder_start(pieces: Sequence[Piece]) -> int:
+    """The index of the first piece of a decoder behind an encoder; the number of pieces if there is none."""
     return next((i for i, piece in enumerate(pieces) if piece.begins_decoder), len(pieces))
 
 
 def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> None:
+    """Check that [pipeline] stages lists every layer once and in order, for the right number of stages.
+
+    Raises:
+        ValueError: the lists do not; the message says where.
+    """
     n_layers = sum(piece.is_layer for piece in pieces)
     if len(stages) != n_stages:
         raise ValueError(
@@ -210,7 +262,7 @@ def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_st
     if [layer for stage in stages for layer in stage] != list(range(n_layers)):
         raise ValueError(
             f"[pipeline] stages must hold each of the layers 0 to {n_layers - 1} once, in order ([model] "
-            f"{_counted(pieces)}), got {stages}"
+            f"{_count_layers(pieces)}), got {stages}"
         )
     for number, stage in enumerate(stages[1:-1], start=1):
         if not stage:
@@ -223,8 +275,8 @@ def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_st
 def stages_of_ranks(shape: Literal["loop", "v"], pp: int, per_rank: int) -> list[list[int]]:
     """The stage numbers that each pp rank holds, ascending.
 
-    loop: rank r holds r, r + pp, ... (Narayanan et al. 2021, section 2.2). v: r and 2 pp - 1 - r, so rank 0 holds the
-    first and the last (Qi et al. 2023, arXiv:2401.10241, section 6).
+    loop: rank r holds stages r, r + pp, ... (Narayanan et al. 2021, section 2.2). v: rank r holds stages r and
+    2 pp - 1 - r, so rank 0 holds the first and the last (Qi et al. 2023, arXiv:2401.10241, section 6).
     """
     if shape == "v":
         assert per_rank == 2

@@ -1,7 +1,8 @@
-"""One stage as torch's schedules run it: tensors by name on our side, in order on torch's, and sums on the way.
+"""One stage as torch's schedules run it. Our modules take and return tensors by name, torch's stages tuples.
 
-torch's stages hand on tuples of tensors and know one loss, that of the last stage. Another stage may have sums of the
-loss, too: their gradient enters backward with that of what it hands on (Megatron's `MoEAuxLossAutoScaler`).
+torch knows a single loss, that of the last stage. Here other stages may have sums of the loss too: their gradient
+enters backward together with the gradient of the tensors that the stage hands on (as in Megatron's
+`MoEAuxLossAutoScaler`).
 """
 
 from __future__ import annotations
@@ -15,20 +16,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.pipelining import PipelineStage
 
-Boundary = Mapping[str, Tensor]  # on meta: name -> the shape and dtype of a tensor, and whether it needs a gradient
+Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and requires_grad of a handed-on tensor
 
 
 class Stage(PipelineStage):
     """torch's stage around a module that takes and returns tensors by name.
 
-    Two neighbours may be on one rank (V shapes): they have no message to exchange, and in evaluation no gradient to
-    hand over.
+    In V shapes two neighbouring stages may be on one rank. They exchange no messages, and in evaluation no gradients.
 
     Args:
-        module: called as module(**rows of a microbatch, **what the stage before hands on), it returns by name what it
-            hands on and its sums. What it is given and does not return is handed on as it came.
-        before, after: what it is given and what it hands on; nothing before the first and after the last stage.
-        take: called with what the module returns, gives the sums in the loss with their factors (`Tally.add`).
+        module: the stage's module, called as module(**rows of a microbatch, **tensors from the stage before). It
+            returns by name the tensors that it hands on, and its sums. A tensor that it is given and does not return is
+            handed on unchanged.
+        number: number of the stage.
+        n_stages: number of stages of the pipeline.
+        device: the device that this rank computes on.
+        group: the pp group.
+        before: the tensors that the stage is given; empty for the first stage.
+        after: the tensors that the stage hands on; empty for the last stage.
+        take: function called with the module's outputs, which returns the sums in the loss and their factors
+            (`Tally.add`).
     """
 
     def __init__(
@@ -42,7 +49,7 @@ class Stage(PipelineStage):
         after: Boundary,
         take: Callable[[Mapping[str, Tensor]], list[tuple[Tensor, float]]],
     ) -> None:
-        # Shapes are given, so that torch does not run the model once more, and send pickles, to find them out.
+        # With the shapes given torch need not find them out by running the model once more and sending pickles.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
         super().__init__(
             module,
@@ -53,31 +60,38 @@ class Stage(PipelineStage):
             output_args=tuple(after.values()) or loss,
             group=group,
         )
-        self._given, self._handed_on, self._take = list(before), dict(after), take
+        self._input_names, self._handed_on, self._take = list(before), dict(after), take
+        # True behind frozen stages: no input needs a gradient, so backward has no part for inputs.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
 
     def forward_maybe_with_nosync(self, *carried: Tensor, **rows: Any) -> Tensor | tuple[Tensor, ...]:
-        """A microbatch through the module; what it hands on, of the last stage the weighted sum of its sums."""
-        given = dict(zip(self._given, carried, strict=True))
-        found = self.submod(**rows, **given)
-        in_loss = self._take(found)
+        """Run a microbatch through the module.
+
+        Returns:
+            The tensors that the stage hands on; of the last stage the loss, the sums weighted by their factors.
+        """
+        inputs = dict(zip(self._input_names, carried, strict=True))
+        outputs = self.submod(**rows, **inputs)
+        in_loss = self._take(outputs)
         if self.is_last:
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
             return sum((total * factor for total, factor in in_loss), zero)
-        handed_on = {name: found.get(name, given.get(name)) for name in self._handed_on}
+        handed_on = {name: outputs.get(name, inputs.get(name)) for name in self._handed_on}
         if in_loss:
+            # torch starts this stage's backward from the tensors that it hands on: one of them brings the sums along.
             carrier = next(name for name, meta in self._handed_on.items() if meta.requires_grad)
             totals, factors = zip(*in_loss, strict=True)
             handed_on[carrier] = _Seeded.apply(handed_on[carrier], factors, *totals)
-        # torch detaches in place what it has sent, which a view cannot be.
+        # torch detaches in place the tensors that it has sent, which fails for views.
         return tuple(t.clone() if t._is_view() else t.contiguous() for t in handed_on.values())
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward in one piece where no input has a gradient: by the input part torch finds the weights of the other.
+        """Run backward, in one piece if no input of the stage needs a gradient.
 
-        It does so for the first stage only, and where the ones before are frozen would leave weights without gradient.
+        torch finds the weights for the second part while it runs the first, for inputs. It treats only the first stage
+        as one without that part; a later stage behind frozen ones would be left without gradients.
         """
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self._no_input_part, last_backward)
 
@@ -86,7 +100,10 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first messages of torch 2.11, which sends them to a neighbour on its own rank, too: gloo fails there."""
+        """The first messages between neighbours, without those to this rank itself, which torch 2.11 includes.
+
+        gloo fails on a message from a rank to itself.
+        """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
@@ -98,7 +115,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """A tensor as it is, whose backward starts that of some scalars, too, each with its factor."""
+    """The identity on a tensor, whose backward also starts the backward of some scalars, each with its factor."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

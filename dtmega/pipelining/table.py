@@ -1,11 +1,12 @@
 """The order of all computations of a pipeline: one row of actions per rank, from torch's schedules or a CSV file.
 
-A table is pure data and needs no process group, so it is checked, simulated and drawn before anything is built.
+A table is plain data and needs no process group, so it can be checked, simulated and drawn before anything is built.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -16,7 +17,13 @@ from dtmega import config
 
 
 class Action(NamedTuple):
-    """One stage's forward (F), whole backward (B), or backward's input (I) or weight (W) part, on one microbatch."""
+    """One computation of a pipeline.
+
+    Attributes:
+        stage: number of the stage.
+        kind: F forward, B whole backward, I its part for inputs, W its part for weights.
+        microbatch: number of the microbatch.
+    """
 
     stage: int
     kind: str
@@ -26,16 +33,16 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Table = list[list[Action]]  # of each pp rank
+Table = list[list[Action]]  # for each pp rank, its actions in order
 
 
 class ScheduleKind(NamedTuple):
-    """The demands of a schedule.
+    """The requirements of a schedule.
 
     Attributes:
-        per_rank: stages per rank: exactly 1, exactly 2, or at least 2.
-        shape: which ones they are (`split.stages_of_ranks`).
-        splits_backward: runs the weights' part of backward later than the inputs'.
+        per_rank: number of stages per rank: exactly 1, exactly 2, or at least 2.
+        shape: rule by which ranks get their stages (`split.stages_of_ranks`).
+        splits_backward: True if backward runs in two parts, the one for weights later than the one for inputs.
     """
 
     per_rank: Literal["1", "2", "2+"]
@@ -53,55 +60,62 @@ SCHEDULES = {
     "DualPipeV": ScheduleKind("2", "v", True),  # DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe
 }
 
-# As torch prints them: 0F0, or two that share a step, (0F4;3B1)OVERLAP_F_B.
+# Actions as torch prints them: 0F0, or two actions that overlap in one step, (0F4;3B1)OVERLAP_F_B.
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 CELL = re.compile(r"\d+[FBIW]\d+|\(\d+[FBIW]\d+(;\d+[FBIW]\d+)+\)OVERLAP_F_B")
-# A whole backward takes twice a forward, its two parts as long as one each (arXiv:2401.10241, section 2).
+# Times in units of a forward. A backward takes two, one for each of its parts (arXiv:2401.10241, section 2).
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def stages_per_rank(pipeline: config.Pipeline) -> int:
-    """The number of stages that each rank holds; with a CSV file, 0 if the file decides.
+    """The number of stages that each rank holds; 0 if a CSV file decides it.
 
     Raises:
         ValueError: a number that the schedule cannot run.
     """
-    wanted = pipeline.virtual_stages
+    configured = pipeline.virtual_stages
     if pipeline.csv:
-        return wanted
+        return configured
     allowed = SCHEDULES[pipeline.schedule].per_rank
     default = int(allowed.rstrip("+"))
-    if wanted and wanted != default and not (allowed == "2+" and wanted > default):
+    if configured and configured != default and not (allowed == "2+" and configured > default):
         raise ValueError(
-            f"virtual_stages={wanted}, but schedule '{pipeline.schedule}' runs "
+            f"virtual_stages={configured}, but schedule '{pipeline.schedule}' runs "
             f"{'at least' if '+' in allowed else 'exactly'} {default} per rank ([pipeline] virtual_stages, schedule)"
         )
-    return wanted or default
+    return configured or default
 
 
 def make_table(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> Table:
-    """The configured table; a CSV file has its own number of microbatches."""
+    """The configured table. A CSV file has its own number of microbatches, whatever `n_microbatches` is."""
     if pipeline.csv:
         return csv_table(pipeline.csv, pp)
     return named_table(pipeline.schedule, pp, stages_per_rank(pipeline), n_microbatches)
 
 
 def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> Table:
-    """The table of one of SCHEDULES; its own requirements must hold (`schedule.check_schedule`)."""
+    """The table of one of SCHEDULES. The schedule's requirements must hold (`schedule.check_schedule`)."""
     if schedule == "GPipe":
-        return [[Action(r, kind, m) for kind in "FB" for m in range(n_microbatches)] for r in range(pp)]
+        return [_all_forwards_all_backwards(rank, n_microbatches) for rank in range(pp)]
     if schedule == "1F1B":
         return [_one_forward_one_backward(rank, pp, n_microbatches) for rank in range(pp)]
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # All that these classes read of a stage before they run; the ranks' tables do not depend on whose stage it is.
+    # A stand-in with all that torch's classes read of a stage before they run. Any stage makes the tables of all ranks.
     stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * per_rank, n_microbatches).pipeline_order
     return [parse(" ".join(str(action) for action in order[rank] if action)) for rank in range(pp)]
 
 
+def _all_forwards_all_backwards(rank: int, n_microbatches: int) -> list[Action]:
+    """GPipe's row: the forwards of all microbatches, then their backwards."""
+    forwards = [Action(rank, "F", m) for m in range(n_microbatches)]
+    backwards = [Action(rank, "B", m) for m in range(n_microbatches)]
+    return forwards + backwards
+
+
 def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[Action]:
-    """A forward for each stage from here to the last, then backward and forward in turn, then what is left."""
+    """1F1B's row: as many forwards as stages from this one on, then backward and forward in turn, then backwards."""
     ahead = min(pp - rank, n_microbatches)
     row = [Action(rank, "F", m) for m in range(ahead)]
     for m in range(n_microbatches):
@@ -112,16 +126,19 @@ def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[A
 
 
 def parse(text: str) -> list[Action]:
+    """The actions in a text such as '0F0 0B0'."""
     return [Action(int(stage), kind, int(microbatch)) for stage, kind, microbatch in ACTION.findall(text)]
 
 
 def csv_table(path: str, pp: int) -> Table:
     """A table from a file with one row of cells (0F0, 1B0, empty = idle) per rank, as torch's schedules write it.
 
+    A schedule has stages 0, 1, ... on one rank each; the first stage is on the first rank, the last one on the last
+    rank or, in a V, on the first. Each stage runs one forward and one backward of every microbatch.
+
     Raises:
-        ValueError: no such file, a cell that is no action, another number of rows than ranks, or not a schedule: stages
-            0, 1, ... each on one rank, each with one forward and one backward of every microbatch, in an order that
-            can run. The first stage is on the first rank, the last on the last or, V-shaped, on the first.
+        ValueError: a file that cannot be read, a cell that is not an action, a number of rows other than pp, or rows
+            that are not a schedule, because something is missing or the order cannot run.
     """
     where = f"{path} ([pipeline] csv)"
     try:
@@ -131,7 +148,9 @@ def csv_table(path: str, pp: int) -> Table:
     for number, row in enumerate(rows, start=1):
         for cell in row:
             if cell.strip() and not CELL.fullmatch(cell.strip()):
-                raise ValueError(f"{where}, row {number}: '{cell.strip()}' is no action; expected such as 0F3, 1B0")
+                raise ValueError(
+                    f"{where}, row {number}: '{cell.strip()}' is not an action; expected one such as 0F3 or 1B0"
+                )
     table = [parse(" ".join(row)) for row in rows]
     if len(table) != pp or not all(table):
         raise ValueError(
@@ -144,31 +163,40 @@ def csv_table(path: str, pp: int) -> Table:
 
 
 def _check_complete(table: Table, where: str) -> None:
-    placed = stages_in(table)
-    stages = sorted(stage for row in placed for stage in row)
+    """Check that a table holds every action of a pipeline once, on the right ranks.
+
+    Raises:
+        ValueError: it does not.
+    """
+    stages_of_ranks = stages_in(table)
+    stages = sorted(itertools.chain.from_iterable(stages_of_ranks))
+    last = stages[-1]
     if stages != list(range(len(stages))):
-        raise ValueError(f"{where}: stages 0, 1, ... must each be on one rank; the ranks have {placed}")
-    if 0 not in placed[0] or not {stages[-1]} & {*placed[0], *placed[-1]}:
+        raise ValueError(f"{where}: stages 0, 1, ... must each be on one rank; the ranks have {stages_of_ranks}")
+    if 0 not in stages_of_ranks[0] or last not in [*stages_of_ranks[0], *stages_of_ranks[-1]]:
         raise ValueError(
-            f"{where}: stage 0 must be on the first rank and stage {stages[-1]}, the last, on the last or on the first "
-            f"(they share the embedding); the ranks have {placed}"
+            f"{where}: stage 0 must be on the first rank and stage {last}, the last, on the last or on the first "
+            f"(they share the embedding); the ranks have {stages_of_ranks}"
         )
-    done: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for row in table:
-        for stage, kind, microbatch in row:
-            done[stage, microbatch].append(kind)
-    everything = [(stage, microbatch) for stage in stages for microbatch in range(microbatches_in(table))]
-    for stage, microbatch in everything:
-        kinds = "".join(sorted(done[stage, microbatch]))
+
+    kinds_of: dict[tuple[int, int], list[str]] = defaultdict(list)
+    forwards_of_last = []
+    for stage, kind, microbatch in itertools.chain.from_iterable(table):
+        kinds_of[stage, microbatch].append(kind)
+        if stage == last and kind == "F":
+            forwards_of_last.append(microbatch)
+    for stage, microbatch in itertools.product(stages, range(microbatches_in(table))):
+        kinds = "".join(sorted(kinds_of[stage, microbatch]))
         if kinds not in ("BF", "FIW"):
             raise ValueError(
                 f"{where}: stage {stage} must run microbatch {microbatch} forward (F) and backward (B, or I and W) "
                 f"once; it has '{kinds}'"
             )
-    # torch finds the loss of microbatch m at place m of a list that it appends to (`_maybe_get_loss`).
-    last = [microbatch for row in table for stage, kind, microbatch in row if (stage, kind) == (stages[-1], "F")]
-    if last != sorted(last):
-        raise ValueError(f"{where}: the last stage must run forwards in the order of the microbatches, it has {last}")
+    # torch appends losses to a list and looks for the loss of microbatch m at index m (`_maybe_get_loss`).
+    if forwards_of_last != sorted(forwards_of_last):
+        raise ValueError(
+            f"{where}: the last stage must run forwards in the order of the microbatches, it has {forwards_of_last}"
+        )
 
 
 def stages_in(table: Table) -> list[list[int]]:
@@ -177,20 +205,29 @@ def stages_in(table: Table) -> list[list[int]]:
 
 
 def microbatches_in(table: Table) -> int:
+    """The number of microbatches."""
     return 1 + max(action.microbatch for row in table for action in row)
 
 
 class TimedAction(NamedTuple):
+    """An action with the time at which it starts, in units of one forward."""
+
     start: int
     action: Action
 
     @property
     def end(self) -> int:
+        """The time at which the action ends."""
         return self.start + DURATION[self.action.kind]
 
 
 class Timeline(NamedTuple):
-    """The actions of each rank with their times, in units of one forward, and the fraction of time spent waiting."""
+    """The result of a simulation.
+
+    Attributes:
+        rows: for each rank, its actions with their times.
+        bubble: fraction of all ranks' time that is spent waiting.
+    """
 
     rows: list[list[TimedAction]]
     bubble: float
@@ -199,11 +236,15 @@ class Timeline(NamedTuple):
 def simulate(table: Table, where: str = "schedule") -> Timeline:
     """Run every action as early as its rank and its inputs allow; transfers take no time.
 
-    A forward needs the one of the stage before; a backward (B or I) the own forward and the backward of the stage
-    after; W its I.
+    A forward needs the forward of the stage before. A backward (B or I) needs its own stage's forward and the backward
+    of the stage after. W needs its I.
+
+    Args:
+        table: the actions of each rank, in order.
+        where: name of the table, for messages.
 
     Raises:
-        ValueError: an action whose input never comes; `where` names the table.
+        ValueError: an action whose input never comes.
     """
     last = max(action.stage for row in table for action in row)
     ends: dict[Action, int] = {}
@@ -212,17 +253,20 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
     def ready_at(action: Action) -> int | None:
         """The time at which an action can begin; None as long as an input is missing."""
         stage, kind, m = action
-        needs: list[int | None] = []
+        inputs_at: list[int | None] = []
         if kind == "F":
-            needs += [ends.get(Action(stage - 1, "F", m))] if stage > 0 else []
+            if stage > 0:
+                inputs_at.append(ends.get(Action(stage - 1, "F", m)))
         elif kind == "W":
-            needs += [ends.get(Action(stage, "I", m))]
+            inputs_at.append(ends.get(Action(stage, "I", m)))
         else:
-            needs += [ends.get(Action(stage, "F", m))]
-            after = [ends.get(Action(stage + 1, whole_or_input, m)) for whole_or_input in "BI"]
-            needs += [next((end for end in after if end is not None), None)] if stage < last else []
-        known = [end for end in needs if end is not None]
-        return max(known, default=0) if len(known) == len(needs) else None
+            inputs_at.append(ends.get(Action(stage, "F", m)))
+            if stage < last:
+                # The next stage's gradient comes from its whole backward or from the part for inputs.
+                whole_at = ends.get(Action(stage + 1, "B", m))
+                inputs_at.append(ends.get(Action(stage + 1, "I", m)) if whole_at is None else whole_at)
+        known = [end for end in inputs_at if end is not None]
+        return max(known, default=0) if len(known) == len(inputs_at) else None
 
     while waiting := [rank for rank, row in enumerate(table) if len(rows[rank]) < len(row)]:
         moved = False
@@ -237,7 +281,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
                 moved = True
         if not moved:
             stuck = ", ".join(f"rank {rank} before {table[rank][len(rows[rank])]}" for rank in waiting)
-            raise ValueError(f"{where} cannot run: {stuck}, waiting for what comes later or never")
+            raise ValueError(f"{where} cannot run: {stuck}, which wait for an action that comes later or never")
     makespan = max(row[-1].end for row in rows)
     busy = sum(DURATION[action.kind] for row in table for action in row)
     return Timeline(rows, 1 - busy / (makespan * len(table)))

@@ -1,9 +1,9 @@
-"""One parameter that several stages hold: an embedding and the head, a bias that each stage of a stack reads.
+"""Parameters that several stages share, such as an embedding tied to the head, or a bias that a whole stack reads.
 
-It has one name, the same bits and one gradient on all of them. The copies start with the same bits, because initial
-values are keyed by the name. After backward their gradients are summed, in the order of the stages, and all get the
-sum; the optimizer, elementwise and in the same state on each, then does the same to each. Megatron does this for its
-`shared` weights; here it holds for any number of places, also where one rank has several of them.
+Each stage has a copy under the same name. The copies start equal, because initial values are keyed by the name. After
+backward their gradients are summed in the order of the stages, and every copy gets the sum; then the optimizer, which
+is elementwise and in the same state everywhere, changes all copies alike. Megatron does so for its `shared` weights;
+here any number of stages may share, and a rank may hold several copies.
 """
 
 from __future__ import annotations
@@ -18,39 +18,42 @@ from torch.distributed.tensor import DTensor
 from dtmega.distributed import replica_check
 from dtmega.ops.shards import local
 
-GATHERED = 2**22  # elements of each copy that are gathered at a time
+GATHERED = 2**22  # elements of each copy to gather at a time, to bound the memory for the other ranks' copies
 
 
 def shared(
     whole: nn.Module, parts: Mapping[str, Sequence[nn.Module]], stages: Sequence[Sequence[str]]
 ) -> dict[str, list[int]]:
-    """The parameters that several stages hold, by their first names: the numbers of these stages, ascending.
+    """The parameters that several stages hold: first name -> numbers of these stages, ascending.
 
     Args:
-        whole: a model whose tied parameters are one.
-        parts: the modules of it that each piece needs.
-        stages: the pieces of each stage.
+        whole: the whole model, in which tied names share one parameter.
+        parts: the modules that each piece needs, by the piece's name.
+        stages: names of the pieces of each stage.
     """
-    held = []
+    parameters_of_stages = []
     for pieces in stages:
-        modules = [module for piece in pieces for module in parts[piece]]
-        held.append({id(parameter) for module in modules for parameter in module.parameters(recurse=False)})
-    found: dict[str, list[int]] = {}
+        here: set[int] = set()
+        for piece in pieces:
+            for module in parts[piece]:
+                here |= {id(parameter) for parameter in module.parameters(recurse=False)}
+        parameters_of_stages.append(here)
+    stages_of: dict[str, list[int]] = {}
     for name, parameter in whole.named_parameters():
-        numbers = [number for number, here in enumerate(held) if id(parameter) in here]
+        numbers = [number for number, here in enumerate(parameters_of_stages) if id(parameter) in here]
         if len(numbers) > 1:
-            found[name] = numbers
-    return found
+            stages_of[name] = numbers
+    return stages_of
 
 
 class Tied:
-    """The copies of one parameter on this rank, of which there are others.
+    """This rank's copies of a parameter that several stages share.
 
     Args:
-        name: of the parameter in checkpoints.
-        copies: stage number -> the parameter there, ascending; at least one.
-        places: the stages with a copy of each rank of the group, in its order.
-        group: the ranks with a copy; None if all copies are here.
+        name: name of the parameter in checkpoints.
+        copies: stage number -> this rank's copy, ascending; at least one.
+        places: for each rank of the group, in its order, the stages whose copies it holds.
+        group: the ranks that hold a copy; None if this rank holds all of them.
     """
 
     def __init__(
@@ -66,13 +69,13 @@ class Tied:
 
     @property
     def duplicates(self) -> list[nn.Parameter]:
-        """The copies here that norms, counts of zeros and checkpoints leave out: all but that of the first stage."""
+        """This rank's copies that norms, counts of zeros and checkpoints leave out: all but the first stage's."""
         return [copy for number, copy in self.copies.items() if number != self.stages[0]]
 
     def sum_gradients(self) -> None:
-        """Give all copies the sum of their gradients. After backward, before the norm; every rank calls it once.
+        """Set the gradient of every copy to the sum over all copies; frozen copies have none.
 
-        Frozen copies have none.
+        All ranks of the group call it, after backward and before the gradient norm.
         """
         gradients = [local(copy.grad) for copy in self.copies.values() if copy.grad is not None]
         assert len(gradients) == sum(copy.requires_grad for copy in self.copies.values())
@@ -82,20 +85,27 @@ class Tied:
                 gradient.copy_(total)
 
     def _sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum over all copies, in the order of their stages, whichever rank has which; where collectives run."""
+        """The sum of the gradients of all copies, on the device that collectives run on.
+
+        Added in the order of the stages, so that the bits do not depend on which rank holds which copy.
+        """
         device = _device(next(iter(self.copies.values())))
         if self._group is None:
             return _add_up(gradients)
         if len(self.stages) == 2:
             total = gradients[0].to(device)
-            # Of two numbers, a sum in either order has the same bits.
+            # A sum of two numbers has the same bits in either order, so a plain all-reduce will do.
             dist.all_reduce(total, group=self._group)
             return total
         flat = torch.stack([gradient.flatten() for gradient in gradients]).to(device)
-        # A rank with fewer copies than another one sends something in their places, which nobody reads.
+        # An all-gather takes as much from each rank: one with fewer copies fills up with its first, which nobody reads.
         most = max(map(len, self._places))
         mine = torch.cat([flat, flat[:1].expand(most - len(flat), -1)])
-        order = sorted((number, rank, i) for rank, held in enumerate(self._places) for i, number in enumerate(held))
+        order = []
+        for rank, numbers in enumerate(self._places):
+            for i, number in enumerate(numbers):
+                order.append((number, rank, i))
+        order.sort()
         total = torch.empty_like(mine[0])
         for part, out in zip(mine.split(GATHERED, dim=1), total.split(GATHERED), strict=True):
             ranks = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in self._places]
@@ -105,7 +115,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """Tell whether all copies are equal to the bit. Every rank with a copy calls it, and gets the same answer."""
+        """True if all copies are equal to the bit. All ranks of the group call it and get the same answer."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
@@ -122,5 +132,5 @@ def _add_up(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """The device that its group's collectives run on; an offloaded shard is elsewhere."""
+    """The device that collectives run on. A parameter that FSDP offloads is in host memory, but its mesh is not."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -85,6 +85,6 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
         if n_actions > MOST_ACTIONS:
             bubble = simulate(table).bubble
             return "", f"{name}: {n_actions:,} actions are too many to draw; {bubble:.1%} of the time is bubble"
-        return draw.svg(table, ""), draw.described(table, name)
+        return draw.svg(table, ""), draw.describe(table, name)
     except ValueError as error:
         return "", f"the schedule cannot be drawn: {error}"

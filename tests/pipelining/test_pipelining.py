@@ -334,7 +334,7 @@ def test_1f1b_keeps_at_most_pp_minus_rank_microbatches(pp: int):
 def test_actions_that_wait_for_each_other_are_refused():
     row = [Action(1, "F", 0), Action(0, "F", 0)]
     with pytest.raises(
-        ValueError, match="schedule cannot run: rank 0 before 1F0, waiting for what comes later or never"
+        ValueError, match="schedule cannot run: rank 0 before 1F0, which wait for an action that comes later or never"
     ):
         simulate([row])
 
@@ -354,8 +354,8 @@ def test_a_file_may_have_idle_cells_split_backwards_and_pairs_as_torch_writes_th
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([GOOD[0], "1F0,1X0"], r"row 2: '1X0' is no action; expected such as 0F3, 1B0"),
-        ([GOOD[0], "1F0,1B0 0F1"], r"row 2: '1B0 0F1' is no action"),
+        ([GOOD[0], "1F0,1X0"], r"row 2: '1X0' is not an action; expected one such as 0F3 or 1B0"),
+        ([GOOD[0], "1F0,1B0 0F1"], r"row 2: '1B0 0F1' is not an action"),
         ([GOOD[0], ","], "has 2 rows, 1 of them with actions; expected 2"),
         (["1F0,1B0", "2F0,2B0"], r"stages 0, 1, ... must each be on one rank; the ranks have \[\[1\], \[2\]\]"),
         ([*GOOD, "2F0,2B0"], r"has 3 rows, 3 of them with actions; expected 2, one per rank \(\[mesh\] pp=2\)"),
