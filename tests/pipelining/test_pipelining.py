@@ -185,7 +185,7 @@ def test_a_split_gives_encoder_and_decoder_stages_of_their_own_each_balanced_by_
         ({"split": 1}, 4, r"3 stages cannot be cut from n_decoder_layers=2 layers: 3 > 2"),
         ({}, 6, r"6 stages cannot be cut from n_layers \+ n_decoder_layers=3 \+ 2 layers: 6 > 5"),
         ({"stages": [[0, 1], [2, 3]]}, 2, r"layers 0 to 4 once, .*\[model\] n_layers \+ n_decoder_layers=3 \+ 2\)"),
-        ({"split": 1, "stages": [[0, 1, 2], [3, 4]]}, 2, r"the stages are listed, .*expected split=0, got 1"),
+        ({"split": 1, "stages": [[0, 1, 2], [3, 4]]}, 2, r"the listed stages decide .*expected split=0, got 1"),
     ],
     ids=str,
 )
@@ -440,7 +440,7 @@ def test_a_file_runs_its_own_number_of_microbatches_and_stages(tmp_path: Path):
     wanted = {"csv": str(path)}
     cfg = settings(pipeline=wanted, batch={"micro_batch_size": 1, "global_batch_size": 3})
     with pytest.raises(
-        ValueError, match=r"= 3 microbatches, but schedule '.*schedule.csv' needs the 2 that are written"
+        ValueError, match=r"= 3 microbatches, but schedule '.*schedule.csv' needs the 2 that the file has"
     ):
         check_schedule(cfg, PIECES, pp=2, data_size=1, compiled=False)
     with pytest.raises(ValueError, match=r"virtual_stages=2, but the ranks of .* have stages \[\[0\], \[1\]\]"):

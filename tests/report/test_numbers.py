@@ -129,4 +129,4 @@ def test_the_drawn_schedule_has_the_microbatches_of_a_data_rank():
     sizes = {"pp": 2, "dp_replicate": 1, "dp_shard": 3, "cp": 1, "tp": 1}
     cfg = config.validate(values, "test")
     table = make_table(cfg.pipeline, 2, 24 // (2 * 3))
-    assert layout.schedule(values, sizes) == (draw.svg(table, ""), draw.described(table, cfg.pipeline.schedule))
+    assert layout.schedule(values, sizes) == (draw.svg(table, ""), draw.describe(table, cfg.pipeline.schedule))
