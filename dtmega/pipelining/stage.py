@@ -77,8 +77,8 @@ class Stage(PipelineStage):
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
             return sum((total * factor for total, factor in in_loss), zero)
         handed_on = {name: outputs.get(name, inputs.get(name)) for name in self._handed_on}
+        # torch starts this stage's backward from the tensors that it hands on: one of them brings the sums along.
         if in_loss:
-            # torch starts this stage's backward from the tensors that it hands on: one of them brings the sums along.
             carrier = next(name for name, meta in self._handed_on.items() if meta.requires_grad)
             totals, factors = zip(*in_loss, strict=True)
             handed_on[carrier] = _Seeded.apply(handed_on[carrier], factors, *totals)
