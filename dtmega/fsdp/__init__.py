@@ -1,4 +1,8 @@
-"""FSDP2: parameters, gradients and optimizer state cut over the data ranks; mixed precision with fp32 masters."""
+"""FSDP2: parameters, gradients and optimizer state cut over the data ranks; mixed precision with fp32 masters.
+
+FSDP2 is used where weights are cut, offloaded, or reduced in another dtype. Otherwise `masters.py` (casts on one rank)
+and `replicas.py` (sums over whole copies) do the same with fewer copies in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,18 @@ from dtmega.ops.shards import dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
-    """Tell whether FSDP2 holds the weights: they are cut, cast or offloaded, or their gradients' sums are cast.
+    """True if FSDP2 holds the weights: if they are cut, cast or offloaded, or their gradients are reduced in a cast.
 
-    Where it does not, gradients stay where backward puts them, and are summed there (`replicas.py`); a rank that has
-    the whole model casts what it has (`masters.py`).
+    Otherwise gradients stay where backward writes them and are summed there (`replicas.py`), and a rank that holds the
+    whole model casts it by itself (`masters.py`).
 
     Args:
-        sizes: the resolved ones.
-        splits_backward: a schedule runs backward in two parts. torch's weight part goes more than once through what
-            weights of one graph share, and frees it the first time (`stage_backward_weight`). FSDP's own nodes keep the
-            weights of a graph apart.
+        cfg: the run's configuration.
+        sizes: resolved size of each axis of the mesh.
+        splits_backward: True if the schedule runs backward in two parts.
     """
+    # torch's backward for weights passes nodes that several weights share more than once, and frees them the first time
+    # (`stage_backward_weight`). FSDP's own nodes in the graph keep the weights apart.
     if splits_backward:
         return True
     if keeps_masters(cfg, sizes):
@@ -37,13 +42,13 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
 
 
 def keeps_masters(cfg: config.Config, sizes: Mapping[str, int]) -> bool:
-    """Tell whether casts are all that is to be done to weights: each rank has the whole model, and sums are fp32."""
+    """True if weights only have to be cast: each rank holds the whole model, and gradients are summed in fp32."""
     whole = all(size == 1 for axis, size in sizes.items() if axis != "dp_replicate") and not cfg.fsdp.cpu_offload
     return whole and cfg.precision.params != "float32" and cfg.precision.reduce == "float32"
 
 
 def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
-    """Tell whether a block's weights are freed after its forward. `pp` and `dp_shard` are the resolved sizes."""
+    """True if FSDP frees a block's gathered weights after its forward; `pp` and `dp_shard` are resolved sizes."""
     if cfg.fsdp.reshard_after_forward == "auto":
         # Under pp each microbatch would gather the weights again; with one shard there is nothing to free.
         return pp == 1 and dp_shard > 1
@@ -53,15 +58,18 @@ def reshards(cfg: config.Config, pp: int, dp_shard: int) -> bool:
 def apply_fsdp(
     model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, cfg: config.Config, *, reshard: bool
 ) -> None:
-    """Wrap each block, then the root with all that is left (so tied weights are in one group).
+    """Wrap each block, then the root with everything else, so that tied weights are in one group.
 
-    Parameters stay fp32 shards; forward and backward see them in `precision.params`; gradients are summed, not
-    averaged, in `precision.reduce` (the loss is already divided by the tokens of the global batch).
+    Parameters stay fp32 shards; forward and backward use them in `precision.params`. Gradients are summed, not
+    averaged, in `precision.reduce`, because the loss is divided by the counts of the global batch already.
 
     Args:
-        mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, and with dp_shard = 1 what DDP does.
-        reshard: free each block's weights after its forward; never the root's, which backward needs first and last, nor
-            the last block's, which it needs next.
+        model: a stage on meta, after the tp plan.
+        blocks: its blocks, in order.
+        mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, which with dp_shard = 1 is the same as DDP.
+        cfg: the run's configuration.
+        reshard: free each block's weights after its forward. Never the root's, which backward needs first and last, nor
+            the last block's, which backward needs next.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -88,33 +96,35 @@ def apply_fsdp(
                 module.set_custom_all_gather(Gathers())  # pyright: ignore[reportArgumentType]
                 module.set_custom_reduce_scatter(ReducesAndScatters())  # pyright: ignore[reportArgumentType]
         else:
-            # There is nothing to divide by, and torch would divide by 1.0 into another copy (2.13).
+            # Over one rank torch 2.13 would divide by 1.0, into another copy.
             module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
-            # A parameter that only some data ranks have used: the others reduce a zero, and do not leave it out.
+            # If only some data ranks have used a parameter, the others contribute zeros instead of leaving it out.
             module.set_reduce_scatter_unused_params(True)
-        module.set_force_sum_reduction_for_comms(True)  # a plain sum, not one multiplied by 1.0, which gloo lacks
+        # Otherwise FSDP asks for a sum multiplied by a factor, here 1.0, which gloo does not have.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 class _NothingToReduce:
-    """A reduce-scatter among one rank: the gradients that go in, cast, come out of the same memory."""
+    """A reduce-scatter over one rank: output and input are the same memory, so nothing is copied."""
 
     def __init__(self) -> None:
-        self._put_in: Tensor | None = None
+        self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for what goes in, and then for what comes out, which it copies unless it is the same."""
-        found, self._put_in = self._put_in, None
-        if found is None:
-            found = self._put_in = torch.empty(*size, dtype=dtype, device=device)
-        return found
+        """Allocate the input at FSDP's first call; return it again at the second call, which is for the output."""
+        buffer, self._input = self._input, None
+        if buffer is None:
+            buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
+        return buffer
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        # FSDP copies input to output by itself over one rank, and skips that for the same memory.
         raise AssertionError("one rank has nothing to reduce")
 
 
 def keep_masters(model: nn.Module, cfg: config.Config) -> None:
-    """Let a model that is whole on this rank compute in `precision.params`; its parameters stay fp32."""
+    """Make a model that this rank holds whole compute in `precision.params`; its parameters stay fp32."""
     model.masters = Masters(model, getattr(torch, cfg.precision.params))  # pyright: ignore[reportArgumentType]
 
 
@@ -123,7 +133,10 @@ def _masters(model: nn.Module) -> Masters | None:
 
 
 def release(model: nn.Module) -> None:
-    """Put the fp32 parameters back where forward did not end in backward; optimizer and checkpoint know only these."""
+    """Put the fp32 parameters back in their places, which optimizer and checkpoints use, and free gathered weights.
+
+    Call it after the last microbatch: forwards without a backward leave the copies in place.
+    """
     masters = _masters(model)
     if masters is not None:
         masters.release()
@@ -133,9 +146,15 @@ def release(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) -> None:
-    """Reduce gradients only after the last microbatch of a step; before it they add up unreduced on each rank.
+    """Prepare for the backward of a microbatch: only the last one of a step reduces gradients over the data ranks.
 
-    Until then the root's weights stay gathered too, and the blocks' unless `reshard` trades traffic for memory.
+    Until then gradients add up on each rank. The root's weights stay gathered as well, and the blocks' do too unless
+    `reshard` saves their memory at the price of more traffic.
+
+    Args:
+        model: a model after `apply_fsdp` or `keep_masters`, or neither.
+        last_microbatch: True for the last microbatch of a step.
+        reshard: True if blocks free their weights after each use.
     """
     masters = _masters(model)
     if masters is not None:

@@ -1,8 +1,9 @@
-"""Mixed precision of a model that a rank has whole: parameters stay fp32, and copies in another dtype compute.
+"""Mixed precision for a model that a rank holds whole: parameters stay fp32, and copies in another dtype compute.
 
-FSDP2 does this too, but as if there were others to gather from: it copies weights twice, and gradients into a flat
-buffer by way of a second one (torch 2.13). Here each is cast once. The numbers are FSDP2's to the bit: a microbatch's
-gradient is rounded to the dtype of the copies, and added up in fp32; over several ranks `replicas.py` sums that.
+FSDP2 can do this too, but it works as if there were other ranks to gather from: it copies weights twice, and gradients
+through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The numbers are FSDP2's to the bit:
+the gradient of a microbatch is rounded to the dtype of the copies and added up in fp32. Over several ranks
+`replicas.py` sums the fp32 gradients.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """The fp32 parameters of a model, which optimizer and checkpoints know, and the copies of them that compute.
+    """The fp32 parameters of a model, which optimizer and checkpoints use, and the copies that compute.
 
-    From a forward of the model to `release` the copies stand in the places of the parameters. Between steps they have
-    no memory. A gradient of a copy is added to the parameter's, and freed, as soon as backward has it.
+    From the model's forward until `release` the copies are in the places of the parameters. Between steps they have no
+    memory. As soon as backward has made a copy's gradient, it is added to the parameter's and freed.
 
     Args:
-        model: its parameters may still get their memory.
-        dtype: of the copies.
+        model: the model; its parameters may still be on meta.
+        dtype: dtype of the copies.
 
     Attributes:
-        last: backward is that of a step's last microbatch, and frees each copy with its gradient.
+        last: True if backward is the one of a step's last microbatch; it then frees each copy with its gradient.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -44,7 +45,7 @@ class Masters:
                 for module in model.modules()
                 for name, parameter in module.named_parameters(recurse=False)
             ]
-            # A tied parameter has several slots and one copy.
+            # A tied parameter has several slots but one copy.
             self._copies = {slot.master: self._copy(slot.master) for slot in self._slots}
         with torch.no_grad():
             for master, copy in self._copies.items():
@@ -64,13 +65,13 @@ class Masters:
             copy.grad = None
             assert gradient is not None
             if master.grad is None:
-                # The optimizer's kernel wants the parameter's strides.
+                # empty_like gives it the parameter's strides, which the optimizer's kernel expects.
                 master.grad = torch.empty_like(master).copy_(gradient)
             else:
                 master.grad += gradient
             if self.last:
                 _free(copy)
-            # Backward itself calls those of the parameters that it knows only.
+            # Backward runs only the hooks of the copy. Those of the parameter, such as `Replicas`', are run here.
             for hook in (master._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
                 hook(master)
 
@@ -89,7 +90,13 @@ class Masters:
 
 
 class _Slot(NamedTuple):
-    """The place of a parameter in a module."""
+    """A module's attribute that holds a parameter.
+
+    Attributes:
+        module: the module.
+        name: name of the attribute.
+        master: the fp32 parameter.
+    """
 
     module: nn.Module
     name: str

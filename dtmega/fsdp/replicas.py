@@ -1,12 +1,12 @@
-"""The sum of gradients over whole copies of a model, where the gradients are: what DDP does, without its buckets.
+"""Data parallelism over whole copies of a model: gradients are summed in place, like DDP but without its buckets.
 
-FSDP2 copies the gradients of a block into one buffer before it reduces them, and DDP does, too. Where nothing is cut
-and nothing is cast there is no need: each matrix's gradient is summed in its own memory, and only vectors, which are
-too small for a message each, are packed.
+DDP and FSDP2 copy the gradients of a block into one buffer before they reduce them. Where nothing is cut or cast there
+is no need: the gradient of each matrix is summed in its own memory, and only vectors, which are too small for a message
+each, are packed together.
 
     replicas = Replicas(stage, blocks, group)
-    replicas.expect()      # before the last backward of a step: sums begin while it runs
-    replicas.finish()      # all gradients are sums
+    replicas.expect()      # before the last backward of a step: sums start while it runs
+    replicas.finish()      # afterwards all gradients are sums
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from dtmega.ops.shards import local
 
 
 class Replicas:
-    """The copies of one stage over a group.
+    """The copies of one stage over a group of ranks.
 
-    Sums begin block by block, the last block first, as backward finishes them. A block waits for those before it in
-    this order: ranks on which other parameters are used launch the same collectives in the same order all the same.
+    Sums start block by block, the last block first, as backward finishes them. A block waits for the blocks before it
+    in this order, so that all ranks launch the same collectives in the same order even if they use other parameters.
 
     Args:
-        stage: with its parameters in place, which are not replaced any more.
-        blocks: of the stage, in order.
-        group: the ranks that have a copy of it.
+        stage: the stage, with parameters that nothing replaces any more.
+        blocks: its blocks, in order.
+        group: the ranks that hold a copy of the stage.
     """
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._group = group
+        # A unit is a block, or as the last one everything outside the blocks. A parameter that several units share is
+        # ready with the last of them, so later units overwrite earlier ones here.
         unit_of: dict[nn.Parameter, int] = {}
-        # One that several units have is ready with the last of them.
         for number, module in enumerate(reversed(blocks)):
             unit_of |= dict.fromkeys(module.parameters(), number)
         for parameter in stage.parameters():
@@ -51,11 +52,11 @@ class Replicas:
         self._packed: list[tuple[Tensor, list[Tensor]]] = []
 
     def expect(self) -> None:
-        """Begin to sum as soon as gradients are complete: the next backward is the step's last."""
+        """Start sums as soon as gradients are complete, because the next backward is the last of the step."""
         self._awaited = [set(unit) for unit in self._units]
 
     def finish(self) -> None:
-        """Sum what is left, and wait for all. Each parameter that is trained has a gradient by now."""
+        """Start the remaining sums and wait for all. By now every trained parameter must have a gradient."""
         while self._n_launched < len(self._units):
             self._launch()
         for work in self._under_way:
@@ -71,6 +72,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
+        """Note that a parameter's gradient is complete, and launch the units that no longer wait for any."""
         if self._awaited is None:
             return
         for awaited in self._awaited:
@@ -80,9 +82,11 @@ class Replicas:
 
     @torch.no_grad()
     def _launch(self) -> None:
+        """Start the sums of the next unit: one collective for each matrix, and one for all vectors."""
         gradients = [local(parameter.grad) for parameter in self._units[self._n_launched] if parameter.grad is not None]
         assert len(gradients) == len(self._units[self._n_launched])
         self._n_launched += 1
+        # A gradient that is not contiguous cannot be reduced in place: it is packed, too.
         matrices = [gradient for gradient in gradients if gradient.ndim > 1 and gradient.is_contiguous()]
         vectors = [gradient for gradient in gradients if not (gradient.ndim > 1 and gradient.is_contiguous())]
         for matrix in matrices:

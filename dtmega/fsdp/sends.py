@@ -1,7 +1,7 @@
-"""FSDP2's two collectives on a CPU, as messages from each rank to each other one.
+"""FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
 
-gloo reduces and scatters by an all-reduce of everything, of which it then keeps a part, and gathers through a buffer.
-As messages both move what they must, (n - 1) / n of the payload, in a third of the CPU time (docs/decisions.md).
+gloo implements reduce-scatter as an all-reduce of everything, of which it keeps a part, and gathers through a buffer.
+As messages both move the least possible, (n - 1) / n of the payload, in a third of the CPU time (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 
 class _Allocates:
+    """The `allocate` that FSDP wants of a custom collective."""
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -26,7 +28,10 @@ class Gathers(_Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """[m] of each rank -> [n m], in the order of ranks; `input_tensor` may be this rank's part of the output."""
+        """Gather [m] from each of n ranks into [n m], in the order of ranks.
+
+        `input_tensor` may be a view of this rank's part of the output.
+        """
         parts = output_tensor.view(group.size(), -1)
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():
@@ -44,22 +49,24 @@ class ReducesAndScatters(_Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """[n m] of each rank -> the sum of all ranks' m numbers for this one."""
+        """Sum [n m] over n ranks; this rank keeps its [m] of the sum."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
         rank = group.rank()
         parts = [*input_tensor.view(group.size(), -1)]
-        # Of two numbers, a sum in either order has the same bits: the result may begin as another rank's part.
+        # received[i] is rank i's part for this rank. The sum starts from a message received straight into the output,
+        # which saves a copy: that of rank 0, or on rank 0 that of rank 1. A sum of two numbers has the same bits in
+        # either order, so the result is still that of adding in the order of ranks.
         first, second = (1, 0) if rank == 0 else (0, 1)
         have = {rank: parts[rank], first: output_tensor}
-        found = [have[i] if i in have else torch.empty_like(part) for i, part in enumerate(parts)]
-        _exchange(parts, found, group).wait()
-        for part in (found[second], *found[2:]):
+        received = [have[i] if i in have else torch.empty_like(part) for i, part in enumerate(parts)]
+        _exchange(parts, received, group).wait()
+        for part in (received[second], *received[2:]):
             output_tensor += part
 
 
 class _Messages(dist.Work):
-    """Several messages as one."""
+    """Several messages that are waited for as one."""
 
     def __init__(self, messages: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -71,13 +78,13 @@ class _Messages(dist.Work):
         return True
 
 
-def _exchange(parts: Sequence[Tensor], found: Sequence[Tensor], group: dist.ProcessGroup) -> _Messages:
-    """Send part i to rank i, and receive what rank i has for this one into `found[i]`; nothing from or to itself."""
+def _exchange(parts: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> _Messages:
+    """Send `parts[i]` to each other rank i, and receive its part for this rank into `received[i]`."""
     n, rank = group.size(), group.rank()
     messages = []
-    # First each to its next one, then to the one after that: nobody is sent to by all at once.
+    # All ranks send to their next neighbour first, then to the one after it: no rank gets all messages at once.
     for distance in range(1, n):
         to, source = (rank + distance) % n, (rank - distance) % n
         messages.append(dist.P2POp(dist.isend, parts[to], group=group, group_peer=to))
-        messages.append(dist.P2POp(dist.irecv, found[source], group=group, group_peer=source))
+        messages.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source))
     return _Messages(dist.batch_isend_irecv(messages))
