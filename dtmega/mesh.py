@@ -46,8 +46,7 @@ class World:
     """This process among the others.
 
     Attributes:
-        rank: number of this process, from 0.
-        size: number of processes.
+        rank, size: number of this process, from 0, and number of processes.
         device: the device that this process computes on.
         sizes: size of each axis.
         mesh: the 5-axis mesh.
@@ -102,11 +101,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The number of this process, from 0.
-
-    Raises:
-        ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
-    """
+    """The number of this process, from 0; raises errors like `world_size`."""
     return dist.get_rank() if dist.is_initialized() else place()[0]
 
 
@@ -154,8 +149,8 @@ def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
 def describe_groups(sizes: dict[str, int]) -> str:
     """Every group of the mesh with its ranks, one name a line."""
     lines = []
-    for name, groups in group_lists(sizes).items():
-        lines.append(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in groups))
+    for name, lists in group_lists(sizes).items():
+        lines.append(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in lists))
     return "\n".join(lines)
 
 
@@ -196,8 +191,6 @@ def start(
     """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
 
     Args:
-        device: the device that this process computes on.
-        sizes: resolved size of each axis.
         timeout_s: timeout of the rendezvous and of every collective. A process group that exists already keeps its own.
         store: the result of `rendezvous`, if it was called before.
 

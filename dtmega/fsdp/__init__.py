@@ -27,7 +27,6 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
     whole model casts it by itself (`masters.py`).
 
     Args:
-        cfg: the run's configuration.
         sizes: resolved size of each axis of the mesh.
         splits_backward: True if the schedule runs backward in two parts.
     """
@@ -64,10 +63,7 @@ def apply_fsdp(
     averaged, in `precision.reduce`, because the loss is divided by the counts of the global batch already.
 
     Args:
-        model: a stage on meta, after the tp plan.
-        blocks: its blocks, in order.
         mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, which with dp_shard = 1 is the same as DDP.
-        cfg: the run's configuration.
         reshard: free each block's weights after its forward. Never the root's, which backward needs first and last, nor
             the last block's, which backward needs next.
     """
@@ -150,11 +146,6 @@ def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) ->
 
     Until then gradients add up on each rank. The root's weights stay gathered as well, and the blocks' do too unless
     `reshard` saves their memory at the price of more traffic.
-
-    Args:
-        model: a model after `apply_fsdp` or `keep_masters`, or neither.
-        last_microbatch: True for the last microbatch of a step.
-        reshard: True if blocks free their weights after each use.
     """
     masters = _masters(model)
     if masters is not None:

@@ -94,10 +94,6 @@ class Family(Protocol):
     def check(self, cfg: config.Config, sizes: Mapping[str, int]) -> None:
         """Refuse a mesh or settings that the model cannot run with.
 
-        Args:
-            cfg: the run's configuration.
-            sizes: resolved size of each axis of the mesh.
-
         Raises:
             ValueError: the equation that does not hold, and the keys to change.
         """
@@ -138,7 +134,6 @@ class Family(Protocol):
         Args:
             program: a key of `formats`.
             source: tensors of a whole model by the program's names; padding rows of the vocabulary are dropped.
-            model: the [model] section.
             where: path of the source, for messages.
 
         Raises:
@@ -151,7 +146,6 @@ class Family(Protocol):
         """The tokenizer as an exported directory stores it.
 
         Args:
-            tokenizer: the tokenizer of the run.
             data: the [data] section that the model was trained with.
 
         Raises:
@@ -165,7 +159,6 @@ class Family(Protocol):
         Args:
             program: a key of `formats`.
             source: tensors of the whole model by our names.
-            model: the [model] section.
 
         Returns:
             The program's configuration, and the tensors by the program's names: without padding of the vocabulary, and
@@ -181,8 +174,6 @@ class Family(Protocol):
 
         Args:
             source: tensors of the whole model by our names.
-            folder: directory to write.
-            model: the [model] section.
             tokenizer: text of tokenizer.json; None: the one of the model's own directory, if there is any.
             options: options of `hf.files.export.export`.
 
@@ -197,7 +188,6 @@ def hidden_state(cfg: config.Config, parts: int, length: str) -> Tensor:
     """The hidden state between two stages, [B, S / parts, D] on meta.
 
     Args:
-        cfg: the run's configuration.
         parts: number of ranks that the sequence is cut over.
         length: key of [data] that holds S.
     """

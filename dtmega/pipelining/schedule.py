@@ -25,9 +25,7 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
     """Refuse a schedule that cannot run on pp > 1 ranks, before anything is built.
 
     Args:
-        cfg: the run's configuration.
         pieces: the pieces of the whole model.
-        pp: number of ranks of the pipeline.
         data_size: number of data ranks that share the global batch.
         compiled: True if blocks will be compiled.
 
@@ -70,13 +68,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """The rule of the schedule that n microbatches break, in words; '' if none. The rules are those of torch's classes.
-
-    Args:
-        pipeline: the section [pipeline].
-        pp: number of ranks of the pipeline.
-        n: number of microbatches.
-    """
+    """The rule of the schedule that n microbatches break, in words; '' if none. The rules are torch's."""
     if pipeline.csv:
         n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == n_in_file else f"the {n_in_file} that the file has"

@@ -44,19 +44,12 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
         ranks = stages_of_ranks(SCHEDULES[cfg.pipeline.schedule].shape, pp, per_rank)
     n_stages = sum(len(stages) for stages in ranks)
     data = cfg.data
-    pieces_per_stage = pieces_of_stages(
-        pieces, data.seq_len, cfg.pipeline, n_stages, data.mask_prob, data.decoder_length
-    )
-    return Stages(pieces_per_stage, ranks)
+    names = pieces_of_stages(pieces, data.seq_len, cfg.pipeline, n_stages, data.mask_prob, data.decoder_length)
+    return Stages(names, ranks)
 
 
 class Cost(NamedTuple):
-    """The cost of one piece of a model.
-
-    Attributes:
-        flops: time, as FLOPs per token, forward and backward.
-        parameters: memory, as the number of parameters.
-    """
+    """The cost of one piece of a model: FLOPs per token, forward and backward, for time; parameters for memory."""
 
     flops: int
     parameters: int
@@ -67,14 +60,8 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 
     Every microbatch waits for the slowest stage, so the cut minimises the maximum of FLOPs. Among the best cuts it is
     the one with the least sum of squared parameters, and among equals the one with fewer pieces in earlier stages,
-    because under 1F1B these keep the activations of more microbatches. Exact, by dynamic programming.
-
-    Args:
-        costs: cost of each piece.
-        n_stages: number of stages, at most one per piece.
-
-    Returns:
-        The indices of each stage's pieces; no stage is empty.
+    because under 1F1B these keep the activations of more microbatches. Exact, by dynamic programming. No stage is
+    empty.
     """
     assert 1 <= n_stages <= len(costs)
     flops = [0, *accumulate(piece.flops for piece in costs)]
@@ -91,16 +78,13 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 def _best_cut(
     n_pieces: int, n_stages: int, stage_cost: Callable[[int, int], Value], combine: Callable[[Value, Value], Value]
 ) -> tuple[Value, list[int]]:
-    """The smallest combined cost of a cut into stages, and its bounds.
+    """The smallest combined cost of a cut into stages, and the cut's n_stages + 1 bounds.
+
+    Among cuts of equal cost it is the one whose later stages begin earlier.
 
     Args:
-        n_pieces: number of pieces.
-        n_stages: number of stages.
         stage_cost: cost of a stage of pieces i to j - 1, called with i and j.
         combine: the cost of two stages together, such as max or sum.
-
-    Returns:
-        The cost, and n_stages + 1 bounds. Among cuts of equal cost it is the one whose later stages begin earlier.
     """
     # best[j] is the cheapest cut of the first j pieces into k stages, with its bounds; first of all k = 1.
     best: dict[int, tuple[Value, list[int]]] = {}
@@ -146,17 +130,12 @@ def pieces_of_stages(
     and the last stage may hold no layer at all.
 
     Args:
-        pieces: the pieces of the whole model.
-        seq_len: S.
-        pipeline: the section [pipeline].
-        n_stages: number of stages.
         labelled: share of tokens with a label (`Piece.flops_per_token`).
         decoder_seq_len: T of a model with a decoder behind an encoder, else 0.
 
     Raises:
         ValueError: more stages than layers; `stages` that are not a cut of layers 0 to L - 1 into n_stages; a `split`
-            together with `stages`, for a model without an encoder and a decoder, or that leaves one of the two no
-            stage.
+            together with `stages`, for a model without encoder and decoder, or that leaves one of the two no stage.
     """
     if pipeline.split:
         border = _border(pieces, pipeline, n_stages)
@@ -185,11 +164,7 @@ def pieces_of_stages(
 
 
 def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -> int:
-    """The index of the piece with which the decoder, and by `split` a stage, begins.
-
-    Raises:
-        ValueError: a `split` that does not fit the model, the stages or their number.
-    """
+    """The index of the piece with which the decoder, and by `split` a stage, begins; refuses an impossible `split`."""
     border = _decoder_start(pieces)
     if border == len(pieces):
         raise ValueError(
@@ -214,9 +189,6 @@ def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: 
 
     Pieces that are not layers stay with the layer before them; those at the beginning are in the first stage, and the
     decoder's embedding stays with the decoder's first layer.
-
-    Raises:
-        ValueError: the lists are not a cut of all layers into n_stages.
     """
     _check_stages(pieces, stages, n_stages)
     places = [i for i, piece in enumerate(pieces) if piece.is_layer]
@@ -234,10 +206,8 @@ def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: 
 def _count_layers(pieces: Sequence[Piece]) -> str:
     """The number of layers in each stack among these pieces, for messages: 'n_layers + n_decoder_layers=3 + 2'."""
     border = _decoder_start(pieces)
-    counts = {
-        "n_layers": sum(piece.is_layer for piece in pieces[:border]),
-        "n_decoder_layers": sum(piece.is_layer for piece in pieces[border:]),
-    }
+    stacks = {"n_layers": pieces[:border], "n_decoder_layers": pieces[border:]}
+    counts = {key: sum(piece.is_layer for piece in stack) for key, stack in stacks.items()}
     counts = {key: n for key, n in counts.items() if n}
     return f"{' + '.join(counts)}={' + '.join(map(str, counts.values()))}"
 
@@ -248,11 +218,7 @@ def _decoder_start(pieces: Sequence[Piece]) -> int:
 
 
 def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> None:
-    """Check that [pipeline] stages lists every layer once and in order, for the right number of stages.
-
-    Raises:
-        ValueError: the lists do not; the message says where.
-    """
+    """Refuse [pipeline] stages that do not list every layer once and in order, for the right number of stages."""
     n_layers = sum(piece.is_layer for piece in pieces)
     if len(stages) != n_stages:
         raise ValueError(

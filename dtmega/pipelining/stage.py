@@ -28,10 +28,6 @@ class Stage(PipelineStage):
         module: the stage's module, called as module(**rows of a microbatch, **tensors from the stage before). It
             returns by name the tensors that it hands on, and its sums. A tensor that it is given and does not return is
             handed on unchanged.
-        number: number of the stage.
-        n_stages: number of stages of the pipeline.
-        device: the device that this rank computes on.
-        group: the pp group.
         before: the tensors that the stage is given; empty for the first stage.
         after: the tensors that the stage hands on; empty for the last stage.
         take: function called with the module's outputs, which returns the sums in the loss and their factors

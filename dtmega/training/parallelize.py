@@ -378,10 +378,6 @@ def with_micro_batch_size(cfg: config.Config, sizes: Mapping[str, int]) -> confi
 
     It is the largest size up to LARGEST_FITTED that divides every rank's share of every step and leaves a pipeline as
     many microbatches as its schedule needs. If not even 1 does, `check` and the loader say why.
-
-    Args:
-        cfg: the run's configuration.
-        sizes: resolved size of each axis of the mesh.
     """
     if cfg.batch.micro_batch_size:
         return cfg
@@ -407,11 +403,6 @@ def with_params_dtype(cfg: config.Config, params: str) -> config.Config:
 
 def check(cfg: config.Config, sizes: Mapping[str, int], device: torch.device) -> None:
     """Refuse combinations that cannot work, before anything starts.
-
-    Args:
-        cfg: the run's configuration.
-        sizes: resolved size of each axis of the mesh.
-        device: the device that this rank computes on.
 
     Raises:
         ValueError: sizes that tp does not divide, schedules that do not fit, features that exclude each other. The

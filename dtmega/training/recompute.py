@@ -39,10 +39,6 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     `uniform` recomputes all, in units of `layers`, and keeps only the input of each unit. Only forward methods are
     replaced, so parameters keep their names. Dropout needs no saved generator state, because its masks are keyed.
 
-    Args:
-        stage: the stage, on meta or not.
-        how: the section [recompute].
-
     Returns:
         The blocks that backward computes again.
     """

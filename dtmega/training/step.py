@@ -128,7 +128,6 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
     order of ranks and gets the same bits.
 
     Args:
-        world: this process among the others.
         totals: fp64 [sums], this rank's part.
         squared_norm: fp64 scalar, squared norm of the gradients that this rank counts.
 
