@@ -33,7 +33,7 @@ from dtmega.distributed.watchdog import SAVING, Watch
 from dtmega.files import atomic, console
 from dtmega.ops import cost, optim
 from dtmega.ops.cpu import huge_pages
-from dtmega.ops.cpu.contention import Cores
+from dtmega.ops.cpu.contention import Contention
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
 from dtmega.pipelining.draw import draw_schedule
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         except Refused as refused:
             return ending.because(refused.exit_code, refused.reason)
         if run.world.device.type == "cpu":
-            huge_pages.keep_freed()
+            huge_pages.keep_freed_memory()
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
         except RuntimeError as error:  # it may be torch's, of a collective whose other ranks have left
@@ -225,7 +225,7 @@ def train(run: Run, at: Progress) -> int:
     skipped_in_a_row = 0
     stopping = ""
     unsaved = ""
-    cores = Cores(world.device)
+    contention = Contention(world.device)
     if at.step >= total_steps:
         metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
     elif cfg.train.kill_switch and killed_before_it_began(run):
@@ -250,7 +250,7 @@ def train(run: Run, at: Progress) -> int:
                 f"the newest checkpoint is from before"
             )
 
-        if advice := cores.after_step(at.step - first_step):
+        if advice := contention.after_step(at.step - first_step):
             metrics.message(advice)
         if due(at.step, cfg.train.drift_interval):
             model.check_copies()

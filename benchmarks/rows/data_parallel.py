@@ -50,7 +50,7 @@ def axes(quick: bool) -> list[Row]:
 
 def _on_a_rank(rounds: int) -> tuple[dict[str, float], str, dict[str, list[str]]]:
     warnings.simplefilter("ignore")
-    huge_pages.keep_freed()  # as train.py does on a CPU; DDP's step has its memory so, too
+    huge_pages.keep_freed_memory()  # as train.py does on a CPU; DDP's step has its memory so, too
     with ExitStack() as closing:
         forms: dict[str, Callable[[], Any]] = {}
         for axis in AXES:

@@ -20,7 +20,7 @@ SIZES = {8192: (2048, 1.30), 32768: (2048, 1.25), 250880: (512, 1.15)}
 
 def at(vocab_size: int, quick: bool) -> list[Row]:
     n_tokens, reach = SIZES[vocab_size]
-    huge_pages.keep_freed()  # as `train.py` does; the products alone write to memory that is there
+    huge_pages.keep_freed_memory()  # as `train.py` does; the products alone write to memory that is there
     torch.manual_seed(0)
     h, weight = torch.randn(n_tokens, HIDDEN), torch.randn(vocab_size, HIDDEN) * HIDDEN**-0.5
     labels = torch.randint(vocab_size, (n_tokens,))

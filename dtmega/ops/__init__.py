@@ -1,4 +1,4 @@
-"""Operations on tensors that models, plans and the loop are made of, and the arithmetic of their cost.
+"""Tensor operations for models, plans and the training loop, and the arithmetic of their cost.
 
 Randomness as a function (`keyed.py`), attention under a rule (`attention.py`, `attention_rule.py`,
 `key_value_cache.py`), cross-entropy over a vocabulary that may be cut (`cross_entropy.py`), the part of a tensor that a

@@ -152,7 +152,7 @@ class _Gradients:
         chunk: tokens of each chunk but the last.
 
     Attributes:
-        are_needed: at least one of the three is.
+        are_needed: True if at least one of the three is.
     """
 
     def __init__(self, h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:

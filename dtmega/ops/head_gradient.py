@@ -20,7 +20,9 @@ TRANSPOSED_COLUMNS = 256  # columns of the vocabulary that are transposed at a t
 
 
 class WeightGradient:
-    """The sum over chunks, in fp32 if there are more than two: two products are rounded no more often without it.
+    """The sum over chunks, in fp32 if there are more than two.
+
+    One or two products are rounded no more often if they are added in their own dtype.
 
     Args:
         n_tokens: tokens of all chunks together.

@@ -41,6 +41,7 @@ class LossScale:
     """The loss scale of a run, changed after each step. It is the same on all ranks, because they agree on overflows.
 
     Args:
+        precision: the run's section [precision].
         state: state in the checkpoint that the run resumes from; None: the initial one.
     """
 

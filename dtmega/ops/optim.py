@@ -65,8 +65,10 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Opt
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
+            # The first pattern that matches counts.
             factor = next((factor for pattern, factor in optim.factors if fnmatchcase(name, pattern)), 1.0)
-            groups.setdefault((parameter.ndim >= 2, factor), []).append(parameter)
+            is_matrix = parameter.ndim >= 2  # vectors are biases and norm weights
+            groups.setdefault((is_matrix, factor), []).append(parameter)
     decayed_first = sorted(groups.items(), key=lambda group: not group[0][0])
     parameters = [
         {"params": members, "weight_decay": optim.weight_decay * decays, "decays": decays, "lr_factor": factor}
@@ -194,8 +196,10 @@ class Spikes:
         """
         is_spike = False
         if self.sigmas and len(self.recent) >= self.WINDOW // 2:
-            for value, before in zip((loss, grad_norm), zip(*self.recent, strict=True), strict=True):
+            losses, norms = zip(*self.recent, strict=True)
+            for value, before in ((loss, losses), (grad_norm, norms)):
                 is_spike |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
+        # A number that is not finite would make every mean that it enters useless.
         if self.sigmas and math.isfinite(loss) and math.isfinite(grad_norm):
             self.recent.append((loss, grad_norm))
         return is_spike

@@ -37,7 +37,8 @@ class Stack:
         sequence_parallel: the hidden state is cut along S between modules.
 
     Attributes:
-        cut: the same for the forward that is running, which may differ (stacks of transformers' models).
+        cut: the hidden state is cut in the forward that is running. In a stack of transformers this may differ from
+            `sequence_parallel`, because some lengths cannot be cut.
         sums_in_backward: gradients of replicated parameters are summed over tp in backward, not once a step.
     """
 

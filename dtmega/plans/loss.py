@@ -28,8 +28,8 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits_shard: [..., V_local], any floating dtype and strides.
-        target: [...] int64, global numbers. A loss for -100 is 0; any other number outside [0, n_valid) is an index
-            error.
+        target: [...] int64, global numbers. The loss of a token with -100 is 0; any other number outside
+            [0, n_valid) is an index error.
         group: the ranks that share the vocabulary; None: this rank has all of it.
         label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.

@@ -67,6 +67,8 @@ class VocabEmbedding(VocabStyle):
                 f"([mesh] tp, [data] seq_len, or [mesh] sequence_parallel = false)"
             )
         n_rows, start = module.weight.to_local().shape[0], self.first_row(module.weight)
+        # A token whose row another rank has looks up row 0, and its result is set to 0 before the sum over the ranks.
+        # Invalid tokens are left as they are, so that the lookup fails.
         in_range = (x >= 0) & (x < module.weight.shape[0])
         elsewhere = in_range & ((x < start) | (x >= start + n_rows))
         rows = self.rows(module, (x - start).masked_fill(elsewhere, 0), start, n_rows)
@@ -162,7 +164,7 @@ class VocabHead(VocabStyle):
         bias = local_part(module.bias)
         h = self.stack.enter(x, self.group)
         if labels is None:
-            return self._whole_logits(module, product(h, weight, bias))
+            return self._gather_logits(module, product(h, weight, bias))
         return linear_cross_entropy(
             h.flatten(0, -2),
             weight,
@@ -173,15 +175,15 @@ class VocabHead(VocabStyle):
             **module.loss_terms(label_weights),
         )
 
-    def _whole_logits(self, module: Any, mine: Tensor) -> Tensor:
+    def _gather_logits(self, module: Any, local_logits: Tensor) -> Tensor:
         """The logits [B, S, V] of all ranks, without padding rows, from this rank's columns [B, S, V_local].
 
         The shape and stride of the whole are given, because the last rank may have fewer columns than the others.
         """
         n_columns = module.weight.shape[0]
-        shape = torch.Size((*mine.shape[:2], n_columns))
+        shape = torch.Size((*local_logits.shape[:2], n_columns))
         stride = (shape[1] * n_columns, n_columns, 1)
         cut = DTensor.from_local(
-            mine, module.weight.device_mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
+            local_logits, module.weight.device_mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
         )
         return cut.full_tensor()[..., : module.vocab_size]

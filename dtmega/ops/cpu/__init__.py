@@ -1,1 +1,1 @@
-"""Kernels and memory for CPUs: a GPU needs nothing from here."""
+"""Kernels and memory settings for CPUs. A run on GPUs uses none of them."""

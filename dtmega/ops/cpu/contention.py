@@ -18,7 +18,7 @@ CROWDED = 0.25  # seconds per second, summed over threads, that they wait for a 
 THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
-class Cores:
+class Contention:
     """A measurement, over a few steps of a run, of how long its threads wait for a core.
 
     Args:

@@ -22,7 +22,7 @@ GROWTH_BYTES = 2**26  # the heap grows by this much at a time
 MADV_HUGEPAGE = 14  # from Linux's asm-generic/mman-common.h
 
 
-def keep_freed() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep freed memory for this process, since each step needs as much as the one before.
 
     Without glibc nothing changes.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtmega.ops.cpu import contention
-from dtmega.ops.cpu.contention import FROM, TO, Cores
+from dtmega.ops.cpu.contention import FROM, TO, Contention
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def waits(tmp_path, monkeypatch):
 
 def said(waits, before: tuple[float, ...], after: tuple[float, ...], device: torch.device = CPU) -> str:
     """What is said in the 13 steps of a run, of which the last 10 take 10 seconds."""
-    looks = Cores(device)
+    looks = Contention(device)
     waits(*before)
     lines = [looks.after_step(n) for n in range(1, FROM + 1)]
     waits(*after)

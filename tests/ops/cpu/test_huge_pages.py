@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtmega.ops.cpu.huge_pages import LARGE_BYTES, keep_freed, on_huge_pages
+from dtmega.ops.cpu.huge_pages import LARGE_BYTES, keep_freed_memory, on_huge_pages
 from dtmega.ops.cross_entropy import with_gradient
 from tests import ranks
 
@@ -75,7 +75,7 @@ def faults() -> int:
 def before_and_after() -> tuple[float, float]:
     """Of ten rounds, after ten that bring up the memory."""
     found = []
-    for begins in (lambda: None, keep_freed):
+    for begins in (lambda: None, keep_freed_memory):
         begins()
         found.append(statistics.median([faults() for _ in range(20)][10:]))
     return found[0], found[1]
