@@ -1,16 +1,13 @@
 """From text to batches. Every batch is a function of the seed and of the number of samples consumed so far.
 
-    tokenize.py, text_files.py, sentences.py, merge.py    text -> `.bin/.idx` files
-    corpus.py                                             the default corpus: the text that ships with Python
-    tokenizer.py, wordpiece.py, tokenizer_json.py         vocabularies
-    exported.py                                           the tokenizer of an exported model
-    chat.py, tokenizer_trial.py, confined.py              conversations; untrusted files, read within limits
-    indexed.py, idx_file.py, record.py, token_ids.py      the token files, and the record of how they were made
-    order.py, samples.py, blend.py, prefixes.py           sample g of one corpus, and of several
-    denoising/                                            samples for BERT and T5
-    megatron/                                             samples in the order of a Megatron run
-    objectives.py, rows.py, sums.py                       training objectives: their samples, rows and losses
-    text.py, loader.py                                    the corpora that a run reads, and its batches
+    tokenizers/       vocabularies, and the chat templates of conversations
+    preparing/        text -> `.bin/.idx` files; the default corpus, made of the text that ships with Python
+    indexed_files/    these token files, and the record of how they were made
+    sampling/         the tokens of sample g, from one corpus or a blend
+    megatron/         samples in the order of a Megatron run
+    objectives/       training objectives: their samples, tensors and sums of the loss
+    text.py           the tokenizer and the corpora of a run, opened and checked
+    loader.py         the batches of a run
 
 This file itself holds only the cache directory, where all of them keep files that can be made again.
 """

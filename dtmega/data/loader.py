@@ -1,8 +1,8 @@
 """Batches of samples, one optimizer step at a time. The only state is the number of samples consumed.
 
 The step after c consumed samples has `batch.size_at(c)` sequences: samples c, c + 1, .... They are cut into R equal,
-contiguous slices; data rank r of R takes slice r, in microbatches of B = `[batch] micro_batch_size`. `rows.py`
-describes the tensors of a microbatch.
+contiguous slices; data rank r of R takes slice r, in microbatches of B = `[batch] micro_batch_size`. The tensors of a
+microbatch are described in `objectives/rows.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import os
 from dtmega.cli.commands.arguments import encoding, integer, places_to_cut, prefix
 from dtmega.cli.commands.endings import write_output
 from dtmega.data.preparing import tokenize
+from dtmega.data.preparing.input_files import KINDS
 from dtmega.data.preparing.sentences import BLOCKS, PROSE
-from dtmega.data.preparing.text_files import KINDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,1 +1,1 @@
-"""Megatron's `.bin/.idx` token files, the record beside them, and files that the processes of a node share."""
+"""Megatron's `.bin/.idx` token files, the records of how they were made, and files that a node's processes share."""

@@ -1,1 +1,1 @@
-"""Training objectives: samples of a text, the rows made of them, and the sums that give a loss."""
+"""Training objectives: the samples of a text, the tensors made of them, and the sums that a loss is made of."""

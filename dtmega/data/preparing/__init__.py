@@ -1,1 +1,1 @@
-"""From text to token files: readers of text, the tokenising itself, and the corpus that needs no download."""
+"""From text to token files: the reading of text files, tokenising, merging, and the default corpus."""

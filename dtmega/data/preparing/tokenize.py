@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 from dtmega.data.indexed_files.dataset import IndexedWriter, check_free, token_dtype
 from dtmega.data.indexed_files.record import text_of
-from dtmega.data.preparing import sentences, text_files
+from dtmega.data.preparing import input_files, sentences, text_files
+from dtmega.data.preparing.documents import document_text, records_of
 from dtmega.data.tokenizers.tokenizer import load_tokenizer
 from dtmega.files.console import counted
 
@@ -55,7 +56,7 @@ def write(args: argparse.Namespace) -> str:
     """
     start_s = time.perf_counter()
     check_free(args.output, args.overwrite)
-    files = text_files.find_files(args.input, args.kind)
+    files = input_files.find_files(args.input, args.kind)
     _check_kinds(args, files)
     _check_sentences(args)
     tokenizer = load_tokenizer(args.tokenizer)
@@ -92,17 +93,17 @@ def write(args: argparse.Namespace) -> str:
             )
         is_cut = args.split_sentences is not None
         writer.about = text_of(tokenizer, writer, append_eod=args.append_eod, sentences=is_cut)
-    documents = counted(writer.n_documents, "document")
+    summary = counted(writer.n_documents, "document")
     if is_cut:
-        documents += f" of {counted(len(writer), 'sentence')}"
+        summary += f" of {counted(len(writer), 'sentence')}"
     return (
-        f"{documents}, {counted(writer.n_tokens, 'token')}, {n_malformed + n_empty:,} skipped "
+        f"{summary}, {counted(writer.n_tokens, 'token')}, {n_malformed + n_empty:,} skipped "
         f"({n_malformed:,} malformed, {n_empty:,} empty), {time.perf_counter() - start_s:.1f} s: "
         f"{args.output}.bin, {args.output}.idx"
     )
 
 
-def _check_kinds(args: argparse.Namespace, files: Sequence[text_files.File]) -> None:
+def _check_kinds(args: argparse.Namespace, files: Sequence[input_files.File]) -> None:
     """Refuse options that do not apply to the kinds of these files."""
     if args.split_documents and all(file.kind != ".txt" for file in files):
         raise ValueError("--split-documents cuts .txt; a line of JSON and a row of parquet are documents already")
@@ -187,9 +188,9 @@ class Worker:
     def __call__(self, batch: text_files.RecordBatch) -> Result:
         texts: list[str] = []
         malformed: list[str] = []
-        for number, record in text_files.records(batch):
+        for number, record in records_of(batch):
             try:
-                texts.append(text_files.document(record, number, batch.kind, self.job.key))
+                texts.append(document_text(record, number, batch.kind, self.job.key))
             except ValueError as error:
                 malformed.append(f"{batch.path}:{number}: {error}")
         by_text = self._in_sentences(texts) if self.job.sentences else self._in_documents(texts, batch.kind)

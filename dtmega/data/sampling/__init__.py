@@ -1,1 +1,1 @@
-"""Which tokens sample g holds: the order of documents, samples cut out of them, blends of several corpora."""
+"""The tokens of sample g: the order of documents, the samples cut out of them, and blends of several corpora."""

@@ -2,7 +2,7 @@
 
     order = document_order(dataset, documents=(0, 20_000_000), stream="1234/train/0", epoch=0)
 
-The order of 20 million documents takes 240 MB. `shared_file.py` describes the file.
+The order of 20 million documents takes 240 MB. `indexed_files/shared_file.py` describes the file.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Vocabularies: text to token ids and back, files of tokenizers, chat templates."""
+"""Tokenizers: from text to token ids and back, their files, and the chat templates that come with them."""

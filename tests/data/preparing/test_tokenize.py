@@ -25,7 +25,7 @@ import zstandard
 
 from dtmega.__main__ import main as command
 from dtmega.data.indexed_files.dataset import IndexedDataset
-from dtmega.data.preparing import text_files, tokenize
+from dtmega.data.preparing import input_files, text_files, tokenize
 from dtmega.data.tokenizers import tokenizer as tokenizer_module
 from dtmega.data.tokenizers.tokenizer import EOD, GPT2_RANKS, STDLIB_8K, load_encoding, load_tokenizer
 from dtmega.distributed import exit_codes
@@ -686,7 +686,7 @@ def test_a_few_bytes_that_decompress_to_one_endless_document_are_refused_long_be
     del endless
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"the document in line 1 has more than 8,388,608 bytes when decompressed"):
-        list(text_files.read_batches(text_files.find_files([str(tmp_path / f"in{suffix}")]), "text"))
+        list(text_files.read_batches(input_files.find_files([str(tmp_path / f"in{suffix}")]), "text"))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 160 << 20
@@ -716,7 +716,7 @@ def test_the_position_in_all_files_rises_to_their_size(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PARQUET_ROWS", 1)
     names = [write_kind(tmp_path, kind) for kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")]
     (tmp_path / "in.txt").write_bytes(b"a\n\n" * 20)
-    files = text_files.find_files([str(tmp_path / name) for name in [*names, "in.txt"]])
+    files = input_files.find_files([str(tmp_path / name) for name in [*names, "in.txt"]])
     for at_blank_lines in (False, True):
         before_bytes = 0
         for file in files:

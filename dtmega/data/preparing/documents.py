@@ -1,0 +1,89 @@
+"""The documents of a batch: its raw records, and the text inside each record.
+
+A byte order mark at the start of a file does not belong to its text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+
+from dtmega.data.preparing.text_files import RecordBatch, part_starts
+
+
+def records_of(batch: RecordBatch) -> Iterator[tuple[int, bytes | None]]:
+    """The records of a batch, each as (line or row, raw bytes); blank lines between JSON objects are skipped."""
+    if isinstance(batch.data, list):
+        yield from enumerate(batch.data, batch.first)
+    elif batch.is_cut:
+        yield from _parts(batch.data, batch.first)
+    elif batch.kind == ".txt":
+        yield 1, batch.data
+    else:
+        for number, line in enumerate(batch.data.split(b"\n"), batch.first):
+            if line.strip():
+                yield number, line
+
+
+def _parts(text: bytes, line: int) -> Iterator[tuple[int, bytes]]:
+    """The parts of a text, each as (number of its first line, part). Joined, the parts are the text.
+
+    Blank lines at the start of the text belong to the first part.
+
+    Args:
+        text: whole parts.
+        line: number of the text's first line in its file.
+    """
+    blanks = len(text) - len(text.lstrip(b" \t\r\n"))
+    starts = [0, *(start for start in part_starts(text) if start > blanks), len(text)]
+    for start, end in pairwise(starts):
+        yield line, text[start:end]
+        line += text.count(b"\n", start, end)
+
+
+def document_text(record: bytes | None, number: int, kind: str, key: str) -> str:
+    """The text in a record.
+
+    Args:
+        record: bytes of the record, or None for a null in parquet.
+        number: line or row of the record.
+        kind: one of KINDS.
+        key: key of a JSON object, or parquet column, that holds the text.
+
+    Raises:
+        ValueError: the record is malformed; the message says how.
+    """
+    if record is None:
+        raise ValueError(f"expected a string in '{key}', got null")
+    # A byte order mark is dropped at the start of a .txt, and in any line of JSON: files that were concatenated have
+    # one in the middle, and in JSON it is never text.
+    starts_file = kind not in (".txt", ".parquet") or (kind == ".txt" and number == 1)
+    try:
+        text = record.decode("utf-8-sig" if starts_file else "utf-8")
+    except UnicodeDecodeError as error:
+        cure = "" if kind == ".parquet" else f"; --encoding names another, such as {_likely(record)}"
+        byte = record[error.start : error.start + 1]
+        raise ValueError(f"expected UTF-8, got {byte!r} at byte {error.start}{cure}") from None
+    if kind in (".txt", ".parquet"):
+        return text
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"bad JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("bad JSON: nested too deeply") from None
+    if not isinstance(value, dict) or key not in value:
+        got = f"keys {list(value)[:8]}" if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"expected an object with '{key}' (--json-key), got {got}")
+    if not isinstance(value[key], str):
+        raise ValueError(f"expected a string in '{key}', got {type(value[key]).__name__}")
+    value[key].encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair (\ud83d): JSON but no text
+    return value[key]
+
+
+def _likely(text: bytes) -> str:
+    """The encodings to suggest for a text that is not UTF-8."""
+    is_wide = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text[:1000]
+    return "utf-16" if is_wide else "latin-1 or cp1252"
