@@ -1,9 +1,10 @@
-# An image of dtmega, made without a network from wheels/, a folder with the wheels of dtmega and of all it needs:
+# An image with dtmega. The build needs no network: it installs from wheels/, a folder with the wheels of dtmega and all
+# its dependencies:
 #
 #     pip wheel -w wheels -c constraints.txt '.[data,hf]'
 #     docker build -t dtmega .
 #
-# BASE needs Python >= 3.10 of the version that the wheels are for, with venv. docs/docker.md says how this was checked.
+# BASE needs Python >= 3.10 with venv, in the version that the wheels are for. docs/docker.md says how this was checked.
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 
@@ -11,7 +12,7 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
     python3 -m venv /opt/dtmega && \
     /opt/dtmega/bin/pip install --no-cache-dir --no-index --find-links /wheels 'dtmega[data,hf]'
 
-# Whoever it runs as, `--user` included, may write to the working folder and has a home and a name there.
+# Any user, also one given by `docker run --user`, can write to the working directory, and has a home and a name.
 RUN mkdir -m 1777 /workspace
 ENV PATH=/opt/dtmega/bin:$PATH HOME=/workspace USER=dtmega
 USER 1000:1000

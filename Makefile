@@ -1,19 +1,20 @@
 # make train [ARGS="--section.key value ..."]   install on first use, train the default model, write its report
-# make test                                     install on first use, then lint, rooms, types and tests
-# make test-extras                              what needs a browser (Debian's chromium), trackers, lm-eval or a notebook;
-#                                               and that every extra of pyproject.toml installs
+# make test                                     install on first use, then linters, types, pages and tests
+# make test-extras                              tests that need a browser (Debian's chromium), trackers, lm-eval or a
+#                                               notebook; and check that every extra of pyproject.toml installs
 # make docs                                     install on first use, then build the pages of docs/ as a site, in .site
-# make docs-serve [PORT=8000]                   show them at http://127.0.0.1:8000, with a search
-# make test-full                                then planted faults, kill points, damaged bytes, pairs of layouts, random kills
-# make test-oldest                              the tests on the oldest torch that pyproject.toml allows, in a venv of 5 GB
-# make mutants ARGS="--only ops/loss.py"        small changes of one module that no test of it notices (tools/mutants.py)
-# make bench [ARGS="--only step"]               speed beside other programs: prints a table, writes benchmarks.json and .png
+# make docs-serve [PORT=8000]                   serve the site at http://127.0.0.1:8000, with a search
+# make test-full                                make test, then planted faults, kill points, damaged bytes, pairs of
+#                                               layouts, random kills
+# make test-oldest                              run the tests with the oldest torch that pyproject.toml allows (5 GB)
+# make mutants ARGS="--only ops/optim.py"       find small changes of one module that no test notices (tools/mutants.py)
+# make bench [ARGS="--only step"]               compare speed with other programs: a table, benchmarks.json and .png
 PYTHON ?= python3
 PORT ?= 8000
 
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 
-# Tests start some hundred processes: without bytecode each would compile all that it imports.
+# Tests start hundreds of processes. Without bytecode files each would compile everything that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test types tests docs docs-serve site notebook test-extras test-full test-oldest mutants bench
@@ -24,7 +25,7 @@ train: .venv/installed
 
 RUN_DIR = import sys; from dtmega import config; print(config.load(sys.argv[1:]).run.dir)
 
-# The types beside the tests: where both cores are not busy, they are at the tests' beginning and end.
+# Types and pages are checked in parallel with the tests, which do not keep both cores busy at their start and end.
 test: .venv/installed-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -34,7 +35,7 @@ test: .venv/installed-test
 types:
 	.venv/bin/basedpyright
 
-# A broken link or anchor fails, and so does a link to a folder, which a browser lists where the pages are on a disk.
+# A broken link or anchor is an error. So is a link to a folder: opened from a disk, a browser would list its files.
 site:
 	NO_COLOR=1 .venv/bin/zensical build --strict > .site.log 2>&1 || { cat .site.log; exit 1; }
 	@! grep -oHE 'href="[^":]*/(#[^"]*)?"' .site/[a-z]*.html
@@ -42,11 +43,12 @@ site:
 docs: .venv/installed-test site
 	@echo "open $(CURDIR)/.site/index.html, or for the search, too: make docs-serve"
 
-# Until Ctrl-C, on this machine only. A browser lets no page of a disk search; a page that changes is built again.
+# Runs until Ctrl-C, for this machine only, and rebuilds changed pages. The search needs a server: browsers do not let a
+# page on a disk load its index.
 docs-serve: .venv/installed-test
 	.venv/bin/zensical serve --dev-addr 127.0.0.1:$(PORT)
 
-# Run the cells of examples/one_gpu.py and write the notebook beside it.
+# Run the cells of examples/one_gpu.py and write examples/one_gpu.ipynb with their output.
 notebook: .venv/installed-test
 	.venv/bin/pip install --disable-pip-version-check -c constraints.txt -e '.[notebook]'
 	.venv/bin/python tools/notebook.py
@@ -67,7 +69,7 @@ test-full: test
 	.venv/bin/python benchmarks/resume.py
 	.venv/bin/python benchmarks/kills.py
 
-# What constraints.txt says of torch, of setuptools and of the libraries that come with it is of a newer one.
+# constraints.txt pins a newer torch, with its setuptools and CUDA libraries; those lines are left out here.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	grep -vE '^(torch|triton|setuptools|nvidia-[a-z0-9-]*|cuda-[a-z]*)==' constraints.txt > .venv-oldest/constraints.txt
@@ -82,16 +84,16 @@ mutants: .venv/installed-test
 bench: .venv/installed-bench
 	.venv/bin/python -m benchmarks $(ARGS)
 
-# Named, because make would cut them at their commas where they stand.
+# Variables, because make would split the lists at their commas inside $(call ...).
 BENCH_EXTRAS = bench,report
 TEST_EXTRAS = browser,eval,mlflow,notebook,png,s3,test,trackio,wandb
 
-# A stamp, newer than what it was made from, makes the second call instant; a killed install leaves none.
+# A stamp file that is newer than its sources makes the second call instant. A killed install leaves no stamp.
 .venv/installed: pyproject.toml constraints.txt
 	$(call install,.[report])
 	touch $@
 
-# To compile all of torch and transformers takes a minute; what the tests import is compiled as they import it.
+# --no-compile: compiling all of torch and transformers takes a minute, and Python compiles what tests import anyway.
 .venv/installed-test: pyproject.toml constraints.txt
 	$(call install,.[test],--no-compile)
 	touch .venv/installed $@

@@ -1,6 +1,6 @@
-"""Train a local Hugging Face model over tensor parallelism: load, shard, three steps, save.
+"""Train a local Hugging Face model with tensor parallelism: load, shard, three steps, save.
 
-torchrun --nproc-per-node 2 examples/hf_tp.py DIR OUT     # DIR has config.json and weights, OUT will have
+torchrun --nproc-per-node 2 examples/hf_tp.py DIR OUT     # DIR has config.json and weights; OUT is written
 """
 
 import sys
@@ -26,7 +26,7 @@ if dist.get_rank() == 0:
 parallelize_hf(model, mesh)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-torch.manual_seed(0)  # the same batches, and dropout, on all ranks of tp
+torch.manual_seed(0)  # all tp ranks need the same batches and the same dropout
 tokens = torch.randint(model.config.vocab_size, (4, 64), device=device)
 for step in range(3):
     loss = model(input_ids=tokens, labels=tokens).loss
@@ -37,7 +37,7 @@ for step in range(3):
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.full_tensor().item():.3f}")
 
-weights = {name: full_tensor(parameter).cpu() for name, parameter in model.state_dict().items()}  # by all ranks
+weights = {name: full_tensor(parameter).cpu() for name, parameter in model.state_dict().items()}  # collective
 if dist.get_rank() == 0:
     model.save_pretrained(target, state_dict=weights)
 dist.barrier()

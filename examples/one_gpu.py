@@ -9,10 +9,10 @@
 # %% [markdown]
 # # Fine-tune a local Hugging Face model on one GPU, cell by cell
 #
-# `python examples/one_gpu.py DIR OUT STEPS`, or open `one_gpu.ipynb` and set the three names below. DIR has
-# config.json, *.safetensors and tokenizer.json; where it is not there, a tiny Llama with random weights is made. A CPU
-# does too. Every cell is a piece that `train.py` is made of: for many GPUs, checkpoints and restarts run
-# `torchrun train.py --config hf.toml --model.path DIR` instead.
+# Run `python examples/one_gpu.py DIR OUT STEPS`, or open `one_gpu.ipynb` and set the three variables below. DIR has
+# config.json, *.safetensors and tokenizer.json; if it does not exist, a tiny Llama with random weights is made there.
+# It also runs on a CPU. Every cell uses a part of what `train.py` is made of. For many GPUs, checkpoints and restarts,
+# run `torchrun train.py --config hf.toml --model.path DIR` instead.
 
 # %%
 import sys
@@ -40,7 +40,7 @@ out = "runs/one-gpu/trained"
 steps = 30
 
 # %% [markdown]
-# As a script the names come from the command line; a notebook's kernel has a command line of its own.
+# A script takes these values from its command line. In a notebook the command line belongs to the kernel.
 
 # %%
 disable_progress_bar()
@@ -63,7 +63,7 @@ if not Path(directory).exists():
     Path(directory, "tokenizer.json").write_text(to_json("stdlib-8k"))
 
 # %% [markdown]
-# The configuration, checked against the directory: sizes and tokenizer are the model's.
+# The configuration. `resolve` takes sizes and tokenizer from the model's directory, `check` refuses what cannot run.
 
 # %%
 overrides = {
@@ -87,7 +87,7 @@ n_parameters = cost.n_parameters(families.pieces(cfg.model))
 print(f"{n_parameters:,} parameters on {device}; {text.samples('train').n_tokens:,} tokens to read")
 
 # %% [markdown]
-# The model: transformers' own code and names, bf16 with fp32 masters, its loss fused with the head.
+# The model: transformers' own code and names, bf16 with fp32 master weights, the loss fused with the head.
 
 # %%
 model = parallelize(cfg, mesh.start(device, sizes))
@@ -99,7 +99,7 @@ else:
 optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
 
 # %% [markdown]
-# Steps. Batch n is a function of the seed and n: run the cell again, and it goes on.
+# The training loop. Batch n is a function of the seed and n.
 
 # %%
 batches = TrainBatches(text.rows("train"), cfg.data, cfg.batch, rank=0, world=1)
@@ -118,7 +118,7 @@ for step in range(1, steps + 1):
         print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.3f}")
 
 # %% [markdown]
-# The loss, step by step.
+# The loss of each step.
 
 # %%
 if "ipykernel" in sys.modules:
@@ -138,8 +138,8 @@ sampling = Sampling(vocab_size=text.tokenizer.vocab_size, end_ids=frozenset({tex
 print("def " + text.tokenizer.decode(generate(model.stages[0], prompt, 16, sampling)))
 
 # %%
-release(model.stages[0])  # which sampling leaves gathered, in bf16
-hf = model.stages[0].hf  # on one device each part is the whole
+release(model.stages[0])  # sampling leaves the weights gathered, in bf16
+hf = model.stages[0].hf  # on one device each local part is the whole parameter
 hf.save_pretrained(out, state_dict={name: local(p).detach().cpu() for name, p in hf.state_dict().items()})
 trained = AutoModelForCausalLM.from_pretrained(out)
 print(f"{trained.num_parameters():,} parameters in {out}")

@@ -2,7 +2,7 @@
 
     python tools/check_extras.py [EXTRA ...]        default: all
 
-Prints a line for each extra. What this environment has already is taken as it is where the constraints allow it.
+Prints a line for each extra. Packages that this environment has already are kept if the constraints allow them.
 Exit code: 0 if pip finds versions for all of them, 1 if not.
 """
 

@@ -1,13 +1,15 @@
 """Change one module in small ways, one at a time, and list the changes that no test of it notices.
 
-    make mutants ARGS="--only ops/loss.py"
-    python tools/mutants.py --only ops/loss.py [--tests tests/ops/test_loss.py ...] [--jobs N]
+    make mutants ARGS="--only ops/cross_entropy.py"
+    python tools/mutants.py --only ops/cross_entropy.py [--tests tests/ops/test_cross_entropy.py ...] [--jobs N]
 
 mutmut makes the changes and runs the tests in `.mutants/`, a copy of this repository that git ignores. The tests are
-those of the file that mirrors the module (dtmega/ops/loss.py: tests/ops/test_loss.py), or if there is none, those of
-every file that imports the module. mutmut changes bodies of functions only, not constants of a module or a class.
-It runs twice: at first each function has the tests that called it in mutmut's own process; what survives has all of
-them, since many tests call the code in forked ranks, which mutmut does not see.
+those of the file that mirrors the module (tests/ops/test_cross_entropy.py for dtmega/ops/cross_entropy.py), or if there
+is none, those of every file that imports the module. mutmut changes the bodies of functions only, not constants of a
+module or a class.
+
+mutmut runs twice. In the first run each function gets the tests that called it in mutmut's own process. Many tests call
+the code in forked ranks, which mutmut does not see, so in the second run each change that survived gets all tests.
 """
 
 from __future__ import annotations

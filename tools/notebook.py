@@ -1,4 +1,4 @@
-"""Write examples/one_gpu.ipynb, run as it is, from the cells of examples/one_gpu.py: `make notebook`.
+"""Run the cells of examples/one_gpu.py and write examples/one_gpu.ipynb with their output: `make notebook`.
 
 python tools/notebook.py        # needs the extra `notebook`
 """
@@ -17,10 +17,11 @@ TIMEOUT_S = 900
 
 
 def run(names: dict[str, Any]) -> Any:
-    """The notebook of the script's cells with their output.
+    """Return the script as a notebook, with the output of its cells.
 
     Args:
-        names: what the cell that is tagged `parameters` sets: name -> value.
+        names: values to run with, by variable; they replace those in the cell tagged `parameters`. The notebook shows
+            the script's own values.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed; its traceback is in the message.
@@ -35,20 +36,20 @@ def run(names: dict[str, Any]) -> Any:
     NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(ROOT)}}).execute()
     parameters.source = as_written
     for number, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{number}"  # else drawn at random
-        cell.metadata.pop("execution", None)  # times
+        cell.id = f"cell-{number}"  # a random id would change in each run
+        cell.metadata.pop("execution", None)  # times of execution, which change too
     return notebook
 
 
 def losses(notebook: Any) -> dict[int, float]:
-    """Step -> loss, as the cells have printed it."""
+    """Losses that the cells have printed, by step."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
     printed = "".join(output.get("text", "") for output in outputs)
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed)}
 
 
 def main() -> None:
-    """Run the notebook with the names that it shows, in a folder of its own, and write it."""
+    """Run the notebook in a temporary folder, and write it with the paths that the script shows."""
     import nbformat
 
     with tempfile.TemporaryDirectory() as folder:

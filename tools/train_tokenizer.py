@@ -3,7 +3,7 @@ library.
 
     pip install -e .[data] && python tools/train_tokenizer.py        (two seconds)
 
-The shipped file was made with CPython 3.11.7 and tokenizers 0.23.3; another Python has other text, so other merges.
+The shipped file was made with CPython 3.11.7 and tokenizers 0.23.3. Another Python has another text, so other merges.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ VOCAB_SIZE = 8192
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """BPE with `vocab_size - 1` tokens: ids 0 to 255 are the bytes, then the merges in their order. The last id is left
-    to end-of-document, which the loader adds.
+    """Train a byte-level BPE with `vocab_size - 1` tokens.
+
+    Ids 0 to 255 are the bytes, then come the merges in the order of training. The last id of the vocabulary is free for
+    end-of-document, which the loader adds.
 
     Raises:
-        ValueError: the texts are too few for that many merges.
+        ValueError: the texts are too short for that many merges.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer()
@@ -39,21 +41,23 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Do what tiktoken does with PATTERN: cut by it, then write each byte as a character."""
+    """The pre-tokenizer that does what tiktoken does: split by PATTERN, then write each byte as a character."""
     cut = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def export(tokenizer: Tokenizer) -> bytes:
-    """The vocabulary as a .tiktoken file. tiktoken merges the pair with the lowest rank first, and an id is a merge's
-    place in the order of training: so ids are ranks."""
+    """The vocabulary as the content of a .tiktoken file: a line `BASE64 RANK` for each token.
+
+    tiktoken merges the pair with the lowest rank first. Ids follow the order of training, so they are the ranks.
+    """
     to_byte = byte_level_alphabet()
     by_id = sorted((i, bytes(to_byte[char] for char in token)) for token, i in tokenizer.get_vocab().items())
     return b"".join(b"%s %d\n" % (base64.b64encode(token), i) for i, token in by_id)
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The printable character by which byte-level BPE writes each byte (GPT-2 `encoder.py`, `bytes_to_unicode`)."""
+    """Character -> byte, for the printable characters by which byte-level BPE writes bytes (GPT-2 `encoder.py`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -2,7 +2,7 @@
 
     python tools/train_wordpiece.py        (half a minute)
 
-The shipped file was made with CPython 3.11.7 and tokenizers 0.23.3; another Python has other text, so other pieces.
+The shipped file was made with CPython 3.11.7 and tokenizers 0.23.3; another Python has another text, so other pieces.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ VOCAB_SIZE = 8192
 
 
 def train(texts: list[str], vocab_size: int) -> list[str]:
-    """The tokens by id: those of `wordpiece.REQUIRED`, the characters, the same within a word, then the merges.
+    """Train WordPiece; return the tokens in the order of their ids.
+
+    First come the tokens of `wordpiece.REQUIRED`, then all characters, then the characters that continue a word, then
+    the merges.
 
     Raises:
-        ValueError: the texts are too few for so many.
+        ValueError: the texts are too short for that many tokens.
     """
     tokenizer = wordpiece.make_tokenizer(list(wordpiece.REQUIRED), lower=False)
-    # The trainer numbers characters within words in the order of a hash table, another one in each process, and breaks
-    # ties by these numbers. What it is told first keeps its place.
-    first = [*wordpiece.REQUIRED, *alphabet(words(texts))]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=first, show_progress=False)
+    # By itself the trainer numbers characters in the order of a hash table, which differs from process to process, and
+    # breaks ties by these numbers. Special tokens get ids in the given order, so passing the characters as special
+    # tokens makes the result reproducible.
+    in_order = [*wordpiece.REQUIRED, *alphabet(words(texts))]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=in_order, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(f"expected text for {vocab_size} tokens, got {tokenizer.get_vocab_size()}")
@@ -38,17 +42,23 @@ def train(texts: list[str], vocab_size: int) -> list[str]:
 
 
 def words(texts: Iterable[str]) -> set[str]:
-    """Each word or mark of the texts."""
+    """The distinct words and punctuation marks of the texts."""
     tokenizer = wordpiece.make_tokenizer(list(wordpiece.REQUIRED), lower=False)
-    clean, cut = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
-    return {word for text in texts for word, _ in cut(clean(text))}
+    unique_words: set[str] = set()
+    for text in texts:
+        normalized = tokenizer.normalizer.normalize_str(text)
+        unique_words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized))
+    return unique_words
 
 
 def alphabet(words: Iterable[str]) -> list[str]:
-    """Each character, then each that goes on within a word."""
-    anywhere = {character for word in words for character in word}
-    within = {character for word in words for character in word[1:]}
-    return [*sorted(anywhere), *(f"{wordpiece.CONTINUES}{character}" for character in sorted(within))]
+    """All characters of the words, then those after the first of a word, with the prefix of a continuation."""
+    anywhere: set[str] = set()
+    continuing: set[str] = set()
+    for word in words:
+        anywhere.update(word)
+        continuing.update(word[1:])
+    return [*sorted(anywhere), *(f"{wordpiece.CONTINUES}{character}" for character in sorted(continuing))]
 
 
 def main(path: Path = STDLIB_WORDPIECE) -> None:
