@@ -1,0 +1,214 @@
+"""The private names of torch that dtmega uses: one list, so that a new torch is compared with it before it is allowed.
+
+A name counts as private if a part of its path begins with one underscore. torch may change or remove any of them in a
+release. All of them were last seen in torch 2.11 and 2.13, on which the whole test suite ran (CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Private(NamedTuple):
+    """A private name of torch.
+
+    Attributes:
+        files: the files of dtmega/ that use it.
+        why: what it is used for, and what has no public form.
+    """
+
+    files: tuple[str, ...]
+    why: str
+
+
+TORCH = {
+    "torch._C.DisableTorchFunctionSubclass": Private(
+        ("interop/hf/tp/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
+    ),
+    "torch._foreach_mul_": Private(("ops/optim.py",), "multiply many tensors by few kernels, as torch's own clipping"),
+    "torch.Tensor._is_view": Private(("pipelining/stage.py",), "torch detaches sent tensors in place: clone views"),
+    "torch.Tensor._make_wrapper_subclass": Private(
+        ("interop/hf/tp/logits.py",), "a tensor with a shape and no memory, for logits that nobody may ever compute"
+    ),
+    "torch.Tensor._post_accumulate_grad_hooks": Private(
+        ("fsdp/masters.py",), "run the hooks of a master weight, which backward never visits: it visits the copy"
+    ),
+    "torch.Tensor._version": Private(
+        ("interop/hf/tp/vocab.py",), "notice that the optimizer changed a weight between forward and use"
+    ),
+    "torch.cpu._is_amx_tile_supported": Private(("ops/cpu/features.py",), "does the CPU have AMX"),
+    "torch.cpu._is_avx512_bf16_supported": Private(("ops/cpu/features.py",), "does the CPU have bfloat16 products"),
+    "torch.distributed._functional_collectives": Private(
+        ("plans/mappings.py",), "collectives that torch.compile can trace; dist.* breaks the graph"
+    ),
+    "torch.distributed.distributed_c10d._get_default_store": Private(
+        ("mesh.py",), "the store of the process group, for the watchdog's own connection"
+    ),
+    "torch.distributed.distributed_c10d._world": Private(
+        ("mesh.py",), "how many groups this process has made: torch numbers the names of groups by it"
+    ),
+    "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": Private(
+        ("pipelining/stage.py",), "torch 2.11 sends a first message to a stage on the same rank, where gloo fails"
+    ),
+    "torch.distributed.pipelining.schedules._PipelineScheduleRuntime": Private(
+        ("pipelining/schedule.py",), "runs a schedule from a CSV file"
+    ),
+    "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv": Private(
+        ("pipelining/schedule.py",), "reads that file"
+    ),
+    "torch.distributed.tensor.DTensor._op_dispatcher": Private(
+        ("interop/hf/tp/generic.py",), "holder of the next; torch's public context ends before backward begins"
+    ),
+    "torch.distributed.tensor.DTensor._op_dispatcher._allow_implicit_replication": Private(
+        ("interop/hf/tp/generic.py",), "let any model's code mix plain tensors with DTensors"
+    ),
+    "torch.distributed.tensor.parallel.ParallelStyle._apply": Private(
+        (
+            "interop/hf/tp/experts.py",
+            "interop/hf/tp/generic.py",
+            "interop/hf/tp/regions.py",
+            "plans/base.py",
+            "plans/styles.py",
+            "plans/vocabulary.py",
+        ),
+        "the one method of a style, which parallelize_module calls; a style of one's own overrides it",
+    ),
+    "torch.distributed.tensor.placement_types._StridedShard": Private(
+        ("interop/hf/tp/packed.py", "ops/shards.py"), "the placement of a dimension that is cut in parts: [q | k | v]"
+    ),
+    "torch.nn.Module._modules": Private(
+        ("interop/hf/model.py", "models/model.py"), "delete a layer of a list without renumbering the others"
+    ),
+    "torch.nn.Module._non_persistent_buffers_set": Private(("models/model.py",), "which buffers a checkpoint stores"),
+    "torch.nn.Module._parameters": Private(
+        ("fsdp/masters.py", "plans/base.py"), "exchange a parameter for one forward; assignment would register another"
+    ),
+    "torch.ops._c10d_functional.all_reduce": Private(
+        ("plans/mappings.py",), "begin a compiled sum without waiting for it; `functional` waits at once"
+    ),
+    "torch.ops._c10d_functional.reduce_scatter_tensor": Private(("plans/mappings.py",), "the same for a cut sum"),
+    "torch.ops.aten._scaled_dot_product_efficient_attention.default": Private(
+        ("training/recompute.py",), "a kernel of F.scaled_dot_product_attention, which selective recompute keeps"
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention.default": Private(("training/recompute.py",), "as above"),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": Private(
+        ("ops/attention.py",), "the CPU's kernel, with the log-sum-exp that our backward by chunks needs"
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": Private(
+        ("training/recompute.py",), "a kernel that selective recompute keeps"
+    ),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": Private(
+        ("ops/attention.py",), "its backward, a chunk at a time"
+    ),
+    "torch.ops.aten._softmax_backward_data.out": Private(
+        ("ops/cpu/attention.py",), "the gradient of softmax into memory that is there already"
+    ),
+    "torch.ops.mkldnn._linear_pointwise": Private(
+        ("ops/cpu/linear.py",), "oneDNN's product with a bias, in one pass over the output"
+    ),
+    "torch.optim.Adam._init_group": Private(
+        ("ops/optim.py",), "give torch's kernels local parts while the optimizer's state stays DTensors"
+    ),
+    "torch.utils._python_dispatch.TorchDispatchMode": Private(
+        ("interop/hf/initial.py",), "record by which operators transformers draws initial values"
+    ),
+    "torch.utils._pytree.tree_map_only": Private(
+        ("interop/hf/tp/generic.py", "interop/hf/tp/logits.py"), "visit the tensors in whatever a model returns"
+    ),
+}
+# How code names those that are attributes of objects.
+ATTRIBUTES = {f".{name.rpartition('.')[2]}": name for name in TORCH if not name.startswith("torch.ops.")}
+# Private names of other libraries and of Python, which are not the concern of this list.
+OTHERS = {
+    "transformers": (
+        "_attn_implementation",
+        "_from_config",
+        "_is_expert_parallel",
+        "_is_hf_initialized",
+        "_keep_in_fp32_modules_strict",
+        "_keys_to_ignore_on_load_unexpected",
+        "_tp_plan",
+    ),
+    "tiktoken": ("_mergeable_ranks", "_pat_str", "_special_tokens"),
+    "python": ("_asdict", "_current_frames", "_exit", "_replace"),
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def chain(node: ast.AST) -> list[str]:
+    """The parts of a.b.c; the first is '' if it is no plain name (a call, an item)."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id if isinstance(node, ast.Name) else "", *reversed(parts)]
+
+
+def methods(tree: ast.AST) -> set[str]:
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {statement.name for body in bodies for statement in body if isinstance(statement, ast.FunctionDef)}
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    """The names that a file annotates, or assigns to an attribute of `self`."""
+    annotated = {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
+    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return annotated | {node.attr for node in stored if chain(node)[0] == "self"}
+
+
+def uses(tree: ast.AST) -> Iterator[str]:
+    """The private names in a file: of torch with their path, of other objects as `.name`."""
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    own = methods(tree) | attributes(tree)
+    # A method of ours that has the name of one of torch's overrides it.
+    yield from (f".{name}" for name in methods(tree) if f".{name}" in ATTRIBUTES)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.startswith("torch."))
+        elif isinstance(node, ast.Attribute):
+            parts = chain(node)
+            is_torchs = f".{node.attr}" in ATTRIBUTES or node.attr not in own
+            if parts[0] == "torch" and id(node) not in inner:
+                yield ".".join(parts)
+            elif parts[0] not in ("torch", "self", "cls") and is_torchs:
+                yield f".{node.attr}"
+
+
+def found() -> dict[str, set[str]]:
+    """Private name -> the files of dtmega/ that use it."""
+    files: dict[str, set[str]] = {}
+    others = {name for names in OTHERS.values() for name in names}
+    for path in sorted((ROOT / "dtmega").rglob("*.py")):
+        for name in uses(ast.parse(path.read_text(encoding="utf-8"))):
+            if any(map(is_private, name.split("."))) and name[1:] not in others:
+                files.setdefault(ATTRIBUTES.get(name, name), set()).add(str(path.relative_to(ROOT / "dtmega")))
+    return files
+
+
+def test_the_private_names_of_torch_in_dtmega_are_those_of_the_list():
+    assert found() == {name: set(private.files) for name, private in TORCH.items()}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_private_name_of_the_list_exists_in_the_installed_torch(name: str):
+    parts = name.split(".")
+    place: Any = torch
+    for i, part in enumerate(parts[1:], start=1):
+        # Instances have the attributes of a Module that its class only annotates.
+        if part not in getattr(place, "__annotations__", {}) and not hasattr(place, part):
+            importlib.import_module(".".join(parts[: i + 1]))
+        place = getattr(place, part, None)
