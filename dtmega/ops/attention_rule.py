@@ -275,8 +275,8 @@ def attention_rule(
 def alibi_slopes(n_heads: int) -> Tensor:
     """ALiBi's slopes, [H] fp32 (Press, Smith, Lewis, "Train Short, Test Long", 2022).
 
-    2^(-8 i/n) for i = 1..n, where n is the largest power of two up to H. The other H - n heads have slopes halfway
-    between those in the exponent: 2^(-4 i/n) for i = 1, 3, 5, ...
+    The first n heads have 2^(-8 i/n) for i = 1, 2, ..., n, where n is the largest power of two up to H. The other H - n
+    have the same for i = 1/2, 3/2, ..., exponents halfway between those.
     """
     n = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -391,7 +391,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """True for each block [blocks] but a last one that is shorter: there the kernel has to check the end."""
+    """True for each block [blocks], except for a shorter last one, where the kernel has to check the end."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 

@@ -90,9 +90,9 @@ def linear_cross_entropy(
             the softmax in fp32.
 
     Returns:
-        fp32 scalar, the same on all ranks. The gradients of weight and bias are final; that of h is this rank's part
-        of a sum ({U_group}), which whatever gave h to the whole group must add up. Backward works once, because it
-        hands out its buffers.
+        fp32 scalar, the same on all ranks. The gradients of weight and bias are final. That of h is this rank's part of
+        a sum over the group ({U_group}), to be added up by the operation that gave h to all ranks. Backward works once,
+        because it hands out its buffers.
     """
     columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
     n_tokens = h.shape[0]
@@ -351,8 +351,8 @@ class _KnownGradient(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         (upstream,) = grad_outputs
         if ctx.expected != 1.0:
-            # Divided by a tensor of the same dtype: an upstream gradient that was expected gives exactly 1, and the
-            # product below changes no bit.
+            # Dividing by a tensor of the same dtype gives exactly 1 for the expected gradient, and then the product
+            # below changes no bit.
             upstream = upstream / upstream.new_full((), ctx.expected)
         # A scalar stays a scalar: it does not promote dtypes, so a bf16 gradient is multiplied without an fp32 copy.
         if upstream.ndim:

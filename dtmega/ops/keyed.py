@@ -218,7 +218,7 @@ def _outer(u: Numbers) -> Numbers:
 
 
 def _polynomial(x: Numbers, *coefficients: float) -> Numbers:
-    """Horner's rule with a separate sum and product: no device may fuse them, which would change the last bit."""
+    """Horner's rule. Sum and product are separate operations: a fused multiply-add would change the last bit."""
     y = x * coefficients[-1]
     for c in coefficients[-2:0:-1]:
         y += c

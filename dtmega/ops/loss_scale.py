@@ -1,4 +1,4 @@
-"""The loss scale of float16, which would round gradients below 6e-8 to zero: the loss is multiplied, and they with it.
+"""The loss scale of float16: a factor of the loss, without which gradients below 6e-8 would be rounded to zero.
 
 The scale starts high and adapts. A step with a gradient that is not finite is skipped, and from the second such step on
 the scale is halved. After a thousand steps without one it is doubled. This is Megatron-LM's `DynamicGradScaler`

@@ -170,7 +170,10 @@ def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.Ru
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float) -> None:
-    """Set the rate and the decay of each group of `build_optimizer`, by its factor and by whether it is decayed."""
+    """Set learning rate and weight decay of the groups that `build_optimizer` made.
+
+    Each group gets the rate times its factor, and the decay or 0.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]
         group["weight_decay"] = weight_decay * group["decays"]

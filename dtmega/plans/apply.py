@@ -1,9 +1,11 @@
 """Tensor parallelism as a table: pattern of module names -> how tp cuts these modules.
 
-table = plans.bloom.plan(cfg.model)            # styles.py lists the styles that may stand in it
-partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
-shard_buffers(model, mesh, table)              # once the buffers have values
-sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
+    table = plans.bloom.plan(cfg.model)            # styles.py lists the styles that may stand in it
+    partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
+    shard_buffers(model, mesh, table)              # once the buffers have values
+    sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
+
+`check_plan` finds out whether a plan fits a model before there is a mesh.
 """
 
 from __future__ import annotations
@@ -85,9 +87,9 @@ def _owners(model: nn.Module) -> Owners:
 
 
 def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
-    """Tie again what was tied, and replicate the vectors that no style has touched.
+    """Replicate the vectors that no style has cut, and tie the parameters that were tied before.
 
-    A parameter is tied to the cut copy where one of its owners has cut it.
+    If a style has cut a parameter in one of its modules, all its modules get the cut one.
     """
     for parameter, places in owners.items():
         now = [module.get_parameter(name) for module, name in places]

@@ -14,7 +14,7 @@
 sequence parallelism `gather` and `scatter` do that, and between regions each rank keeps its part of the sequence.
 
 `split` and `join` change between a tensor that every rank has and one that is cut, where all ranks compute the same
-thing as one process would. Their gradients are equal on all ranks, so nothing is summed.
+thing as one process would. There no rank's gradient is a part of a sum, so backward joins or cuts, and never adds.
 
 A tensor [N/tp, D] of rows is gathered and scattered along N. The order of tokens in between does not matter, as long as
 it is undone.

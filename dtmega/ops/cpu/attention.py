@@ -1,4 +1,4 @@
-"""Attention in bfloat16 on a CPU that multiplies it faster than float32, which torch's fused kernels make no use of.
+"""Attention in bfloat16 on a CPU with instructions for it, which torch's fused kernels do not use.
 
 A part of the queries (some samples, some heads, a few hundred places) is processed at a time. Its scores are one
 batched product. They are turned into probabilities in fp32, over as many rows at a time as a core's cache holds. Of
@@ -107,7 +107,7 @@ def attention_cpu(
             # sees no key has a peak of -inf, and -inf - -inf would be NaN: the clamp makes its exponentials 0.
             peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
             _exponentials(x.sub_(peak))
-            # The largest exponential is 1. Only a query that sees no key has a smaller sum, 0, which cannot divide.
+            # The largest exponential is 1. Only a query that sees no key has a smaller sum: 0, and 0 / 0 would be NaN.
             total = x.sum(-1, keepdim=True).clamp_(min=1.0)
             x.mul_(total.reciprocal())
             if part.drops is not None:
@@ -359,7 +359,7 @@ class _Scratch:
 
 
 def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
-    """Add x y scale to a slice [rows, groups, keys, K]. The product starts from its numbers: one rounding, not two."""
+    """Add x y scale to a slice [rows, groups, keys, K], in one product that rounds the sum only once."""
     part = to.view(-1, *to.shape[2:])
     torch.baddbmm(part, x, y, alpha=scale, out=part)
 
