@@ -131,8 +131,8 @@ def check_mesh(cfg: config.Config, sizes: Mapping[str, int]) -> None:
     family.check(cfg, sizes)
     if sizes["pp"] > 1 and family.show is not CONTINUATION:
         raise ValueError(
-            f"in a pipeline only a decoder alone says something: expected pp=1, got {sizes['pp']}, for a model of name "
-            f"= '{cfg.model.name}' ([mesh] pp)"
+            f"in a pipeline only decoder-only models generate text: expected pp=1, got {sizes['pp']}, for a model of "
+            f"name = '{cfg.model.name}' ([mesh] pp)"
         )
 
 

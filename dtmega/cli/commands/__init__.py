@@ -1,15 +1,16 @@
-"""The subcommands of `dtmega`, a module each, all of one shape: `commands/NAME.py`, with `_` for a `-` of the name.
+"""The subcommands of `dtmega`, one module each: `commands/NAME.py`, with `_` in place of each `-`. Each module has:
 
-    __doc__                 a line, and below it examples, which `--help` shows
-    add_arguments(parser)   what the command takes
-    command(args) -> int    do it, and return the exit code; whatever ends it early is raised
+    __doc__                 a line about the command; the lines below it are the examples that `--help` shows
+    add_arguments(parser)   adds the command's options
+    command(args) -> int    runs the command and returns the exit code; errors are raised
 
-`__main__.py` says what was raised in one line. A module is imported when its command is named, and imports at its top
-what its arguments need only: `--help` and the refusal of an option come without torch.
+`__main__.py` prints an error in one line. A module is imported only if its command is named. At its top it imports only
+what its options need, so that `--help` and refusals of options do not wait for torch.
 
-    arguments.py   types of options, and refusals in one line
-    endings.py     line and exit code of what ends a command early
-    used.py        which checkpoint of a run, and on which processes
+    arguments.py      types of options, and refusals in one line
+    conversation.py   conversations of `dtmega generate --interactive`
+    endings.py        message and exit code of an error that ends a command
+    used.py           options and opening of the trained model that a command works with
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ FIRST = """Try:
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a command."""
+    """The module of the command with this name."""
     return importlib.import_module(f"dtmega.cli.commands.{name.replace('-', '_')}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """`command` and its arguments; ends the process with code 2 where one of them cannot be."""
+    """Parse a command line into `command` and its options. A wrong option ends the process with exit code 2."""
     form = argparse.RawDescriptionHelpFormatter
     about = "Train BLOOM, GPT, Llama, BERT, T5 and Hugging Face models, on one CPU or many GPUs."
     parser = Parser(prog="dtmega", description=about, epilog=FIRST, formatter_class=form)
@@ -60,6 +61,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=line, description=line, formatter_class=form)
+        # Only the named command's module is imported.
         if argv[:1] == [name] != ["train"]:
             module_of(name).add_arguments(subparser)
             subparser.epilog = "\n  ".join(["examples:", *examples(name)])

@@ -1,6 +1,6 @@
-"""Types of the options of `dtmega COMMAND`, and a refusal in one line that names the option.
+"""Types of the options of `dtmega COMMAND`, and refusals in one line that name the option.
 
-The bounds of a value stand beside its option, so that no command has to look at them again.
+A type checks its bounds, so that the commands need not check them again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dtmega.data.preparing.text_files import BLANK_LINES
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line; argparse prints ten lines of usage before it."""
+    """A parser that refuses in one line, where argparse would print ten lines of usage before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """The type of an option that takes whole numbers from `low` to `high`."""
+    """The type of an option for whole numbers from `low` to `high`; None means no upper bound."""
     expected = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
 
     def read(text: str) -> int:
@@ -39,7 +39,7 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """A temperature: 0, or a number that logits in fp32 can be divided by without overflow."""
+    """A temperature: 0, or a number between bounds within which fp32 logits divided by it do not overflow."""
     try:
         value = float(text)
     except ValueError:
@@ -50,7 +50,7 @@ def temperature(text: str) -> float:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """The type of an option that takes numbers above `low`, up to `high`."""
+    """The type of an option for numbers above `low` and up to `high`."""
 
     def read(text: str) -> float:
         try:
@@ -65,7 +65,11 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def prefix(text: str) -> str:
-    """A prefix of `.bin` and `.idx`, so not a folder. The name of either file stands for the prefix."""
+    """The prefix of a corpus, `PREFIX.bin` and `PREFIX.idx`. The name of one of these files is taken for its prefix.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is a folder.
+    """
     text = text.removesuffix(".idx").removesuffix(".bin")
     if os.path.basename(text) in ("", ".", ".."):
         raise argparse.ArgumentTypeError(
@@ -75,10 +79,11 @@ def prefix(text: str) -> str:
 
 
 def encoding(text: str) -> str:
-    """The name of an encoding of text as Python knows it; '' for UTF-8."""
+    """Python's name of a text encoding; '' for UTF-8."""
     try:
         name = codecs.lookup(text).name
-        "".encode(name)  # fails for codecs that are not of text, such as base64
+        # Fails for codecs that do not encode text, such as base64.
+        "".encode(name)
     except LookupError:
         raise argparse.ArgumentTypeError(
             f"expected an encoding such as latin-1, cp1252 or utf-16, got '{text}'"
@@ -87,7 +92,7 @@ def encoding(text: str) -> str:
 
 
 def places_to_cut(text: str) -> str | int:
-    """The places to cut a text into documents at: blank lines, or every so many tokens."""
+    """Where to cut a text into documents: BLANK_LINES, or the number of tokens of a document."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

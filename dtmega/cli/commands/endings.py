@@ -1,7 +1,7 @@
-"""Line and exit code of what ends a command early.
+"""Message and exit code of an error that ends a command.
 
-The code is 2 for what its user can correct, 1 for what broke on the way (a full disk), 3 for a damaged checkpoint, 130
-for Ctrl-C.
+The code is 2 for errors that the user can correct, 1 for failures of the machine (a full disk), 3 for a damaged
+checkpoint, and 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dtmega.distributed import exit_codes
 
 BROKEN = 1
-INTERRUPTED = 130  # as shells say it: 128 + SIGINT
-# A path that is not there, not of this kind, or not this user's; other errors are of the machine.
+INTERRUPTED = 130  # the shells' code for a process ended by SIGINT: 128 + 2
+# Errors of a path that does not exist, is a file instead of a folder (or the reverse), or belongs to somebody else.
+# All other errors of the system are failures of the machine.
 WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -22,10 +23,10 @@ WRONG_PATH = {
 
 
 class NothingWritten(Exception):
-    """A command that ended before any of its output stood under its name.
+    """The end of a command by an error, before any output file was there under its name.
 
     Attributes:
-        error: why.
+        error: the error.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -34,7 +35,7 @@ class NothingWritten(Exception):
 
 
 def explained(error: BaseException) -> tuple[str, int]:
-    """The line to say of an error, and the exit code."""
+    """The message that explains an error, in one line, and the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, OSError):
@@ -45,10 +46,17 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 
 def write_output(write: Callable[[argparse.Namespace], str], args: argparse.Namespace) -> int:
-    """Write the output of a command and print the summary; returns the exit code.
+    """Write the output of a command, and print a summary.
+
+    Args:
+        write: function that writes the output and returns the summary.
+        args: options of the command.
+
+    Returns:
+        The exit code.
 
     Raises:
-        NothingWritten: for all that `write` raises.
+        NothingWritten: for any error that `write` raises.
     """
     try:
         summary = write(args)

@@ -17,7 +17,7 @@ from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_o
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic, optional_imports
 
-LONGEST_NAME = 100  # characters of a file's name that are tasks
+LONGEST_NAME = 100  # most characters of a file name that list the tasks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,8 @@ def command(args: argparse.Namespace) -> int:
         trained = open_run(args.run, args, startup)
         with startup.step("model"):
             if trained.show is not CONTINUATION:
-                raise ValueError(f"a model of name = '{trained.cfg.model.name}' does not say what follows a text")
+                name = trained.cfg.model.name
+                raise ValueError(f"tasks need a model that continues texts, which one of name = '{name}' does not")
     except Refused as refused:
         return refused.exit_code
     scores = lm_eval_harness.evaluate(trained, tasks, known, args.batch_size, args.num_fewshot, args.limit)
@@ -76,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def file_name(step: int, tasks: list[str]) -> str:
-    """The name of the scores of one checkpoint on these tasks: another evaluation of them takes its place."""
+    """The file name for the scores of a step on these tasks; evaluating the same again replaces the file."""
     names = "+".join(task.replace("/", "-") for task in tasks)
     if len(names) > LONGEST_NAME:
         names = f"{names[: LONGEST_NAME - 10]}+{len(tasks)}-tasks"
@@ -84,5 +85,5 @@ def file_name(step: int, tasks: list[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's as one of Python's, and anything else, as a function of a task, by its name."""
+    """A value that JSON lacks: a NumPy number as a Python number; anything else, such as a task's function, as text."""
     return value.item() if hasattr(value, "item") else str(value)

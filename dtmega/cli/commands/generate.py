@@ -1,4 +1,4 @@
-"""`dtmega generate`: what a model makes of prompts, or says in a conversation, from any checkpoint of a run.
+"""`dtmega generate`: samples of a model from any checkpoint of a run: prompts continued, or a conversation.
 
 dtmega generate runs/bloom --prompt "def " --prompt "class "
 dtmega generate runs/bloom --step 200 --prompt - < prompt.txt
@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from io import TextIOWrapper, UnsupportedOperation
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dtmega.cli.commands.arguments import integer, number, temperature
+from dtmega.cli.commands.conversation import Conversation, print_on_first, talk
 from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_of
 from dtmega.distributed import exit_codes
 
 if TYPE_CHECKING:
-    from dtmega.data.tokenizers.chat import Chat, Message
+    from dtmega.data.tokenizers.chat import Chat
     from dtmega.inference.trained import TrainedModel
 
-Told = TypeVar("Told")
-
-SHOWN_BY = ("tokens", "temperature", "top_k", "top_p", "seed")  # options that are the families'
-BETWEEN = "---"  # the samples of several prompts
+# Options that only some families of models read; the others refuse them.
+SAMPLE_OPTIONS = ("tokens", "temperature", "top_k", "top_p", "seed")
+SEPARATOR = "---"  # line between the samples of two prompts
 STDIN = "-"
 
 
@@ -80,72 +78,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     from dtmega import families
-    from dtmega.data.tokenizers.chat import Chat
     from dtmega.distributed.agreement import Refused
     from dtmega.inference.trained import settle_as_rank_0
-    from dtmega.models.show import CONTINUATION
 
-    given = {name: value for name in SHOWN_BY if (value := getattr(args, name)) is not None}
-    chat = None
+    sample_options = {name: value for name in SAMPLE_OPTIONS if (value := getattr(args, name)) is not None}
     try:
         startup = startup_of("dtmega generate")
         with startup.step("options"):
-            if (args.path is None) == (args.run is None):
-                raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
-            if not args.prompt and not args.prompts and not args.interactive:
-                raise ValueError("there is no prompt: --prompt TEXT, --prompt - for stdin, or --interactive")
+            _check_arguments(args)
         with startup.step("prompts") as step:
             if startup.rank == 0:
-                step.tell = [*_given(args.prompt or []), *(_lines(args.prompts) if args.prompts else [])]
+                step.tell = _prompts(args)
         trained = open_run(args.path or args.run, args, startup)
         with startup.step("options of the model"):
-            for name in given.keys() - {*trained.show.options}:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} means nothing to a model of name = '{trained.cfg.model.name}'")
-            if args.interactive and trained.show is CONTINUATION:
-                chat = Chat.beside(trained.tokenizer)
-                if chat is not None and startup.rank == 0:
-                    chat.start()
+            _check_sample_options(sample_options, trained)
+            chat = _start_chat(trained, startup.rank) if args.interactive else None
     except Refused as refused:
         return refused.exit_code
-    options = {**given, **families.sample_options(trained.cfg)}
+    options = {**sample_options, **families.sample_options(trained.cfg)}
     if startup.size > 1:
         options["settle"] = settle_as_rank_0
 
-    def shown(prompts: list[str]) -> list[str]:
+    def sample(prompts: list[str]) -> list[str]:
         return trained.show.texts(trained.model, trained.tokenizer, prompts, **options)
 
-    before = ""
-    for first in range(0, len(step.told), args.batch_size):
-        prompts = step.told[first : first + args.batch_size]
-        try:
-            texts = shown(prompts)
-        except ValueError as error:
-            raise ValueError(f"{_numbers(first, prompts)}{error}") from None
-        for text in texts:
-            _print(before + text)
-            before = f"{BETWEEN}\n"
+    _print_samples(sample, step.told, args.batch_size)
     if args.interactive:
         try:
-            _talk((lambda line: shown([line])[0]) if chat is None else _Conversation(trained, chat, options))
+            talk((lambda line: sample([line])[0]) if chat is None else Conversation(trained, chat, options))
         finally:
             if chat is not None:
                 chat.close()
     return exit_codes.DONE
 
 
-def _given(prompts: Sequence[str]) -> Iterator[str]:
-    """The texts of --prompt; each - is what stdin has."""
-    for prompt in prompts:
-        yield sys.stdin.read() if prompt == STDIN else prompt
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Check that the options name one run, and a prompt or a conversation.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if (args.path is None) == (args.run is None):
+        raise ValueError("expected one run: dtmega generate RUN, or --run PATH")
+    if not args.prompt and not args.prompts and not args.interactive:
+        raise ValueError("there is no prompt: --prompt TEXT, --prompt - for stdin, or --interactive")
+
+
+def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedModel) -> None:
+    """Check that models of this family read the options that were given.
+
+    Raises:
+        ValueError: one of the options means nothing to the model.
+    """
+    for name in sample_options.keys() - {*trained.show.options}:
+        option = f"--{name.replace('_', '-')}"
+        raise ValueError(f"{option} means nothing to a model of name = '{trained.cfg.model.name}'")
+
+
+def _start_chat(trained: TrainedModel, rank: int) -> Chat | None:
+    """The tokenizer's chat template; None if it has none, or the model does not continue texts.
+
+    Rank 0 starts the process that runs the template.
+
+    Raises:
+        ValueError: the template cannot be read, or transformers is not installed.
+    """
+    from dtmega.data.tokenizers.chat import Chat
+    from dtmega.models.show import CONTINUATION
+
+    if trained.show is not CONTINUATION:
+        return None
+    chat = Chat.beside(trained.tokenizer)
+    if chat is not None and rank == 0:
+        chat.start()
+    return chat
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of --prompt, then those of --prompts.
+
+    Raises:
+        ValueError: the file of --prompts is not UTF-8, or has no prompt.
+        OSError: the file cannot be read.
+    """
+    prompts = [sys.stdin.read() if prompt == STDIN else prompt for prompt in args.prompt or []]
+    if args.prompts:
+        prompts += _lines(args.prompts)
+    return prompts
 
 
 def _lines(file: str) -> list[str]:
-    """The lines of a file, or of stdin, but empty ones.
+    """The lines of a file, or of stdin, without empty ones.
 
     Raises:
-        ValueError: it is not UTF-8, or has none.
-        OSError: it cannot be read.
+        ValueError: the text is not UTF-8, or all lines are empty.
+        OSError: the file cannot be read.
     """
     try:
         text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
@@ -157,98 +184,29 @@ def _lines(file: str) -> list[str]:
     return lines
 
 
-def _numbers(first: int, prompts: Sequence[str]) -> str:
-    """Name the prompts that cannot be, as far as they are known, where there are several: prompts 9 to 16."""
-    return f"prompts {first + 1} to {first + len(prompts)}: " if len(prompts) > 1 else ""
+def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str], batch_size: int) -> None:
+    """Print a sample for each prompt, `batch_size` prompts at a time.
 
-
-class _Conversation:
-    """Answer one message after the other, each with all that was said before it."""
-
-    def __init__(self, trained: TrainedModel, chat: Chat, options: Mapping[str, Any]) -> None:
-        from dtmega.models.generate import Sampling
-
-        options = dict(options)
-        self._trained, self._chat = trained, chat
-        self._n_tokens = options.pop("tokens", 512)
-        self._sampling = Sampling(trained.tokenizer.vocab_size, chat.end_ids, **options)
-        self._messages: list[Message] = []
-
-    def __call__(self, text: str) -> str:
-        from dtmega.models.generate import generate
-
-        asked = [*self._messages, {"role": "user", "content": text}]
-        # One process has the template: limits of time are not the same everywhere.
-        ids = _from_first(lambda: self._chat.ids(asked))
-        said = generate(self._trained.model, ids, self._n_tokens, self._sampling)
-        answer = self._trained.tokenizer.decode(said)
-        self._messages = [*asked, {"role": "assistant", "content": answer}]
-        return answer
-
-
-def _talk(answer: Callable[[str], str]) -> None:
-    """Answer each line of stdin. One that nothing can be said to is not the end."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        with suppress(UnsupportedOperation):  # all of it has been read, by --prompt -
-            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text become lone surrogates
-    while line := _from_first(_read_line):
-        text = line.rstrip("\n")
-        if not text:
-            continue
-        try:
-            _print(answer(_utf8(text)))
-        except ValueError as error:  # the same on all processes
-            _print(f"({error})")
-
-
-def _read_line() -> str:
-    """A line with its end; '' where the input ends."""
-    if sys.stdin.isatty():
-        print("> ", end="", flush=True)
-    return sys.stdin.readline()
-
-
-def _utf8(text: str) -> str:
-    """The text.
+    Args:
+        sample: function from the prompts of a batch to their samples.
+        prompts: all prompts.
+        batch_size: number of prompts that are computed together.
 
     Raises:
-        ValueError: it has bytes that are no UTF-8.
+        ValueError: a prompt cannot be continued; names the prompts of its batch.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        byte = ord(text[error.start]) & 0xFF
-        raise ValueError(f"the line is not UTF-8: byte 0x{byte:02x} after {error.start} characters") from None
-    return text
-
-
-def _from_first(read: Callable[[], Told]) -> Told:
-    """Read on the first process; all of them return it.
-
-    Raises:
-        ValueError: reading has raised it; on all of them.
-    """
-    from dtmega import mesh
-
-    if mesh.world_size() == 1:
-        return read()
-    import torch.distributed as dist
-
-    told: list[Any] = [None, None]
-    if mesh.rank() == 0:
+    before = ""
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
         try:
-            told[0] = read()
+            texts = sample(batch)
         except ValueError as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told, src=0)
-    found, refused = told
-    if refused is not None:
-        raise ValueError(refused)
-    return found
+            raise ValueError(f"{_numbers(first, batch)}{error}") from None
+        for text in texts:
+            print_on_first(before + text)
+            before = f"{SEPARATOR}\n"
 
 
-def _print(text: str) -> None:
-    from dtmega import mesh
-
-    if mesh.rank() == 0:
-        print(text, flush=True)
+def _numbers(first: int, batch: Sequence[str]) -> str:
+    """The beginning of an error message, "prompts 9 to 16: ", if the batch has several prompts, else ""."""
+    return f"prompts {first + 1} to {first + len(batch)}: " if len(batch) > 1 else ""

@@ -1,4 +1,4 @@
-"""`dtmega inspect`: what a checkpoint is, if it is intact, and how two differ.
+"""`dtmega inspect`: content of a checkpoint, whether it is intact, and how two checkpoints differ.
 
 dtmega inspect runs/bloom
 dtmega inspect runs/bloom runs/other --quick

@@ -1,4 +1,4 @@
-"""`dtmega merge`: several token files -> one.
+"""`dtmega merge`: several corpora joined into one.
 
 dtmega merge --input 'data/part-*' --output data/mine
 """

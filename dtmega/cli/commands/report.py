@@ -1,4 +1,4 @@
-"""`dtmega report`: one page with the curves, layouts, differences and samples of one run or of several.
+"""`dtmega report`: one HTML page about a run, or about several that it compares.
 
 dtmega report runs/bloom
 dtmega report runs/bloom runs/faster --output both.html --png

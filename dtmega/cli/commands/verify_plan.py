@@ -1,4 +1,4 @@
-"""`dtmega verify-plan`: prove the sharding plan of a model of transformers.
+"""`dtmega verify-plan`: a check of the tensor-parallel plan of a Hugging Face model.
 
 dtmega verify-plan DIR --tp 2
 """

@@ -1,0 +1,121 @@
+"""Conversations of `dtmega generate --interactive`: lines of stdin, each answered by the model.
+
+The first process reads, runs the chat template and prints. All processes compute the answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import TextIOWrapper, UnsupportedOperation
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from dtmega.data.tokenizers.chat import Chat, Message
+    from dtmega.inference.trained import TrainedModel
+
+T = TypeVar("T")
+
+
+class Conversation:
+    """A conversation with a model. Each message is answered with the whole conversation before it in view.
+
+    Args:
+        trained: the model.
+        chat: chat template of its tokenizer.
+        options: options of `Sampling`, and `tokens`, the largest number of tokens of an answer.
+    """
+
+    def __init__(self, trained: TrainedModel, chat: Chat, options: Mapping[str, Any]) -> None:
+        from dtmega.models.generate import Sampling
+
+        options = dict(options)
+        self._trained, self._chat = trained, chat
+        self._n_tokens = options.pop("tokens", 512)
+        self._sampling = Sampling(trained.tokenizer.vocab_size, chat.end_ids, **options)
+        self._messages: list[Message] = []
+
+    def __call__(self, text: str) -> str:
+        """The model's answer to a message."""
+        from dtmega.models.generate import generate
+
+        messages = [*self._messages, {"role": "user", "content": text}]
+        # The template runs on the first process only: its time limit might be exceeded on one process and not another.
+        ids = _from_first(lambda: self._chat.ids(messages))
+        answer_ids = generate(self._trained.model, ids, self._n_tokens, self._sampling)
+        answer = self._trained.tokenizer.decode(answer_ids)
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+
+def talk(answer: Callable[[str], str]) -> None:
+    """Print the answer to each line of stdin. A line that cannot be answered prints the reason instead."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        # Bytes that are not UTF-8 become lone surrogates, which `_utf8` refuses line by line. If --prompt - has read
+        # stdin, the setting cannot be changed, and nothing is left to read.
+        with suppress(UnsupportedOperation):
+            sys.stdin.reconfigure(errors="surrogateescape")
+    while line := _from_first(_read_line):
+        text = line.rstrip("\n")
+        if not text:
+            continue
+        # All processes answer the same line, so an error is raised on all of them or on none.
+        try:
+            print_on_first(answer(_utf8(text)))
+        except ValueError as error:
+            print_on_first(f"({error})")
+
+
+def _read_line() -> str:
+    """A line of stdin with its line end; "" at the end of the input."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.readline()
+
+
+def _utf8(text: str) -> str:
+    """The same text.
+
+    Raises:
+        ValueError: the text came from bytes that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) & 0xFF
+        raise ValueError(f"the line is not UTF-8: byte 0x{byte:02x} after {error.start} characters") from None
+    return text
+
+
+def _from_first(read: Callable[[], T]) -> T:
+    """Call a function on the first process, and return its result on all processes.
+
+    Raises:
+        ValueError: on all processes, if the function has raised it on the first one.
+    """
+    from dtmega import mesh
+
+    if mesh.world_size() == 1:
+        return read()
+    import torch.distributed as dist
+
+    outcome: list[Any] = [None, None]
+    if mesh.rank() == 0:
+        try:
+            outcome[0] = read()
+        except ValueError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    result, error_message = outcome
+    if error_message is not None:
+        raise ValueError(error_message)
+    return result
+
+
+def print_on_first(text: str) -> None:
+    """Print on the first process only, at once."""
+    from dtmega import mesh
+
+    if mesh.rank() == 0:
+        print(text, flush=True)
