@@ -246,7 +246,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | N
 
 
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
-    """FlexAttention compiled, for CUDA: without compilation it is a reference formula that stores S x S scores.
+    """FlexAttention for a type of device: compiled on CUDA, for otherwise it stores all S x S scores.
 
     A block that is being compiled gets the plain function: it becomes a kernel there by itself, and Dynamo would warn
     of the cached function.

@@ -167,7 +167,8 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
 def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
     """Normal values [n] fp32 for folded element numbers [n] int32.
 
-    In fp64 but for the result: each operation is rounded correctly, on every device.
+    Computed in fp64 and rounded to fp32 at the end. Every operation is rounded correctly, so all devices get the same
+    bits.
     """
     hashed = mix(mix(folded ^ first_key) ^ second_key)
     library = _library(folded)

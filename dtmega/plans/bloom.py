@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Model, sequence_parallel: bool = True) -> Plan:
-    """The plan of a model. Heads and the feed-forward are cut evenly; of the vocabulary the last rank may have less.
+    """The plan of a model. Heads and the feed-forward are cut evenly; the last rank may have less of the vocabulary.
 
     Collectives of a layer: with sequence parallelism two all-gathers and two reduce-scatters in forward and as many in
     backward, which also repeats the two all-gathers of forward; without it two all-reduces each way.

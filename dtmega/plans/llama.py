@@ -8,7 +8,7 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
-    """The plan of a model. Heads and the feed-forward are cut evenly; of the vocabulary the last rank may have less.
+    """The plan of a model. Heads and the feed-forward are cut evenly; the last rank may have less of the vocabulary.
 
     If there are fewer key heads than ranks, several ranks have a copy of the same one. Collectives are those of
     `plans/bloom.py`.
