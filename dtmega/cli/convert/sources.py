@@ -81,7 +81,7 @@ def _from_dtmega(name: str, args: argparse.Namespace) -> ConversionSource:
 
 def _from_dcp(name: str, args: argparse.Namespace) -> ConversionSource:
     if not args.config:
-        raise ValueError("--from dcp needs --config NAME.toml: nothing in such a folder says what model it is of")
+        raise ValueError("--from dcp needs --config NAME.toml, since such a folder does not describe its model")
     dcp_folder = DCPFolder(Path(name))
     names = {key.removeprefix(args.prefix): key for key in dcp_folder.tensors if key.startswith(args.prefix)}
     rows = (Row("written from", "a folder of torch.distributed.checkpoint"),)

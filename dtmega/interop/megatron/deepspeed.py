@@ -61,7 +61,7 @@ def open_layers(folder: Path) -> Layers:
     tp_of_args = args.get("tensor_model_parallel_size")
     if tp_of_args not in (None, n_tp):
         raise ValueError(
-            f"{folder}: tensor_model_parallel_size={tp_of_args!r:.80} by its arguments, but there are {n_tp}"
+            f"{folder}: tensor_model_parallel_size={tp_of_args!r:.80} in its arguments, but the files have {n_tp}"
         )
     if type(n_layers) is not int or n_layers > len(paths):
         raise ValueError(f"{folder} has {len(paths)} files of layers, too few for num_layers={n_layers!r:.80}")
@@ -78,11 +78,13 @@ def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: 
     Raises:
         ValueError: a file is missing, or is there and has no place in the model.
     """
-    numbers = [number for number in range(n_layers + 5) if names.layer_file_prefix(number, n_layers)]
-    expected = {(number, tp) for number in numbers for tp in range(n_tp)}
+    expected: set[tuple[int, int]] = set()
+    for number in range(n_layers + 5):
+        if names.layer_file_prefix(number, n_layers):
+            expected |= {(number, tp) for tp in range(n_tp)}
     for place in sorted({*paths} ^ expected):
         name = f"layer_{place[0]:02d}-model_{place[1]:02d}-model_states.pt"
-        fault = "has no place in" if place in paths else "is missing of"
+        fault = "has no place in" if place in paths else "is missing from"
         raise ValueError(f"{folder}/{name} {fault} a model with {n_layers} layers on {n_tp} ranks")
 
 

@@ -95,7 +95,7 @@ def open_folder(path: Path, model: config.Model | None = None, average: bool = F
 
 def _check_model_is_known(folder: Path, args: Mapping[str, Any], model: config.Model | None) -> None:
     if not args and model is None:
-        raise ValueError(f"{folder} holds no arguments of its run: --config NAME.toml says what model it is of")
+        raise ValueError(f"{folder} has no arguments of its run, so describe the model: --config NAME.toml")
 
 
 def find_folder(path: Path) -> Path:
@@ -105,7 +105,7 @@ def find_folder(path: Path) -> Path:
         ValueError: there is no checkpoint, or there are several and no tracker.
     """
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder of a checkpoint")
+        raise ValueError(f"{path} is not the folder of a checkpoint")
     is_checkpoint = deepspeed.is_checkpoint(path) or core.is_checkpoint(path)
     if ITERATION.fullmatch(path.name) or any(path.glob("mp_rank_*")) or is_checkpoint:
         return path
@@ -164,7 +164,7 @@ def _contents_of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bo
     why = why or why_no_progress
     moments: dict[str, Source] = {}
     if why:
-        notes.append(f"weights alone: {why}")
+        notes.append(f"weights only: {why}")
     else:
         for kind in adam.MOMENTS:
             moments[kind] = join(lambda rank, place, kind=kind: optimizers[rank].moments[kind][place])
@@ -187,10 +187,11 @@ def _contents_of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -
         progress, updates, why = _progress(layers.args, ranks.iteration_of(layers.content), {step}, None)
         # Masters are complete whenever the optimizer is, so weights are fp32 even if the progress is not known.
         masters = kinds.pop(zero.MASTER)
-        parts = {
-            name: [Master(master, weight, name) for master, weight in zip(masters[name], weights, strict=True)]
-            for name, weights in layers.parts.items()
-        }
+        with_masters: dict[str, list[Part]] = {}
+        for name, weights_of_name in layers.parts.items():
+            pairs = zip(masters[name], weights_of_name, strict=True)
+            with_masters[name] = [Master(master, weight, name) for master, weight in pairs]
+        parts = with_masters
         if not why:
             moments |= {kind: WholeTensors(parts_of_kind, average) for kind, parts_of_kind in kinds.items()}
     except adam.IncompleteMoments as reason:
@@ -200,7 +201,7 @@ def _contents_of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -
     if drifts := drifted_copies(weights):
         notes.append(drift_note(drifts, average))
     if why:
-        notes.append(f"weights alone: {why}")
+        notes.append(f"weights only: {why}")
     return Contents(
         *(folder, layers.args, weights, moments, progress, updates),
         order="megatron-deepspeed",
@@ -215,7 +216,7 @@ def _contents_of_core(folder: Path, args: dict[str, Any], weights: Source, run_s
     if not why:
         progress, updates, why = _progress(args, run_state.iteration, run_state.steps, run_state.scheduler)
     moments = {} if why else run_state.moments
-    notes = (f"weights alone: {why}",) if why else ()
+    notes = (f"weights only: {why}",) if why else ()
     return Contents(
         *(folder, args, weights, moments, progress, updates, run_state.scale),
         order="megatron-core",

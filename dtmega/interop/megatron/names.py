@@ -164,7 +164,7 @@ def by_token(name: str) -> bool:
 def _row(name: str) -> TableRow:
     row = _ROWS.get(pattern_of(name))
     if row is None:
-        raise ValueError(f"{name!a:.200} is no name of a tensor of Megatron's GPT, BERT, T5 or BLOOM")
+        raise ValueError(f"{name!a:.200} is not the name of a tensor in Megatron's GPT, BERT, T5 or BLOOM")
     return row
 
 

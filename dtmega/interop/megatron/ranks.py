@@ -73,7 +73,8 @@ def open_grid(folder: Path) -> Grid:
             file.
     """
     paths = _paths(folder)
-    n_tp, n_pp = (1 + max(place[axis] for place in paths) for axis in (0, 1))
+    n_tp = 1 + max(tp for tp, _ in paths)
+    n_pp = 1 + max(pp for _, pp in paths)
     ranks: Grid = {}
     for pp in range(n_pp):
         for tp in range(n_tp):
@@ -92,7 +93,9 @@ def open_grid(folder: Path) -> Grid:
     }
     for key, n in sizes.items():
         if first.args.get(key) not in (None, n):
-            raise ValueError(f"{first.file.path}: {key}={first.args[key]!r:.80} by its arguments, but there are {n}")
+            raise ValueError(
+                f"{first.file.path}: {key}={first.args[key]!r:.80} in its arguments, but the files have {n}"
+            )
     return ranks
 
 
@@ -141,7 +144,10 @@ def _read_rank(path: Path) -> Rank:
         chunks = [dict(_tensors(file, content[key])) for key in keys]
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    check_apart(path, (stored for chunk in chunks for stored in chunk.values()))
+    tensors: list[Stored] = []
+    for chunk in chunks:
+        tensors += chunk.values()
+    check_apart(path, tensors)
     return Rank(file, args, int(version), chunks, content)
 
 
@@ -237,18 +243,18 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
             raise ValueError(f"expected as many layers of the {stack} in each stage, got {counts}")
         for number, place in enumerate(in_order):
             offsets[(*place, stack)] = number * depths[place]
-    whole: dict[tuple[int, int], dict[str, str]] = {}
+    names_by_chunk: dict[tuple[int, int], dict[str, str]] = {}
     stage_of: dict[str, int] = {}
     for (pp, v), chunk in stages.items():
-        whole[pp, v] = {name: _whole_name(name, pp, offsets, v) for name in chunk}
-        for name in whole[pp, v].values():
+        names_by_chunk[pp, v] = {name: _whole_name(name, pp, offsets, v) for name in chunk}
+        for name in names_by_chunk[pp, v].values():
             if name in stage_of:
                 raise ValueError(
                     f"'{name}' is in {ranks[0, stage_of[name]].file.path} and in {ranks[0, pp].file.path}, or twice "
                     f"in one; expected it once"
                 )
             stage_of[name] = pp
-    return whole
+    return names_by_chunk
 
 
 def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
@@ -282,14 +288,14 @@ def _whole_name(name: str, pp: int, offsets: Mapping[tuple[int, int, str], int],
 
 def join_ranks(
     ranks: Grid,
-    whole: Mapping[tuple[int, int], Mapping[str, str]],
+    names_by_chunk: Mapping[tuple[int, int], Mapping[str, str]],
     tensors: Mapping[tuple[int, int, int], Mapping[str, Part]],
     n_heads: int,
 ) -> dict[str, list[Part]]:
     """Name in the whole model -> part of each tensor-parallel rank, with the rows of fused QKV in today's order.
 
     Args:
-        whole: names in the whole model, from `whole_names`.
+        names_by_chunk: names in the whole model, from `whole_names`.
         tensors: (tp, pp, chunk) -> name within the chunk -> part.
         n_heads: attention heads of the model; 0 if not known.
 
@@ -302,11 +308,11 @@ def join_ranks(
     # Sorted, so that the parts of a tensor are in the order of the tensor-parallel ranks.
     for (tp, pp, v), chunk in sorted(tensors.items()):
         rank = ranks[tp, pp]
-        if chunk.keys() != whole[pp, v].keys():
-            name = sorted(chunk.keys() ^ whole[pp, v].keys())[0]
+        if chunk.keys() != names_by_chunk[pp, v].keys():
+            name = sorted(chunk.keys() ^ names_by_chunk[pp, v].keys())[0]
             raise ValueError(f"{rank.file.path}: '{name}' is in this file or in that of rank 0, not in both")
         for name, part in chunk.items():
-            whole_name = whole[pp, v][name]
+            whole_name = names_by_chunk[pp, v][name]
             parts.setdefault(whole_name, []).append(_todays_order(part, whole_name, rank.version, n_heads, n_tp))
     return parts
 

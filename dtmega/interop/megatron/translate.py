@@ -210,6 +210,7 @@ class _Draft:
                 self._copy_value(name, flag)
 
     def _copy_value(self, name: str, flag: Flag) -> None:
+        """Copy the value of one flag, given or default, to its key."""
         section, _, key = flag.keys[0].partition(".")
         fields = self.fields_of(section)
         is_given = name in self.command.values
@@ -283,11 +284,12 @@ class _Draft:
 
 
 def _model(draft: _Draft) -> None:
+    """Set the keys of [model], except those of the vocabulary, and the run's directory."""
     draft.keys["model.name"] = draft.family
     draft.keys["run.dir"] = f"runs/{draft.family}"
     if draft.has("max-position-embeddings") and draft.family != "bloom":
         draft.keys["model.max_position_embeddings"] = draft.number("max-position-embeddings")
-    if draft.has("embed-layernorm") != (draft.family == "bloom"):
+    if draft.has("embed-layernorm") and draft.family != "bloom":
         draft.refused["--embed-layernorm"] = f"a {draft.family} has none"
     if draft.value("position-embedding-type") == "rotary":
         draft.refused["--position-embedding-type"] = draft.flags["--position-embedding-type"].why
@@ -297,6 +299,7 @@ def _model(draft: _Draft) -> None:
     elif draft.family == "t5":
         draft.keys |= {f"model.{key}": value for key, value in THEIR_T5.items()}
         draft.keys["model.activation"] = f"gelu_{gelu}"
+        # A T5 has another key for it than the one in the table of flags, which refused the flag.
         draft.keys["model.norm_eps"] = draft.number("layernorm-epsilon")
         draft.refused.pop("--layernorm-epsilon", None)
     elif draft.has("no-bias-gelu-fusion"):
@@ -304,6 +307,7 @@ def _model(draft: _Draft) -> None:
 
 
 def _vocabulary(draft: _Draft) -> None:
+    """Set the size of the vocabulary, its padding and the tokenizer."""
     padded = draft.number("pad-vocab-size-to")
     if padded is not None:
         draft.keys["model.vocab_size"] = padded
@@ -327,6 +331,7 @@ def _vocabulary(draft: _Draft) -> None:
 
 
 def _batch(draft: _Draft) -> None:
+    """Set the ramp-up and the skipped steps, and ask for the length of the run if no flag gives it."""
     ramp = draft.command.values.get("--rampup-batch-size")
     if ramp:
         draft.keys["batch.rampup"] = [_number(number) for number in ramp]
@@ -341,6 +346,7 @@ def _batch(draft: _Draft) -> None:
 
 
 def _schedule(draft: _Draft) -> None:
+    """Set the optimizer and the unit, decay and warm-up of its learning rate."""
     by_unit = {unit: (draft.number(f"lr-decay-{unit}"), draft.number(f"train-{unit}")) for unit in UNITS}
     # A run that is counted in samples or tokens has its learning rate counted in the same unit. If there are flags of
     # several units, the last unit of UNITS counts.
@@ -361,11 +367,13 @@ def _schedule(draft: _Draft) -> None:
         draft.lacking["optim.warmup"] = f"the tokens of --lr-warmup-samples {warmup}, each of --seq-length"
     if draft.value("optimizer") == "sgd":
         draft.keys["optim.name"] = "sgd"
+    # A key that this optimizer does not read would be refused.
     for key in config.UNREAD_BY_OPTIMIZER[draft.keys.get("optim.name", "adamw")]:
         draft.keys.pop(f"optim.{key}", None)
 
 
 def _precision(draft: _Draft) -> None:
+    """Set the dtype of the parameters, and the scaling of attention scores that comes with float16."""
     for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if draft.has(flag):
             draft.keys["precision.params"] = dtype
@@ -375,6 +383,7 @@ def _precision(draft: _Draft) -> None:
 
 
 def _layout(draft: _Draft) -> None:
+    """Set offloading, recomputing and virtual stages."""
     if draft.has("cpu-optimizer"):
         draft.keys["fsdp.cpu_offload"] = True
     full = ("checkpoint-activations", "deepspeed-activation-checkpointing")
@@ -396,6 +405,7 @@ def _layout(draft: _Draft) -> None:
 
 
 def _data(draft: _Draft) -> None:
+    """Set the objective and the corpora."""
     if draft.command.script in OBJECTIVE_OF_SCRIPT:
         draft.keys["data.objective"] = OBJECTIVE_OF_SCRIPT[draft.command.script]
     paths = draft.command.values.get("--data-path", [])
@@ -426,6 +436,11 @@ def _groups(draft: _Draft, split: str) -> list[str]:
 
 
 def _mixtures(draft: _Draft, groups: Mapping[str, list[str]]) -> None:
+    """Set the mixtures of each split.
+
+    Args:
+        groups: weighted groups of corpora by split.
+    """
     draft.keys["data.train"] = groups["train"][0]
     draft.keys.pop("data.split", None)  # Megatron does not read it either, where each group has its own range
     if "--split" in draft.command.values:
@@ -440,6 +455,7 @@ def _mixtures(draft: _Draft, groups: Mapping[str, list[str]]) -> None:
 
 
 def _checkpoints(draft: _Draft) -> None:
+    """Set where checkpoints are saved, and what the run starts from."""
     save, load = draft.value("save"), draft.value("load")
     if save:
         draft.keys["checkpoint.dir"] = save

@@ -174,5 +174,5 @@ def _whole_name(name: Any, n_layers: int) -> str:
     match = PARAMETER.fullmatch(of_type(name, str, "a parameter's name"))
     prefix = names.layer_file_prefix(int(match[1] or 1), n_layers) if match else None
     if match is None or prefix is None:
-        raise ValueError(f"{name!a:.200} is no parameter of a model with {n_layers} layers")
+        raise ValueError(f"{name!a:.200} is not a parameter of a model with {n_layers} layers")
     return prefix + match[2]

@@ -98,7 +98,7 @@ def test_layers_stacked_or_one_by_one_are_megatrons_model(
     tmp_path: Path, stacked: bool, capsys: pytest.CaptureFixture[str]
 ):
     assert convert(written(tmp_path / "in", stacked), tmp_path / "out", "--vocab-size", "22") == exit_codes.DONE
-    assert "weights alone: the files have no optimizer's state" in capsys.readouterr().out
+    assert "weights only: the files have no optimizer's state" in capsys.readouterr().out
     assert_same_logits(tmp_path / "out", "gpt")
 
 
@@ -161,7 +161,7 @@ def test_moments_that_are_not_whole_are_left_out_with_the_reason(
     more = {name: tensor for name, tensor in stored.items() if not name.endswith(lost)}
     written(tmp_path / "in", more=more, optimizer=optimizer)
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
-    assert f"weights alone: {why}" in capsys.readouterr().out
+    assert f"weights only: {why}" in capsys.readouterr().out
     assert [name for name in checkpoint(tmp_path / "out")[1] if not name.startswith("model/")] == []
 
 

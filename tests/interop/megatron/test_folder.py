@@ -154,7 +154,7 @@ def test_blooms_layer_files_have_the_logits_of_its_model_on_one_device(tmp_path:
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
     assert_same_logits(tmp_path / "out", "bloom")
     assert read(tmp_path / "out")[0].vocab_size == V
-    assert "weights alone: no file has a bf16 optimizer's state" in capsys.readouterr().out
+    assert "weights only: no file has a bf16 optimizer's state" in capsys.readouterr().out
 
 
 def moments(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -197,7 +197,7 @@ def test_with_a_file_of_zeros_missing_the_weights_are_those_of_the_layers_and_a_
     name = "bf16_zero_pp_rank_1_mp_rank_03_optim_states.pt"
     (tmp_path / "in" / "global_step7" / name).unlink()
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
-    assert f"weights alone: {name} is missing" in capsys.readouterr().out
+    assert f"weights only: {name} is missing" in capsys.readouterr().out
     state, tensors = checkpoint(tmp_path / "out")
     assert not state.identity
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -296,7 +296,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "a tensor that no model has": (
         "mp_rank_0[01]_000",
         put("adapter.weight", torch.ones(1)),
-        "'encoder.adapter.weight' is no name of a tensor of Megatron's",
+        "'encoder.adapter.weight' is not the name of a tensor in Megatron's",
     ),
     "a shard of another shape": (
         "mp_rank_01_001",
@@ -317,12 +317,12 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "arguments of another layout": (
         "mp_rank*",
         set_arg("tensor_model_parallel_size", 4),
-        "tensor_model_parallel_size=4 by its",
+        "tensor_model_parallel_size=4 in its",
     ),
     "arguments of more stages": (
         "mp_rank*",
         set_arg("pipeline_model_parallel_size", 4),
-        "pipeline_model_parallel_size=4 by its",
+        "pipeline_model_parallel_size=4 in its",
     ),
     "arguments of more layers than there are": ("mp_rank*", set_arg("num_layers", 6), "has no 'encoder.layers.4"),
     "arguments of a billion layers": ("mp_rank*", set_arg("num_layers", 10**9), "n_layers=1000000000, but 53 tensors"),
@@ -391,7 +391,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard that is missing": (remove("iter_0000007/mp_rank_01_000"), "no file of tensor rank 1 and stage 0"),
     "the last stage is missing": (
         lambda folder: [shutil.rmtree(path) for path in (folder / "iter_0000007").glob("*_001")],
-        "pipeline_model_parallel_size=2 by its arguments, but there are 1",
+        "pipeline_model_parallel_size=2 in its arguments, but the files have 1",
     ),
     "a shard that is there twice": (
         lambda folder: shutil.copytree(folder / "iter_0000007/mp_rank_00_000", folder / "iter_0000007/mp_rank_00"),
@@ -433,13 +433,16 @@ def test_a_folder_that_is_not_whole_is_refused_with_what_is_missing(tmp_path: Pa
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("layer_04-model_01-model_states.pt", "layer_04-model_01-model_states.pt is missing of a model with 4 layers"),
+        (
+            "layer_04-model_01-model_states.pt",
+            "layer_04-model_01-model_states.pt is missing from a model with 4 layers",
+        ),
         (
             "layer_08-model_0[01]-model_states.pt",
-            "layer_08-model_00-model_states.pt is missing of a model with 4 layers",
+            "layer_08-model_00-model_states.pt is missing from a model with 4 layers",
         ),
-        ("layer_*-model_01-model_states.pt", "tensor_model_parallel_size=2 by its arguments, but there are 1"),
-        ("mp_rank_*", "no arguments of its run: --config NAME.toml"),
+        ("layer_*-model_01-model_states.pt", "tensor_model_parallel_size=2 in its arguments, but the files have 1"),
+        ("mp_rank_*", "no arguments of its run, so describe the model: --config NAME.toml"),
     ],
 )
 def test_a_layers_file_that_is_missing_is_named(tmp_path: Path, file: str, message: str, capsys):
@@ -507,13 +510,13 @@ def test_moments_that_are_not_whole_are_left_out_with_the_reason(tmp_path: Path,
     written(tmp_path / "in", layout=Layout(2, 1), adam=moments("gpt"))
     changed(file_of(tmp_path / "in", "mp_rank_01"), lambda content: content["optimizer"]["state"].pop(3))
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
-    assert re.search("weights alone: the optimizer's state has no moments of '", capsys.readouterr().out)
+    assert re.search("weights only: the optimizer's state has no moments of '", capsys.readouterr().out)
     assert not checkpoint(tmp_path / "out")[0].identity
 
 
 def test_files_without_arguments_need_a_configuration(tmp_path: Path, capsys):
     theirs.write(tmp_path / "in", drawn("gpt"), H, Layout(2, 1), version=0, old_names=True, legacy=True)
-    refused(tmp_path / "in", "holds no arguments of its run: --config NAME.toml", capsys)
+    refused(tmp_path / "in", "has no arguments of its run, so describe the model: --config NAME.toml", capsys)
     toml = tmp_path / "of.toml"
     sizes = f"vocab_size = {V}\nhidden_size = {D}\nn_layers = {L}\nn_heads = {H}\nmax_position_embeddings = {S}\n"
     toml.write_text(f'[model]\nname = "gpt"\n{sizes}\n[train]\nsteps = 1\n')
@@ -637,7 +640,7 @@ def test_what_a_checkpoint_says_nothing_about_is_not_guessed(tmp_path: Path, cap
     written(tmp_path / "in", args={"tokenizer_type": "SentencePieceTokenizer"})
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
     assert (
-        "# tokenizer =   # lacks: the vocabulary of SentencePieceTokenizer"
+        "# tokenizer =   # missing: the vocabulary of SentencePieceTokenizer"
         in (tmp_path / "out/config.toml").read_text()
     )
     capsys.readouterr()

@@ -159,7 +159,7 @@ def test_the_names_with_a_row_for_each_token():
 
 
 def test_a_name_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"router\.weight' is no name of a tensor"):
+    with pytest.raises(ValueError, match=r"router\.weight' is not the name of a tensor"):
         names.cut_dim("encoder.layers.0.mlp.router.weight")
 
 

@@ -124,7 +124,7 @@ def test_a_step_that_is_another_of_one_parameter_or_of_one_group_is_not_known(tm
     written(tmp_path / "a", layout=ONE, adam=moments("gpt"))
     changed(file_of(tmp_path / "a", "mp_rank_00"), lambda content: set_step(content, 3, 6.0))
     assert folder.open_folder(tmp_path / "a").notes == (
-        "weights alone: the optimizer has 2 different numbers of updates, expected one",
+        "weights only: the optimizer has 2 different numbers of updates, expected one",
     )
     written(tmp_path / "b", layout=ONE, adam=moments("gpt"), fused_adam=True)
     changed(file_of(tmp_path / "b", "mp_rank_00"), lambda c: c["optimizer"]["param_groups"][1].update(step=6))
@@ -277,7 +277,7 @@ def once_more(content: Any) -> None:
 def test_files_of_other_stages_than_the_arguments_say_and_a_tensor_of_two_stages_are_refused(tmp_path: Path):
     written(tmp_path / "a", layout=ONE)
     changed(file_of(tmp_path / "a", "mp_rank_00"), virtual)
-    with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size=2 by its arguments, but there are 1"):
+    with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size=2 in its arguments, but the files"):
         folder.open_folder(tmp_path / "a")
     written(tmp_path / "b", layout=Layout(1, 2))
     changed(file_of(tmp_path / "b"), once_more)
