@@ -1,4 +1,4 @@
-"""The proof of a plan, called by a user: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2`."""
+"""Verification of a plan as users call it: `verify_plan`, and `python -m dtmega verify-plan DIR --tp 2`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ def verify_plan(
 ) -> Verification:
     """Compare loss, logits and every gradient of a small clone of the model, cut over `mesh`, with one process.
 
-    Every rank of the mesh calls it. Print what it returns; `.ok` says whether all is as it should be.
+    Every rank of the mesh calls it.
 
     Args:
-        model: of `transformers`, real or on meta; only its class and config are used.
+        model: model of `transformers`, real or on meta; only its class and config are used.
+        mesh, sequence_parallel, loss_parallel, generic: see `parallelize_hf`.
+
+    Returns:
+        The deviations; print them for a table. `.ok` is True if all are within the tolerance.
 
     Raises:
-        ValueError: what `parallelize_hf` refuses.
+        ValueError: as `parallelize_hf`.
     """
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel,
@@ -51,14 +55,22 @@ def verify_plan(
 
 
 def verify_directory(directory: Path, tp: int, **options: bool) -> int:
-    """Print the plan of the model in a directory and the table of deviations; 1 where something differs, else 0.
+    """Print the plan for the model in a directory, and how far a small clone that is cut deviates from one process.
 
-    The ranks are those of torchrun, or processes started here.
+    Under torchrun its processes are the ranks; otherwise they are started here.
+
+    Args:
+        directory: directory with the model's config.json.
+        tp: number of ranks.
+        options: options of `parallelize_hf`.
+
+    Returns:
+        The exit code: 0 if all deviations are within the tolerance, else 1.
 
     Raises:
-        ValueError: a directory without a model we can plan, or another number of ranks.
+        ValueError: the model cannot be planned, or torchrun started another number of processes.
     """
-    made = plan_for(on_meta(directory), tp, **options)
+    plan = plan_for(on_meta(directory), tp, **options)
     if "WORLD_SIZE" in os.environ:
         rank, size = place()
         if size != tp:
@@ -66,16 +78,18 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
         store = meet(rank, size, TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         verification = _verification(directory, tp, options)
-        leads = rank == 0
+        prints = rank == 0
         _leave()
     else:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(_rank, (folder, directory, tp, options), nprocs=tp)  # pyright: ignore[reportPrivateImportUsage]
-            verification, leads = torch.load(Path(folder, "result"), weights_only=False), True
+            # Our own rank 0 wrote the file, in a folder that only this user can write to.
+            verification = torch.load(Path(folder, "result"), weights_only=False)
+            prints = True
             if isinstance(verification, ValueError):
                 raise verification
-    if leads:
-        print(f"{made}\n\n{verification}")
+    if prints:
+        print(f"{plan}\n\n{verification}")
     return 0 if verification.ok else 1
 
 
@@ -85,7 +99,9 @@ def _rank(rank: int, folder: str, directory: Path, tp: int, options: dict[str, b
     dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=TIMEOUT)
     try:
         result = _verification(directory, tp, options)
-    except ValueError as error:  # a refusal, alike on all ranks; raised here it would be a traceback for each
+    except ValueError as error:
+        # All ranks refuse alike. The parent process raises the error once; raised here, each rank would print a
+        # traceback.
         result = error
     if rank == 0:
         torch.save(result, Path(folder, "result"))
@@ -93,7 +109,8 @@ def _rank(rank: int, folder: str, directory: Path, tp: int, options: dict[str, b
 
 
 def _leave() -> None:
-    gc.collect()  # gloo aborts at exit if a tensor with pending work outlives the group
+    # gloo aborts at exit if a tensor with pending work outlives the group.
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -104,22 +121,22 @@ def _verification(directory: Path, tp: int, options: dict[str, bool]) -> Verific
 
 
 def on_meta(directory: Path) -> Any:
-    """The model that a directory's config.json describes, without weights.
+    """Build the model that a directory's config.json describes, on meta.
 
     Raises:
-        ValueError: no such file, code that comes with it, a class transformers does not have.
+        ValueError: the file is missing, refers to code of its own, or names a class that transformers does not have.
     """
     import transformers
 
     config = config_json.make_config(directory, config_json.read_plain(directory))
     (name, *_) = config.architectures or (None,)
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise ValueError(
             f"{directory}/config.json: architectures={config.architectures} names no model class of transformers"
         )
     try:
         with torch.device("meta"):
-            return found._from_config(config)
+            return model_class._from_config(config)
     except Exception as error:  # each family checks its sizes in its own way
         raise ValueError(f"{directory}/config.json makes no {name}: {type(error).__name__}: {error}") from None

@@ -1,8 +1,9 @@
-"""Dropout in a model we did not write: a stream of random numbers that tp ranks share, and one of each rank's own.
+"""Random numbers for dropout in models of `transformers`: one stream that the tp ranks share, and one for each rank.
 
-Where every rank has the whole hidden state, all must drop the same; where the sequence is cut, each drops its own. The
-masks are good ones, but not those of one process: `transformers` draws them from torch's generator, not from a key.
-Without sequence parallelism a rank's heads get the masks of the other ranks' heads.
+Where every rank has the whole hidden state, all must drop the same elements, and draw from the shared stream. Where the
+sequence is cut, each rank draws masks of its own tokens from its own stream. The masks are random, but not those of one
+process, because `transformers` draws them from torch's generator and not from a key. Without sequence parallelism the
+heads of different ranks get the same masks.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from torch.distributed import ProcessGroup
 
 
 def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
-    """Check that the ranks have one random state: with the whole hidden state on each, all must drop the same.
+    """Check that the ranks have the same random state, so that they drop the same elements of a whole hidden state.
 
     Raises:
         ValueError: the ranks of `group` have different random states.
     """
     device = next(module.parameters()).device
     state = generator_of(device).get_state()
-    # A few numbers of it, the counter among them, tell states apart.
-    mine = (state.to(torch.int64) * (torch.arange(state.numel()) % 8191 + 1)).sum().to(device)
-    lowest, highest = mine.clone(), mine.clone()
+    # The ranks compare one number, a weighted sum of the state's bytes, instead of the whole state (5 kB on a CPU).
+    checksum = (state.to(torch.int64) * (torch.arange(state.numel()) % 8191 + 1)).sum().to(device)
+    lowest, highest = checksum.clone(), checksum.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     if lowest != highest:
@@ -34,18 +35,24 @@ def check_random_state(module: nn.Module, group: ProcessGroup) -> None:
 
 
 class RandomStream:
-    """Dropout where each rank has tokens of its own: a stream of its own, seeded from the one they share."""
+    """A rank's own stream of random numbers, seeded from the shared one, for dropout where the sequence is cut.
+
+    Attributes:
+        shared: the generator, and the state of the shared stream to return to; None outside of the rank's own stream.
+    """
 
     def __init__(self) -> None:
         self.shared: tuple[torch.Generator, Tensor] | None = None
 
     def enter(self, device: torch.device, rank: int) -> None:
+        """Change to the rank's own stream. The seed is drawn from the shared stream, so each forward has another."""
         generator = generator_of(device)
         seed = torch.randint(2**62, (1,), generator=generator, device=device).item()
         self.shared = (generator, generator.get_state())
         generator.manual_seed(int(seed) + rank)
 
     def leave(self) -> None:
+        """Return to the shared stream, where `enter` left it."""
         if self.shared is not None:
             generator, state = self.shared
             generator.set_state(state)

@@ -1,7 +1,8 @@
-"""Plans for any other model: its own code computes on DTensors, which all parameters are. Right, but slow.
+"""Plans how to cut any other model: all parameters become DTensors, and the model's own code computes on these.
 
-A block's linears are cut by their names; what torch cannot cut in between (most views of fused heads) it gathers. Keys
-and values cannot be cached. Only `attn_implementation="eager"`: fused attention has no DTensor rule on CPU.
+The results are exact, but computed slowly. The linears of the blocks are cut, chosen by their names; operations that
+DTensor cannot run on cut tensors (most views of fused heads) gather them. Keys and values cannot be cached. Only
+`attn_implementation="eager"` works, because fused attention has no DTensor rule on a CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dtmega.interop.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import as_function, distribute
 from dtmega.plans.vocabulary import VocabEmbedding
 
+# Names of linears in blocks that are cut by output features, and by input features.
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
 COST = (
@@ -35,7 +37,7 @@ COST = (
 
 
 class GlobalLinear(ParallelStyle):
-    """nn.Linear on DTensors, cut by output features or by input features."""
+    """Style of an nn.Linear that computes on DTensors, cut by output features or by input features."""
 
     cost = ("as DTensor decides", "")
 
@@ -59,7 +61,7 @@ class GlobalLinear(ParallelStyle):
 
 
 class GlobalWhole(ParallelStyle):
-    """A module whose parameters are whole; DTensor knows what to do with their gradients."""
+    """Style of a module whose parameters are whole on every rank, as DTensors, which sum their gradients if needed."""
 
     placements: ClassVar[dict[str, Placement]] = {"": Replicate()}
     cost = ("as DTensor decides", "")
@@ -74,21 +76,21 @@ class GlobalWhole(ParallelStyle):
 
 
 class GlobalEmbedding(VocabEmbedding):
-    """An embedding that computes as ever; from here on the hidden state is a DTensor."""
+    """A VocabEmbedding whose output, the hidden state, becomes a DTensor."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return DTensor.from_local(super().forward(module, x), module.weight.device_mesh, [Replicate()], run_check=False)
 
 
 class GlobalHead(LogitsHead):
-    """A head that computes as ever; from here on the results are plain tensors."""
+    """A LogitsHead that turns the hidden state, a DTensor, into a plain tensor first."""
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         return super().forward(module, local(x))
 
 
 class GlobalForward(ParallelStyle):
-    """The whole model: plain tensors among DTensors (masks, positions) count as replicated."""
+    """Style of the whole model: DTensor takes plain tensors (masks, positions) as replicated ones."""
 
     cost = ("", "")
 
@@ -110,44 +112,51 @@ class GlobalForward(ParallelStyle):
         return module
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # torch's context `implicit_replication()` ends before the user calls backward, where autograd restores at each
-        # node what was allowed when backward began: so it stays allowed.
+        # torch's context `implicit_replication()` would end before the user calls backward, which needs it too. So the
+        # permission is given and never taken back.
         DTensor._op_dispatcher._allow_implicit_replication = True
         return tree_map_only(DTensor, local, type(module).forward(module, *args, **kwargs))
 
 
 def local(x: Any) -> Any:
-    """The whole of a tensor, as a plain one."""
+    """A DTensor gathered to a plain tensor; any other value unchanged."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
 def pinned(x: Any, mesh: DeviceMesh) -> DTensor:
-    """x whole on every rank, and its gradient too: a Partial one is summed here and not carried on."""
+    """x as a replicated DTensor, whose gradient is replicated too: a Partial gradient is summed at this point."""
     return DTensor.from_local(local(x), mesh, [Replicate()], run_check=False)
 
 
 def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
+    """Plan a model of which nothing is known but the names of its modules."""
     plan = HFPlan(model.config.model_type, tp, False, {}, block_names(model))
     plan.table[""] = GlobalForward()
     embedding = model.get_input_embeddings()
     add_head(plan, model, loss_parallel, GlobalHead)
-    of_head = {id(p) for p in model.get_output_embeddings().parameters()} if plan.head is not None else set()
+    head_parameters: set[int] = set()
+    if plan.head is not None:
+        head_parameters = {id(p) for p in model.get_output_embeddings().parameters()}
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if name in plan.table or not own or (module is not embedding and all(id(p) in of_head for p in own)):
+        direct_parameters = list(module.parameters(recurse=False))
+        if name in plan.table or not direct_parameters:
             continue
-        inside = any(name.startswith(f"{block}.") for block in plan.blocks)
-        short = ".".join(name.split(".")[-2:])
-        if module is embedding:
-            style: ParallelStyle = GlobalEmbedding(Stack())
-        elif inside and isinstance(module, nn.Linear) and re.fullmatch(rf"([^.]+\.)?{COLUMN}", short):
-            style = GlobalLinear(by_output=True)
-        elif inside and isinstance(module, nn.Linear) and re.fullmatch(rf"([^.]+\.)?{ROW}", short):
-            style = GlobalLinear(by_output=False)
-        else:
-            style = GlobalWhole()
-        plan.table[name] = style
+        # Parameters that are tied to the head's follow it.
+        if module is not embedding and all(id(p) in head_parameters for p in direct_parameters):
+            continue
+        plan.table[name] = GlobalEmbedding(Stack()) if module is embedding else _style(name, module, plan.blocks)
     plan.notes.append(COST.format(family=plan.family))
     return plan
+
+
+def _style(name: str, module: nn.Module, blocks: list[str]) -> ParallelStyle:
+    is_in_block = any(name.startswith(f"{block}.") for block in blocks)
+    if is_in_block and isinstance(module, nn.Linear):
+        last_two_parts = ".".join(name.split(".")[-2:])
+        if re.fullmatch(rf"([^.]+\.)?{COLUMN}", last_two_parts):
+            return GlobalLinear(by_output=True)
+        if re.fullmatch(rf"([^.]+\.)?{ROW}", last_two_parts):
+            return GlobalLinear(by_output=False)
+    return GlobalWhole()

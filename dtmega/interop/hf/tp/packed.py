@@ -1,8 +1,9 @@
-"""Fused projections: several matrices side by side in one, of which each is cut; and Conv1D, GPT-2's transposed linear.
+"""Styles for fused projections and for Conv1D, GPT-2's transposed linear.
 
-What stands side by side is cut as `_StridedShard`, DTensor's own word for it: `full_tensor()` has the columns in the
-order of transformers, on any layout (in torch 2.11 that is an error, and `shards.full_tensor` works). A checkpoint
-must not take such a shard for one piece; see `docs/decisions.md`.
+The weight of a fused projection is several matrices side by side, each of which is cut, so a rank's part is not
+contiguous. DTensor's placement for that is `_StridedShard`: `full_tensor()` has the columns in transformers' order on
+any layout (in torch 2.11 it raises an error; `shards.full_tensor` works there too). A checkpoint must not treat such a
+shard as one box; see `docs/decisions.md`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from dtmega.plans.styles import Column, Row
 
 
 class PackedColumn(Column):
-    """nn.Linear whose output is `parts` matrices of the same size side by side: each of them is cut.
+    """Style of an nn.Linear whose weight is `parts` matrices of the same size along the output: each of them is cut.
 
-    The bias stays whole: FSDP2 cuts dim 0 as well, and a vector cut so twice is put together in the wrong order.
+    The bias stays whole on every rank: FSDP2 cuts dim 0 as well, and a vector that is cut twice in this way would be
+    gathered in the wrong order.
     """
 
-    of_heads = True  # the bias
-    dim = 0  # of the weight, along which they stand
+    of_heads = True  # the whole bias is used for this rank's heads only, so its gradient has to be summed
+    dim = 0  # dim of the weight along which the matrices are side by side
 
     def __init__(self, stack: Stack | bool = True, parts: int = 2) -> None:
         super().__init__(stack)
@@ -53,7 +55,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """nn.Linear whose input is `parts` vectors of the same size one behind the other: each of them is cut."""
+    """Style of an nn.Linear whose input is `parts` vectors of the same size, concatenated: each of them is cut."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)
@@ -69,9 +71,13 @@ class PackedRow(Row):
 
 
 class MultiQueryColumn(Column):
-    """nn.Linear to the heads of queries and, behind them, to one head of keys and one of values, which all share.
+    """Style of an nn.Linear to all heads of queries, then one head of keys and one of values, which the queries share.
 
-    Each rank has the whole weight, and computes its heads of queries and the two: its gradient is summed.
+    The weight is whole on every rank. A rank computes its own heads of queries, and the keys and values; the gradient
+    of the weight is summed over tp.
+
+    Args:
+        heads: number of heads of queries.
     """
 
     of_heads = True
@@ -90,20 +96,20 @@ class MultiQueryColumn(Column):
             raise ValueError(f"tp={tp} and {self.heads} heads: {rows} rows of {type(module).__name__} are not shared")
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
-        here = self.heads // self.group.size()
-        first = self.group.rank() * here
+        n_local = self.heads // self.group.size()
+        first = self.group.rank() * n_local
 
-        def mine(parameter: Any) -> Any:
+        def local_rows(parameter: Any) -> Any:
             if parameter is None:
                 return None
             by_head = self.stack.shared(parameter, self.group, of_heads=True).unflatten(0, (self.heads + 2, -1))
-            return torch.cat([by_head[first : first + here], by_head[self.heads :]]).flatten(0, 1)
+            return torch.cat([by_head[first : first + n_local], by_head[self.heads :]]).flatten(0, 1)
 
-        return product(x, mine(module.weight), mine(module.bias))
+        return product(x, local_rows(module.weight), local_rows(module.bias))
 
 
 class _Conv(Style):
-    """Conv1D: nn.Linear with the weight [in, out]."""
+    """Mixin for styles of Conv1D, an nn.Linear whose weight is stored as [in, out]."""
 
     def known(self) -> tuple[type[nn.Module], ...]:
         from transformers.pytorch_utils import Conv1D
@@ -115,9 +121,10 @@ class _Conv(Style):
 
 
 class _Transposed(torch.autograd.Function):
-    """[in, out] -> [out, in], whose gradient has the strides of the weight.
+    """Transposes [in, out] to [out, in], with a gradient that has the strides of the weight.
 
-    Else autograd copies it into a new DTensor, which torch 2.11 cannot make of a `_StridedShard`.
+    A gradient with other strides would be copied by autograd into a new DTensor, which torch 2.11 cannot make with a
+    `_StridedShard`.
     """
 
     @staticmethod
@@ -130,15 +137,19 @@ class _Transposed(torch.autograd.Function):
 
 
 class ConvColumn(_Conv, Column):
+    """A Column for Conv1D."""
+
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1), "bias": Shard(0)}
 
 
 class ConvRow(_Conv, Row):
+    """A Row for Conv1D."""
+
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Replicate()}
 
 
 class ConvPacked(_Conv, PackedColumn):
-    """GPT-2's [q | k | v] side by side: a contiguous cut would give a rank q and half of k."""
+    """A PackedColumn for GPT-2's Conv1D to [q | k | v]; a contiguous cut would give a rank q and half of k."""
 
     dim = 1
 

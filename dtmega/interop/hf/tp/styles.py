@@ -1,9 +1,9 @@
-"""Words that models of `transformers` need beside those of `plans/styles.py`: their stacks, and a few words more.
+"""The stacks of models of `transformers`, and styles that these models need in addition to `plans/styles.py`.
 
-Inside a block attention and feed-forward compute on this rank's heads and features. Outside blocks every rank has the
-whole hidden state and computes the same. The gradients of parameters are complete after each backward: where a
-replicated parameter saw only this rank's tokens or heads, autograd sums them over tp, so that any loop of the user's is
-right.
+Inside a block, attention and feed-forward compute on this rank's heads and features. Outside of the blocks every rank
+has the whole hidden state and computes the same. The gradients of parameters are complete after each backward: where a
+replicated parameter sees only this rank's tokens or heads, autograd sums its gradient over tp, so that any training
+loop of the user's is right.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from dtmega.plans.styles import Column, Row, check_kv_heads
 
 
 class Stack(base.Stack):
-    """A run of blocks whose hidden state is cut along S in some forwards, and in others not.
+    """A stack of blocks whose hidden state is cut along S in those forwards whose S tp divides.
 
-    It is where sequence parallelism is wanted and tp divides S; else that forward is plain tensor parallelism, with the
-    same numbers: so an odd prompt works, and each token that `generate` adds.
+    Any other forward is plain tensor parallel, with the same numbers. So a prompt of odd length works, and so does
+    every token that `generate` adds.
+
+    Args:
+        sequence_parallel: True if the hidden state is to be cut at all.
+
+    Attributes:
+        hidden_states_wanted: True if the forward under way returns all hidden states, which are then not cut.
+        cut: True if the hidden state is cut in the forward under way.
+        random: this rank's own random numbers, for dropout while the hidden state is cut.
     """
 
     sums_in_backward = True
@@ -42,7 +50,7 @@ class Stack(base.Stack):
 
 
 class GatheredColumn(Column):
-    """`colwise_gather_output`: cut by output features, but every rank gets all of them."""
+    """transformers' `colwise_gather_output`: a linear cut by output features, which are gathered on every rank."""
 
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -58,7 +66,7 @@ class GatheredColumn(Column):
 
 
 class SplitRow(Row):
-    """`rowwise_split_input`: every rank has the whole input and takes its part."""
+    """transformers' `rowwise_split_input`: a linear cut by input features, whose input is whole on every rank."""
 
     cost = ("all-reduce, backward all-gather", "")
 
@@ -70,19 +78,20 @@ class SplitRow(Row):
 
 
 class NormOfEachHead(base.Style):
-    """A module with a LayerNorm for each head, `norms`: [B, H/tp, S, K] by those of this rank's heads.
+    """Style of a module with one LayerNorm for each head in its list `norms`; the input is [B, H/tp, S, K].
 
-    Where heads are fewer than ranks, several ranks have one. The norms themselves are whole on every rank. Their
-    gradients are summed together, since a norm that one rank does not call cannot wait for it there.
+    A rank applies the norms of its own heads; if there are fewer heads than ranks, several ranks share a head. All
+    norms are whole on every rank. Their gradients are summed over tp in one collective for all norms, because a rank
+    would never reach the collective of a norm that it does not use.
     """
 
     cost = ("backward all-reduce of the weights", "backward all-reduce of the weights")
 
     def check_class(self, module: nn.Module) -> None:
-        norms = getattr(module, "norms", None)
-        found = list(norms) if isinstance(norms, nn.ModuleList) else []
-        plain = all(type(norm) is nn.LayerNorm and norm.bias is None for norm in found)
-        if not found or not plain or len({(norm.normalized_shape, norm.eps) for norm in found}) > 1:
+        module_list = getattr(module, "norms", None)
+        norms = list(module_list) if isinstance(module_list, nn.ModuleList) else []
+        are_plain = all(type(norm) is nn.LayerNorm and norm.bias is None for norm in norms)
+        if not norms or not are_plain or len({(norm.normalized_shape, norm.eps) for norm in norms}) > 1:
             raise ValueError(
                 f"NormOfEachHead is for `norms`, LayerNorms of one size without bias: it does not know "
                 f"{type(module).__name__}"
@@ -97,6 +106,6 @@ class NormOfEachHead(base.Style):
         weights = torch.stack([local_part(norm.weight) for norm in module.norms])
         weights = mappings.copy(weights, self.group)
         first = self.group.rank() * heads // tp
-        here = max(1, heads // tp)
+        n_local = max(1, heads // tp)
         normed = F.layer_norm(x, module.norms[0].normalized_shape, eps=module.norms[0].eps)
-        return normed * weights[first : first + here].unsqueeze(1)
+        return normed * weights[first : first + n_local].unsqueeze(1)

@@ -1,7 +1,8 @@
-"""The proof of a plan: a small clone of the model, cut, against one process: loss, logits, every gradient.
+"""Verifies a plan: cuts a small clone of the model, and compares loss, logits and every gradient with one process.
 
-Plausible plans can be wrong without any error: per-head norms whose gradients nobody sums, head counts that a view
-absorbs elsewhere, slopes of the wrong heads, fused projections cut in the wrong place, ties that sharding undid.
+A plausible plan can be wrong without raising any error: gradients of per-head norms that nobody sums, wrong numbers of
+heads that a view still accepts, slopes of other heads, fused projections cut in the wrong place, ties that sharding
+broke.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtmega.interop.hf.tp import tiny
 from dtmega.ops.shards import full_tensor
 
-TOLERANCE = 2e-5  # fp32 gives 1e-6 to 1e-8, the wrong plans we know 1e-2 and more
+TOLERANCE = 2e-5  # right plans deviate by 1e-6 to 1e-8 in fp32, the wrong ones that we know by 1e-2 and more
 
 
 @dataclass(frozen=True)
 class Verification:
-    """
+    """The result of comparing a cut clone with one process. Print it for a table.
+
     Attributes:
-        errors: case and name -> relative deviation from one process, the largest over all ranks; inf: missing.
-        raised: what the cut model raised on this rank.
+        errors: (case, name of a tensor) -> relative deviation from one process, the largest over all ranks; inf if the
+            tensor is missing.
+        raised: errors that the cut model raised on this rank.
+        tolerance: largest deviation of a right plan.
     """
 
     errors: dict[tuple[str, str], float]
@@ -42,24 +46,28 @@ class Verification:
         return {key: error for key, error in self.errors.items() if not error <= self.tolerance}
 
     def __str__(self) -> str:
-        """The worst of all cases for each name."""
-        names = dict.fromkeys(name for _, name in self.errors)
-        worst = {name: max(e for (_, n), e in self.errors.items() if n == name) for name in names}
-        width = max(len(name) for name in names)
+        """A table with the largest deviation of each tensor in all cases."""
+        worst: dict[str, float] = {}
+        for (_, name), error in self.errors.items():
+            worst[name] = max(worst.get(name, error), error)
+        width = max(len(name) for name in worst)
         rows = [f"{name:<{width}}  {e:8.1e}  {'ok' if e <= self.tolerance else 'WRONG'}" for name, e in worst.items()]
         count = f"{len(self.errors) - len(self.wrong)} of {len(self.errors)} comparisons within {self.tolerance:.0e}"
         return "\n".join([*rows, *self.raised, count])
 
 
 def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh], Any]) -> Verification:
-    """Compare a small clone of the model that `parallelize` cuts over `mesh` with one process. All ranks call it.
+    """Compare a small clone of the model, cut over `mesh`, with one process. All ranks call it.
 
     Args:
-        model: of `transformers`, real or on meta, whole or a stage; only the classes of its modules and its config are
-            used.
+        model: model of `transformers`, real or on meta, whole or a stage; only its config and the classes of its
+            modules are used.
+        mesh: mesh over which the clone is cut.
+        parallelize: function that cuts the clone.
 
     Raises:
-        ValueError: what `parallelize` refuses; a clone that has not all that the model has, and so would prove nothing.
+        ValueError: `parallelize` refuses the clone; or no clone can be made, or none with all kinds of modules that the
+            model has, which would prove nothing.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     try:
@@ -81,22 +89,31 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
         inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded).items()}
         ours = parallelize(ours, mesh)
         try:
-            found = deviations(ours, truth, inputs)
-        except Exception as error:  # whatever it is, the plan is not right
+            case_errors = deviations(ours, truth, inputs)
+        except Exception as error:  # a plan under which the model raises anything is wrong
             raised.append(f"{case}: the cut model raised {type(error).__name__}: {error}")
             names = (name for name, _ in truth.named_parameters(remove_duplicate=False))
-            found = dict.fromkeys(("loss", "logits", *names), float("inf"))
-        errors |= {(case, name): e for name, e in found.items()}
+            case_errors = dict.fromkeys(("loss", "logits", *names), float("inf"))
+        errors |= {(case, name): error for name, error in case_errors.items()}
     return Verification(_worst(errors, mesh), tuple(raised))
 
 
 def _classes(model: nn.Module) -> set[str]:
-    """Names of the classes that have parameters."""
+    """Names of the classes of modules that have parameters."""
     return {type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(recurse=False))}
 
 
 def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
-    """The relative deviations of loss, logits and every gradient, after a forward and backward of both."""
+    """Run a forward and a backward of both models, and compare loss, logits and every gradient.
+
+    Args:
+        ours: the model that is cut.
+        truth: the same model on one process.
+        inputs: batch for both.
+
+    Returns:
+        Name of a tensor -> relative deviation.
+    """
     results: list[dict[str, Any]] = []
     for model in (truth, ours):
         loss, logits = tiny.outcome(model, inputs)
@@ -109,23 +126,28 @@ def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, fl
 
 
 def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float:
-    """|ours - truth| / |truth|; or of all gradients, if this one is 0 but for rounding.
+    """The relative deviation |ours - truth| / |truth|; inf if one is missing or the shapes differ.
 
-    Softmax does not see a bias of the keys: its gradient is such noise.
+    A gradient that is only rounding noise is compared with the norm of all gradients instead: softmax does not see a
+    bias of the keys, so its gradient is such noise.
+
+    Args:
+        of_all: norm of all gradients together.
     """
     if ours is None or truth is None:
         return 0.0 if ours is truth else float("inf")
-    found = full_tensor(ours)
-    if found.shape != truth.shape:
+    ours = full_tensor(ours)
+    if ours.shape != truth.shape:
         return float("inf")
     size = truth.norm().item()
-    return (found - truth).norm().item() / (of_all if size < 1e-5 * of_all else max(size, 1e-30))
+    is_noise = size < 1e-5 * of_all
+    return (ours - truth).norm().item() / (of_all if is_noise else max(size, 1e-30))
 
 
 def _worst(errors: dict[tuple[str, str], float], mesh: DeviceMesh) -> dict[tuple[str, str], float]:
-    worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=mesh.device_type).nan_to_num(
-        torch.inf, torch.inf
-    )
+    """The largest deviations over all ranks; NaN counts as inf."""
+    local = torch.tensor(list(errors.values()), dtype=torch.float64, device=mesh.device_type)
+    worst = local.nan_to_num(torch.inf, torch.inf)
     for dim in range(mesh.ndim):
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return dict(zip(errors, worst.tolist(), strict=True))
