@@ -38,7 +38,10 @@ def verify_plan(
 
     Args:
         model: model of `transformers`, real or on meta; only its class and config are used.
-        mesh, sequence_parallel, loss_parallel, generic: see `parallelize_hf`.
+        mesh: mesh over which the clone is cut, as for `parallelize_hf`.
+        sequence_parallel: as for `parallelize_hf`.
+        loss_parallel: as for `parallelize_hf`.
+        generic: as for `parallelize_hf`.
 
     Returns:
         The deviations; print them for a table. `.ok` is True if all are within the tolerance.

@@ -1,8 +1,8 @@
-"""Logits that nobody has computed yet: `transformers` hands them to `F.cross_entropy`, which needs no whole ones.
+"""Logits of models of `transformers` that are computed only when something needs their values.
 
-A model's own code scales and caps them, casts and flattens them, and calls the cross-entropy. These follow, and then
-the fused kernel of `dtmega.ops.cross_entropy` runs, which never holds [N, V]. Anything else that is done to them
-computes the whole logits first.
+A model's own code scales and caps its logits, casts and flattens them, and calls `F.cross_entropy`. `VocabLogits`
+records these operations, and for the cross-entropy calls the fused kernel of `dtmega.ops.loss`, which never holds the
+logits [N, V]. Any other operation computes the whole logits first.
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ from dtmega.plans.loss import vocab_parallel_cross_entropy
 from dtmega.plans.products import product
 
 _T: Any = torch.Tensor
-# What answers from shape, dtype and device alone.
-_ASKS = {
+# Functions that need only shape, dtype or device.
+_METADATA = {
     *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn")),
     *(getattr(_T, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_leaf", "is_sparse", "is_quantized")),
     *(getattr(_T, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")),
 }
-_KEEPS = {_T.contiguous, _T.view, _T.reshape, _T.float, _T.to}
-# With a number: Cohere, Granite, and both sides of the tanh of Gemma.
+# Functions that cast or reshape.
+_CASTS_AND_VIEWS = {_T.contiguous, _T.view, _T.reshape, _T.float, _T.to}
+# Functions that are recorded with a number: Cohere and Granite scale, Gemma divides, takes tanh and multiplies.
 _MULTIPLIES, _DIVIDES, _TANH = {_T.mul, torch.mul}, {_T.div, torch.div}, {_T.tanh, torch.tanh}
 
 
 class Parts(NamedTuple):
-    """The tensors and numbers that logits are made of.
+    """The tensors and numbers from which logits are computed.
 
-    Args:
+    With z = scale * (h weight^T + bias), the logits are softcap * tanh(z / softcap), or z without a softcap.
+
+    Attributes:
         h: [..., D], the same on all ranks; its gradient is this rank's part {U_tp}.
-        weight, bias: this rank's rows, [V_local, D] and [V_local].
-        size, start: V, and the global number of this rank's first row.
-        group: the ranks that have the others; None: all are here.
-        unchanged: tells whether the weight still has the values of the forward.
-        scale: what the product of h and weight, with the bias, is multiplied by.
-        softcap: what is capped then, to softcap * tanh(it / softcap); None: nothing.
+        weight: this rank's rows, [V_local, D].
+        bias: this rank's elements, [V_local]; None: no bias.
+        size: V.
+        start: global number of this rank's first row.
+        group: ranks over which the rows are cut; None: all rows are here.
+        unchanged: function that returns True if the weight still has the values that it had in the forward.
+        scale: factor of the logits before the cap.
+        softcap: bound of the logits; None: no cap.
     """
 
     h: Tensor
@@ -57,13 +62,14 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
+        """The logits times a number."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
-        # The same tanh of the same product, with another factor before it.
+        # factor * softcap * tanh(scale * z / softcap) has the same tanh with both numbers multiplied.
         return self._replace(scale=self.scale * factor, softcap=self.softcap * factor)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
-        """h and bias that give logits which only the cap is missing from."""
+        """h and bias times the scale; their product with the weight gives the logits before the cap."""
         if self.scale == 1.0:
             return self.h, self.bias
         return self.h * self.scale, None if self.bias is None else self.bias * self.scale
@@ -76,12 +82,13 @@ class Parts(NamedTuple):
 
 
 class VocabLogits(torch.Tensor):
-    """h times weight transposed, plus bias: logits [..., V] over the ranks of a group, when somebody wants them.
+    """Logits [..., V], cut over the ranks of a group, that are computed when they are used.
 
-    Changed in place they are what that made of them, on every rank.
+    Use means any operation that needs their values; all ranks must use them together. An operation that changes them in
+    place computes them whole, on every rank, and later operations see the changed values.
 
     Raises:
-        RuntimeError: used after the weight was changed or freed; take what you need before the optimizer's step.
+        RuntimeError: used after the weight was changed or freed, so later than the optimizer's step.
     """
 
     _parts: Parts
@@ -95,7 +102,7 @@ class VocabLogits(torch.Tensor):
         return new
 
     def whole(self) -> Tensor:
-        """[..., V], a plain tensor, the same on all ranks, which must all call this."""
+        """The logits [..., V] as a plain tensor, the same on all ranks. All ranks must call this together."""
         if self._changed is not None:
             return self._changed
         p = self._checked()
@@ -103,7 +110,13 @@ class VocabLogits(torch.Tensor):
         return (logits if p.group is None else mappings.join(logits, p.group, -1, p.size)).to(self.dtype)
 
     def cross_entropy(self, target: Tensor, reduction: str, label_smoothing: float) -> Tensor:
-        """The cross-entropy of logits [N, V] and target [N]; -100 takes no part."""
+        """The cross-entropy of logits [N, V] with target [N], in which -100 is ignored.
+
+        Args:
+            target: classes, int64 [N].
+            reduction: "sum" or "mean", over the tokens that are not ignored.
+            label_smoothing: as in `F.cross_entropy`.
+        """
         p = self._checked()
         terms: dict[str, Any] = {"label_smoothing": label_smoothing, "n_valid": p.size, "vocab_start": p.start}
         if p.bias is None:
@@ -132,14 +145,15 @@ class VocabLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKS:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], VocabLogits) else None
         if first is not None and first._changed is None:
-            kept = _kept(func, *args, **kwargs) if func in _KEEPS else _curved(func, *args, **kwargs)
-            if kept is not None:
-                return kept
+            record = _cast_or_view if func in _CASTS_AND_VIEWS else _scale_or_tanh
+            recorded = record(func, *args, **kwargs)
+            if recorded is not None:
+                return recorded
             if func is F.cross_entropy and (loss := _loss(*args, **kwargs)) is not None:
                 return loss
         if first is not None and _in_place(func):
@@ -149,13 +163,13 @@ class VocabLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute the whole logits for calls that come past `__torch_function__`, from C++."""
+        """Compute the whole logits for calls from C++, which do not go through `__torch_function__`."""
         args, kwargs = tree_map_only(VocabLogits, lambda x: x.whole(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _kept(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
-    """The same logits cast or flattened; None for what only the whole ones can do."""
+def _cast_or_view(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
+    """The logits after a cast or a reshape that keeps the last dim; None for calls that need the whole logits."""
     h = logits._parts.h
     if func is _T.contiguous:
         return logits
@@ -172,19 +186,23 @@ def _kept(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLog
     return logits._with(h=h.reshape(*shape[:-1], h.shape[-1]))
 
 
-def _curved(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
-    """The same logits times a number, or their tanh; None for anything else."""
+def _scale_or_tanh(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) -> VocabLogits | None:
+    """The logits times or divided by a number, or their tanh; None for anything else."""
     parts = logits._parts
     if func in _TANH and not args and not kwargs and parts.softcap is None:
         return logits._with(softcap=1.0)
     if func in _MULTIPLIES | _DIVIDES and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
-        factor = float(args[0]) if func in _MULTIPLIES else 1.0 / args[0] if args[0] else 0.0
-        # A factor of 0 or below leaves nothing to cap: whoever means it gets the whole logits.
+        number = float(args[0])
+        # 0 or less is left to the whole logits: a softcap multiplied by it would be no bound.
+        if number <= 0:
+            return None
+        factor = number if func in _MULTIPLIES else 1.0 / number
         return VocabLogits(parts.times(factor), logits.dtype) if factor > 0 else None
     return None
 
 
 def _in_place(func: Any) -> bool:
+    """True if a function changes its first argument, as its name shows."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
@@ -199,7 +217,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The loss from this rank's columns; None where the kernel has no such loss."""
+    """`F.cross_entropy` from this rank's columns; None for arguments that the fused kernel does not support."""
     usual = weight is None and size_average is None and reduce is None and ignore_index == IGNORED
     if not (isinstance(logits, VocabLogits) and usual and logits.ndim == 2 and reduction in ("mean", "sum")):
         return None

@@ -1,4 +1,4 @@
-"""Cut a model of `transformers`: refuse, plan, cut over tp, then FSDP2."""
+"""Cuts a model of `transformers`: checks and plans it, cuts it over tp, then applies FSDP2."""
 
 from __future__ import annotations
 
@@ -25,34 +25,37 @@ from dtmega.plans.apply import apply_plan
 def plan_for(
     model: Any, tp: int = 2, sequence_parallel: bool = True, loss_parallel: bool = True, *, generic: bool = False
 ) -> HFPlan:
-    """The plan that `parallelize_hf` would carry out, to be printed; nothing is done.
+    """The plan that `parallelize_hf` would carry out. Print it; the model is not changed.
 
     Args:
-        model: of `transformers`, real or on meta.
-        generic: plan any model: what nobody knows how to cut stays whole, or computes on DTensors where there is no
-            plan at all.
+        model: model of `transformers`, real or on meta.
+        tp: number of ranks to cut over.
+        sequence_parallel: as for `parallelize_hf`.
+        loss_parallel: as for `parallelize_hf`.
+        generic: True to plan any model: modules that nobody knows how to cut stay whole, and a model without any plan
+            computes on DTensors.
 
     Raises:
-        ValueError: a model that has no plan, or sizes that tp cannot share.
+        ValueError: the model has no plan, or tp does not divide its sizes.
     """
     plan.check(model, "meta")
     family = model.config.model_type
-    with_styles = [name for name, known in families.KNOWN.items() if known.styles]
+    with_styles = [name for name, facts in families.KNOWN.items() if facts.styles]
     if family in with_styles:
-        made = family_plan(model, tp, sequence_parallel, loss_parallel)
+        hf_plan = family_plan(model, tp, sequence_parallel, loss_parallel)
     elif tp == 1 or getattr(model.config, "base_model_tp_plan", None):
-        made = native_plan(model, tp, loss_parallel, rest_whole=generic or tp == 1)
+        hf_plan = native_plan(model, tp, loss_parallel, rest_whole=generic or tp == 1)
     elif generic:
-        made = generic_plan(model, tp, loss_parallel)
+        hf_plan = generic_plan(model, tp, loss_parallel)
     else:
         raise ValueError(
             f"no plan for model_type '{family}': it is none of {', '.join(with_styles)}, and its config has no "
             f"base_model_tp_plan; parallelize_hf(..., generic=True) computes any model on DTensors, slowly"
         )
-    made.parameters = plan.parameters(made, model)
+    hf_plan.parameters = plan.parameters(hf_plan, model)
     if drops := plan.dropouts(model):
-        made.notes.append(f"dropout ({', '.join(drops)}): its masks are not those of one process")
-    return made
+        hf_plan.notes.append(f"dropout ({', '.join(drops)}): its masks are not those of one process")
+    return hf_plan
 
 
 def parallelize_hf(
@@ -64,60 +67,64 @@ def parallelize_hf(
     generic: bool = False,
     verify_native: bool = True,
 ) -> Any:
-    """Cut an unmodified model of `transformers` over tp, and with FSDP2 over what else the mesh has. In place.
+    """Cut an unmodified model of `transformers` over tp, and with FSDP2 over the other dims of the mesh, in place.
 
-    Every parameter becomes a DTensor, tied ones stay one parameter. The model is called as before: `model(input_ids,
-    attention_mask=..., labels=...)` has the loss, `generate` works with its cache. Gradients are those of one process
-    after each backward (under FSDP2: of the mean of the data ranks' losses).
+    Every parameter becomes a DTensor, and tied ones stay one parameter. The model is called as before:
+    `model(input_ids, attention_mask=..., labels=...)` computes the loss, and `generate` works with its cache. After
+    each backward the gradients are those of one process (under FSDP2, for the mean of the data ranks' losses).
 
     Args:
-        model: real (then the same on every rank, which is checked) or on meta.
-        mesh: 1-D, or with dims named "tp" and before it "dp_shard", or "dp_replicate" and "dp_shard" (HSDP).
-        sequence_parallel: between attention and feed-forward a rank has S/tp of the tokens, in every forward whose S tp
-            divides; others, forwards with output_hidden_states, and models with a plan of transformers' own are plain
+        model: model of `transformers`, on meta, or with weights, which must be the same on every rank (this is
+            checked).
+        mesh: 1-D, or with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
+        sequence_parallel: True to give a rank S/tp of the tokens between attention and feed-forward. Forwards whose S
+            tp does not divide, forwards with output_hidden_states, and models with transformers' own plan are plain
             tensor parallel.
-        loss_parallel: with labels, the loss is made of each rank's part of the logits; `out.logits` are then computed
-            when they are first used, by all ranks of tp together.
-        generic: a model without any plan computes on DTensors, with a warning; what a plan of transformers' own says
-            and we have no word for (experts) is whole on every rank.
-        verify_native: prove a plan that transformers brings on a small clone first, as `verify_plan` does (a second).
+        loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. `out.logits`
+            are then computed when they are first used, by all ranks of tp together.
+        generic: True to let a model without any plan compute on DTensors, with a warning, and to keep modules whole on
+            every rank for which transformers' own plan has a string that is unknown here.
+        verify_native: True to verify a plan that transformers brings on a small clone first, as `verify_plan` does;
+            this takes about a second.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        ValueError: a model that has no plan, sizes that tp cannot share, weights that differ between ranks, a mesh with
-            other dims, a plan of transformers' own that is wrong. Nothing is changed then.
+        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has
+            other dims, or transformers' own plan is wrong. The model is unchanged then.
     """
     tp, _ = meshes(mesh)
     plan.check(model, mesh.device_type)
-    made = plan_for(model, tp.size(), sequence_parallel, loss_parallel, generic=generic)
-    check_modules(model, tp, made)
+    hf_plan = plan_for(model, tp.size(), sequence_parallel, loss_parallel, generic=generic)
+    check_modules(model, tp, hf_plan)
     check_copies(model, mesh)
-    if made.native and verify_native:
-        prove(model, mesh, made, loss_parallel=loss_parallel, generic=generic)
-    if generic and COST.format(family=made.family) in made.notes:
-        warnings.warn(COST.format(family=made.family), stacklevel=2)
-    return cut(model, mesh, made)
+    if hf_plan.native and verify_native:
+        prove(model, mesh, hf_plan, loss_parallel=loss_parallel, generic=generic)
+    if generic and COST.format(family=hf_plan.family) in hf_plan.notes:
+        warnings.warn(COST.format(family=hf_plan.family), stacklevel=2)
+    return cut(model, mesh, hf_plan)
 
 
 def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cut, for the trainer, the model in `stage` over tp only, with a fused loss on one rank too.
+    """Cut the model in `stage` over tp for the trainer, which applies FSDP2 itself. On one rank only the loss is fused.
 
     Args:
-        stage: what is called with labels or without.
-        model: of `transformers`, on meta, whole or one stage of a pipeline.
+        stage: the module that the trainer calls, with labels or without.
+        model: the model of `transformers` in it, on meta, whole or one stage of a pipeline.
+        tp: 1-D mesh.
+        sequence_parallel: see `parallelize_hf`.
 
     Raises:
         ValueError: as `parallelize_hf`.
     """
     if tp.size() > 1:
-        made = plan_for(model, tp.size(), sequence_parallel)
-        check_modules(model, tp, made)
-        if made.native:
-            prove(model, tp, made)
-        apply_plan(model, tp, made.table)
-        head = made.head
+        hf_plan = plan_for(model, tp.size(), sequence_parallel)
+        check_modules(model, tp, hf_plan)
+        if hf_plan.native:
+            prove(model, tp, hf_plan)
+        apply_plan(model, tp, hf_plan.table)
+        head = hf_plan.head
     else:
         module = model.get_output_embeddings()
         head = LogitsHead(fused=True) if isinstance(module, nn.Linear) else None
@@ -128,37 +135,43 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
     allow_views()
 
 
-def check_modules(model: Any, tp: DeviceMesh, made: HFPlan) -> None:
-    for pattern, style in made.table.items():
+def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
+    """Refuse, by a ValueError, a module that its style cannot cut over these ranks."""
+    for pattern, style in hf_plan.table.items():
         for _, module in plan.matching(model, pattern):
             style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def prove(model: Any, mesh: DeviceMesh, made: HFPlan, **options: bool) -> None:
-    """Cut a small clone with the same options, which is not proven in turn, and compare.
+def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> None:
+    """Verify the plan that transformers brings on a small clone, which is cut with the same options.
 
     Raises:
-        ValueError: it computes something else than one process.
+        ValueError: the clone computes something else than one process.
     """
-    proof = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
-    if not proof.ok:
-        raise ValueError(f"the plan that transformers brings for '{made.family}' is wrong:\n{proof}")
+    # Without `verify_native=False` the clone would be verified on a clone of its own.
+    verification = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
+    if not verification.ok:
+        raise ValueError(f"the plan that transformers brings for '{hf_plan.family}' is wrong:\n{verification}")
 
 
-def cut(model: Any, mesh: DeviceMesh, made: HFPlan) -> Any:
-    """Cut a model by its plan."""
+def cut(model: Any, mesh: DeviceMesh, hf_plan: HFPlan) -> Any:
+    """Cut a model by its plan, first over tp, then over the data ranks."""
     tp, data = meshes(mesh)
-    apply_plan(model, tp, made.table)
-    if made.head is not None:
-        watch_labels(model, made.head)
-        made.head.gathered_by_fsdp = data is not None
+    apply_plan(model, tp, hf_plan.table)
+    if hf_plan.head is not None:
+        watch_labels(model, hf_plan.head)
+        hf_plan.head.gathered_by_fsdp = data is not None
     if data is not None:
-        shard_over_data(model, made.blocks, data)
+        shard_over_data(model, hf_plan.blocks, data)
     return model
 
 
 def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of tp, and that of FSDP2 or None."""
+    """The mesh of tp, and the mesh of the data ranks; None if there is one data rank.
+
+    Raises:
+        ValueError: the mesh has other dims.
+    """
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1 and names in ((), ("tp",)):
         return mesh, None
@@ -172,10 +185,10 @@ def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that all ranks have the same weights, since each takes its part from its own.
+    """Check that all ranks have the same weights, because each rank cuts its part from its own copy.
 
     Raises:
-        ValueError: names a parameter that differs, and the ranks.
+        ValueError: a parameter differs; the message names it and the ranks.
     """
     real = {name: p for name, p in model.named_parameters() if not p.is_meta}
     for dim in range(mesh.ndim):
@@ -186,19 +199,21 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def watch_labels(model: nn.Module, head: LogitsHead) -> None:
-    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Tell the head before each forward of `model` whether there are labels."""
+
+    def note_labels(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         head.labelled = kwargs.get("labels") is not None
 
-    model.register_forward_pre_hook(look, with_kwargs=True)
+    model.register_forward_pre_hook(note_labels, with_kwargs=True)
 
 
 def shard_over_data(model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> None:
-    """Apply FSDP2 (or HSDP) to each block, then to the rest, so that tied weights are in one group."""
+    """Apply FSDP2 (or HSDP) to each block, then to all other modules as one unit, which keeps tied weights together."""
     allow_views()
     for module in (*(model.get_submodule(name) for name in blocks), model):
         fully_shard(module, mesh=mesh, shard_placement_fn=dim_to_cut)
 
 
 def allow_views() -> None:
-    """Silence FSDP2's warning of blocks that return a view, as OPT's do: no family changes one in place."""
+    """Silence FSDP2's warning about blocks that return a view, as OPT's do; no family changes such a view in place."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
