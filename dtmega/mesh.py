@@ -14,6 +14,7 @@ communicates most, joins neighbours on one machine. Every set of ranks that sums
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -81,7 +82,9 @@ class World:
         """
         key, name = tuple(places), f"pp {'+'.join(map(str, places))}"
         if key not in self._between:
-            lists = [[pipeline[place] for place in places] for pipeline in rank_groups(self.sizes, ("pp",))]
+            lists = []
+            for pipeline in rank_groups(self.sizes, ("pp",)):
+                lists.append([pipeline[place] for place in places])
             everywhere = len(key) == self.sizes["pp"]
             group = self.groups["pp"] if everywhere else _make_group(lists, name, self.timeout)
             self._between[key] = group if self.coordinate("pp") in key else None
@@ -160,13 +163,13 @@ def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
     return column.index(rank), len(column)
 
 
-def pick_device(wanted: str) -> torch.device:
+def pick_device(configured: str) -> torch.device:
     """The device for [run] device: 'auto' takes cuda:LOCAL_RANK if there is a GPU, else the CPU.
 
     Raises:
         ValueError: fewer GPUs on this machine than local processes.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local_rank = number("LOCAL_RANK", 0, 0, LARGEST_WORLD)
     n_gpus = torch.cuda.device_count()
@@ -264,7 +267,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
     """Make this process's group among `lists`; a process in none of them gets a group of its own. All must call it."""
     everyone = dist.group.WORLD
     assert everyone is not None
-    members = {rank for ranks in lists for rank in ranks}
+    members = set(itertools.chain.from_iterable(lists))
     # Every process has to make as many groups as the others, or their names would differ from here on.
     lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:

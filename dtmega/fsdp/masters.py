@@ -40,11 +40,9 @@ class Masters:
         if self._computing:
             return
         if not self._slots:
-            self._slots = [
-                _Slot(module, name, parameter)
-                for module in model.modules()
-                for name, parameter in module.named_parameters(recurse=False)
-            ]
+            for module in model.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    self._slots.append(_Slot(module, name, parameter))
             # A tied parameter has several slots but one copy.
             self._copies = {slot.master: self._copy(slot.master) for slot in self._slots}
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
 
-gloo implements reduce-scatter as an all-reduce of everything, of which it keeps a part, and gathers through a buffer.
-As messages both move the least possible, (n - 1) / n of the payload, in a third of the CPU time (docs/decisions.md).
+gloo implements reduce-scatter as an all-reduce of everything and then keeps one part, and gathers through a buffer. As
+messages both move the least possible, (n - 1) / n of the payload, in a third of the CPU time (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class ReducesAndScatters(_Allocates):
         # which saves a copy: that of rank 0, or on rank 0 that of rank 1. A sum of two numbers has the same bits in
         # either order, so the result is still that of adding in the order of ranks.
         first, second = (1, 0) if rank == 0 else (0, 1)
-        have = {rank: parts[rank], first: output_tensor}
-        received = [have[i] if i in have else torch.empty_like(part) for i, part in enumerate(parts)]
+        buffers = {rank: parts[rank], first: output_tensor}
+        received = [buffers[i] if i in buffers else torch.empty_like(part) for i, part in enumerate(parts)]
         _exchange(parts, received, group).wait()
         for part in (received[second], *received[2:]):
             output_tensor += part

@@ -185,7 +185,7 @@ class Bert(Model):
         if labels is None:
             return {"logits": self.head(hidden), "order": self.order(hidden)}
         if swapped is None:
-            raise ValueError("labels need swapped [B] beside them, 1 where the segments of a sample were swapped")
+            raise ValueError("labels need swapped [B] with them, 1 where the segments of a sample were swapped")
         order = self.order(hidden).float()
         return {
             "lm": self.head(hidden, labels),

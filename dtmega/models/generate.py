@@ -96,8 +96,8 @@ def generate(model: Model, tokens: list[int], n: int, sampling: Sampling) -> lis
 def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampling: Sampling) -> list[list[int]]:
     """Sample up to `n` tokens that follow each prompt, all prompts in one batch.
 
-    Each prompt gets the tokens that `generate` would give it. Its logits may differ in their last bits, since matrices
-    of another size may be multiplied in another order.
+    Each prompt gets the tokens that `generate` would give it, but for one thing: matrices of another size may be
+    multiplied in another order. Logits then differ in their last bits, and very rarely a sampled token does.
 
     Raises:
         ValueError: an empty prompt, or one that leaves no position for a new token.

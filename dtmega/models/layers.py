@@ -135,7 +135,7 @@ class FusedAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """Mark the keys' bias, by the name of its parameter: bool [3 D]. See `Model.unseen`."""
+        """The mask of the keys' rows in the fused bias, bool [3 D], by the bias's name (`Model.unseen`)."""
         rows = torch.arange(len(self.qkv.bias)) // self.head_dim
         return {"qkv.bias": rows % 3 == 1}
 

@@ -125,7 +125,10 @@ class Model(nn.Module):
         A layer disappears from its ModuleDict, any other module becomes None; the modules that stay keep their names.
         """
         parts = self.parts()
-        _keep(self, {module for piece in pieces for module in parts[piece]})
+        needed = set[nn.Module]()
+        for piece in pieces:
+            needed.update(parts[piece])
+        _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
         """Tell the heads, before a forward in training, the factor with which backward will begin at each sum.

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         return self.out(attention(q, k, v, rule, dropout, self.scale).transpose(1, 2).flatten(2))
 
     def unseen(self) -> dict[str, Tensor]:
-        """Mark the keys' bias, by the name of its parameter: bool [H K]. See `Model.unseen`."""
+        """The mask of the keys' bias, bool [H K], by its name (`Model.unseen`)."""
         return {} if self.k.bias is None else {"k.bias": torch.ones(len(self.k.bias), dtype=torch.bool)}
 
 
@@ -218,7 +218,12 @@ class T5(Model):
         """The pieces of both stacks, encoder first. Each layer also lists the modules that its whole stack shares."""
 
         def inside(*modules: nn.Module | None) -> list[nn.Module]:
-            return [inner for module in modules if module is not None for inner in module.modules()]
+            """These modules and all nested ones; None stands for a module that this variant of T5 does not have."""
+            nested: list[nn.Module] = []
+            for module in modules:
+                if module is not None:
+                    nested += module.modules()
+            return nested
 
         return {
             "embed": inside(self.embed, self.positions, self.embed_dropout),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -79,7 +80,7 @@ def svg(table: Table, title: str) -> str:
         f'height="{height}" font-family="Helvetica, Arial, sans-serif">',
         f'<rect width="{width}" height="{bottom + 34}" fill="#ffffff"/>',
         f'<text x="16" y="28" font-size="17" font-weight="bold" fill="#1d2733">{escape(title)}</text>',
-        *_legend({action.kind for row in table for action in row}),
+        *_legend({action.kind for action in itertools.chain.from_iterable(table)}),
     ]
     for rank, (row, stages) in enumerate(zip(timeline.rows, stages_of_ranks, strict=True)):
         y = TOP + rank * (ROW + GAP)
@@ -116,15 +117,19 @@ def _colours(kind: str, depth: float) -> tuple[str, str]:
 
 
 def _legend(kinds: set[str]) -> list[str]:
-    out, x = [], 16
-    for kind in (kind for kind in KIND_NAMES if kind in kinds):
-        out += [
+    """The colour and the name of each kind of action, and a note on the rest."""
+    svg_lines = []
+    x = 16
+    for kind in KIND_NAMES:
+        if kind not in kinds:
+            continue
+        svg_lines += [
             f'<rect class="legend" x="{x}" y="44" width="14" height="14" rx="2" fill="{_colours(kind, MIDDLE)[0]}"/>',
             f'<text x="{x + 20}" y="56" font-size="12" fill="#46515e">{KIND_NAMES[kind]}</text>',
         ]
         x += 38 + 7 * len(KIND_NAMES[kind])
     note = "number: microbatch · s: stage · darker: later stage of the rank"
-    return [*out, f'<text x="{x}" y="56" font-size="12" fill="#46515e">{note}</text>']
+    return [*svg_lines, f'<text x="{x}" y="56" font-size="12" fill="#46515e">{note}</text>']
 
 
 def _axis(end: int, y: int) -> list[str]:

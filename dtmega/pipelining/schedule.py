@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,8 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
     if pp == 1:
         return False
     if cfg.pipeline.csv:
-        return any(action.kind in "IW" for row in csv_table(cfg.pipeline.csv, pp) for action in row)
+        actions = itertools.chain.from_iterable(csv_table(cfg.pipeline.csv, pp))
+        return any(action.kind in "IW" for action in actions)
     return SCHEDULES[cfg.pipeline.schedule].splits_backward
 
 
@@ -128,7 +130,9 @@ class Pipeline:
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:
         schedule = self._schedule(len(microbatches), training)
         # torch takes a whole batch and chunks every tensor along dim 0: [n B, ...] -> n times [B, ...].
-        rows: dict[str, Any] = {name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]}
+        rows: dict[str, Any] = {}
+        for name in microbatches[0]:
+            rows[name] = torch.cat([microbatch[name] for microbatch in microbatches])
         self._tally = tally
         run = schedule.step if training else schedule.eval
         # torch insists on a target for its loss function, which ignores it: the last stage returns the loss itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 from dtmega import config
@@ -86,7 +86,7 @@ def _best_cut(
         stage_cost: cost of a stage of pieces i to j - 1, called with i and j.
         combine: the cost of two stages together, such as max or sum.
     """
-    # best[j] is the cheapest cut of the first j pieces into k stages, with its bounds; first of all k = 1.
+    # best[j] is the cheapest cut of the first j pieces into k stages, with its bounds. It starts with k = 1.
     best: dict[int, tuple[Value, list[int]]] = {}
     for j in range(1, n_pieces + 1):
         best[j] = stage_cost(0, j), [0, j]
@@ -200,7 +200,8 @@ def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: 
     cuts.append(places[-1] + 1)
     counts = accumulate(len(stage) for stage in stages[:-1])
     bounds = [0, *(cuts[count] for count in counts), len(pieces)]
-    return [[piece.name for piece in pieces[i:j]] for i, j in pairwise(bounds)]
+    names = [piece.name for piece in pieces]
+    return [names[i:j] for i, j in pairwise(bounds)]
 
 
 def _count_layers(pieces: Sequence[Piece]) -> str:
@@ -225,7 +226,7 @@ def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_st
             f"[pipeline] stages has {len(stages)} lists of layers, expected {n_stages} = [mesh] pp x stages per rank "
             f"([pipeline] virtual_stages)"
         )
-    if [layer for stage in stages for layer in stage] != list(range(n_layers)):
+    if list(chain.from_iterable(stages)) != list(range(n_layers)):
         raise ValueError(
             f"[pipeline] stages must hold each of the layers 0 to {n_layers - 1} once, in order ([model] "
             f"{_count_layers(pieces)}), got {stages}"
@@ -247,4 +248,4 @@ def stages_of_ranks(shape: Literal["loop", "v"], pp: int, per_rank: int) -> list
     if shape == "v":
         assert per_rank == 2
         return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
-    return [[rank + i * pp for i in range(per_rank)] for rank in range(pp)]
+    return [list(range(rank, per_rank * pp, pp)) for rank in range(pp)]

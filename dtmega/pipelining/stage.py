@@ -45,7 +45,7 @@ class Stage(PipelineStage):
         after: Boundary,
         take: Callable[[Mapping[str, Tensor]], list[tuple[Tensor, float]]],
     ) -> None:
-        # With the shapes given torch need not find them out by running the model once more and sending pickles.
+        # Given the shapes, torch does not run the model once more and send pickles to find them.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
         super().__init__(
             module,

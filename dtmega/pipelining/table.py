@@ -101,10 +101,14 @@ def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> T
         return [_one_forward_one_backward(rank, pp, n_microbatches) for rank in range(pp)]
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # A stand-in with all that torch's classes read of a stage before they run. Any stage makes the tables of all ranks.
+    # A stand-in with the attributes that torch's classes read before they run. Any stage makes the tables of all ranks.
     stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * per_rank, n_microbatches).pipeline_order
-    return [parse(" ".join(str(action) for action in order[rank] if action)) for rank in range(pp)]
+    table = []
+    for rank in range(pp):
+        cells = [str(action) for action in order[rank] if action]
+        table.append(parse(" ".join(cells)))
+    return table
 
 
 def _all_forwards_all_backwards(rank: int, n_microbatches: int) -> list[Action]:
@@ -206,7 +210,7 @@ def stages_in(table: Table) -> list[list[int]]:
 
 def microbatches_in(table: Table) -> int:
     """The number of microbatches."""
-    return 1 + max(action.microbatch for row in table for action in row)
+    return 1 + max(action.microbatch for action in itertools.chain.from_iterable(table))
 
 
 class TimedAction(NamedTuple):
@@ -246,7 +250,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
     Raises:
         ValueError: an action whose input never comes.
     """
-    last = max(action.stage for row in table for action in row)
+    last = max(action.stage for action in itertools.chain.from_iterable(table))
     ends: dict[Action, int] = {}
     rows: list[list[TimedAction]] = [[] for _ in table]
 
@@ -283,5 +287,5 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
             stuck = ", ".join(f"rank {rank} before {table[rank][len(rows[rank])]}" for rank in waiting)
             raise ValueError(f"{where} cannot run: {stuck}, which wait for an action that comes later or never")
     makespan = max(row[-1].end for row in rows)
-    busy = sum(DURATION[action.kind] for row in table for action in row)
+    busy = sum(DURATION[action.kind] for action in itertools.chain.from_iterable(table))
     return Timeline(rows, 1 - busy / (makespan * len(table)))

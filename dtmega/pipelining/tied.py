@@ -8,6 +8,7 @@ here any number of stages may share, and a rank may hold several copies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -64,7 +65,7 @@ class Tied:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.name, self.copies = name, dict(copies)
-        self.stages = sorted(number for numbers in places for number in numbers)
+        self.stages = sorted(itertools.chain.from_iterable(places))
         self._places, self._group = places, group
 
     @property
@@ -99,8 +100,8 @@ class Tied:
             return total
         flat = torch.stack([gradient.flatten() for gradient in gradients]).to(device)
         # An all-gather takes as much from each rank: one with fewer copies fills up with its first, which nobody reads.
-        most = max(map(len, self._places))
-        mine = torch.cat([flat, flat[:1].expand(most - len(flat), -1)])
+        most_copies = max(map(len, self._places))
+        mine = torch.cat([flat, flat[:1].expand(most_copies - len(flat), -1)])
         order = []
         for rank, numbers in enumerate(self._places):
             for i, number in enumerate(numbers):

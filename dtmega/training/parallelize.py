@@ -220,7 +220,9 @@ class ShardedModel:
 
     def owned(self) -> dict[str, Tensor]:
         """The stored tensors of this rank's stages by name, without copies of a parameter that an earlier stage has."""
-        duplicates = {id(copy) for tied in self.tied for copy in tied.duplicates}
+        duplicates = set[int]()
+        for tied in self.tied:
+            duplicates.update(map(id, tied.duplicates))
         return {name: tensor for name, tensor in self.stored_tensors() if id(tensor) not in duplicates}
 
     def check_copies(self) -> None:
@@ -279,8 +281,11 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
     trained = False
     boundaries = []
     for pieces in cut.pieces[:-1]:
-        modules = [module for piece in pieces for module in parts[piece]]
-        trained |= any(p.requires_grad for module in modules for p in module.parameters(recurse=False))
+        parameters: list[nn.Parameter] = []
+        for piece in pieces:
+            for module in parts[piece]:
+                parameters += module.parameters(recurse=False)
+        trained |= any(parameter.requires_grad for parameter in parameters)
         tensors = family.boundary(cfg, world.sizes, whole, pieces[-1])
         for tensor in tensors.values():
             tensor.requires_grad_(trained and tensor.is_floating_point())
@@ -290,7 +295,9 @@ def _boundaries(cfg: config.Config, world: World, cut: Stages, whole: Model) -> 
 
 def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) -> list[Tied]:
     """The parameters that stages of this rank share with other stages. Every rank calls it, since it makes groups."""
-    rank_of = {number: rank for rank, numbers in enumerate(cut.ranks) for number in numbers}
+    rank_of: dict[int, int] = {}
+    for rank, numbers in enumerate(cut.ranks):
+        rank_of |= dict.fromkeys(numbers, rank)
     parameters = {}
     for number, stage in stages.items():
         for name, parameter in stage.named_parameters():
@@ -300,7 +307,9 @@ def _tied(world: World, cut: Stages, whole: Model, stages: Mapping[int, Model]) 
         ranks = sorted({rank_of[number] for number in numbers})
         group = world.between(ranks) if len(ranks) > 1 else None
         name = whole.full_name(first_name)
-        places = [[number for number in numbers if rank_of[number] == rank] for rank in ranks]
+        places = []
+        for rank in ranks:
+            places.append([number for number in numbers if rank_of[number] == rank])
         copies = {number: parameters[number, name] for number in numbers if number in stages}
         if copies:
             tied.append(Tied(name, copies, places, group))
@@ -317,8 +326,8 @@ def _shard(cfg: config.Config, world: World, stage: Model, reshard: bool) -> lis
     family = families.of(cfg.model)
     partial = family.cut(cfg, stage, world)
 
-    # recompute. tp usually frees the gathered input of a region and gathers it again in backward. Not in a recomputed
-    # block, which has just gathered it, nor where backward runs in two parts, which only torch's own products can do.
+    # recompute. tp usually frees a region's gathered input and gathers it again in backward. It keeps it in recomputed
+    # blocks, which have just gathered it, and where backward runs in two parts, which only torch's own products can do.
     blocks = stage.blocks()
     splits = schedule.splits_backward(cfg, world.sizes["pp"])
     if splits:

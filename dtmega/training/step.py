@@ -145,8 +145,10 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
     """The counts that divide the objective's sums, over the global batch, by name; they may be 0."""
-    of_microbatches = [objective.counts(microbatch) for microbatch in batch.microbatches]
-    mine = {name: sum(counts[name] for counts in of_microbatches) for name in of_microbatches[0]}
+    mine: dict[str, float] = {}
+    for microbatch in batch.microbatches:
+        for name, n in objective.counts(microbatch).items():
+            mine[name] = mine.get(name, 0) + n
     counts = torch.tensor([*mine.values()], dtype=torch.float64, device=world.device)
     dist.all_reduce(counts, group=world.groups["data"])
     return dict(zip(mine, counts.tolist(), strict=True))
