@@ -150,7 +150,7 @@ class TrainBatches:
         self._feeders = startup.feeders
 
     def _n_workers(self) -> int:
-        """The number of worker processes: [data] num_workers, or for -1 as many as the batches need, 0 or 1.
+        """The number of worker processes: [data] num_workers; if that is -1, 0 if batches are made quickly, else 1.
 
         Two batches are timed and the faster one counts, because the first may be slow for reasons that do not last.
         """

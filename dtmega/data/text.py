@@ -266,8 +266,8 @@ def fingerprint(prefix: str) -> str:
     """16 hex digits made of the sizes of .idx and .bin and of N_BLOCKS blocks spread over each file.
 
     This is quick even for terabytes. Files of up to N_BLOCKS x BLOCK_BYTES = 4 MiB are read whole. In a larger file,
-    changes between the blocks go unnoticed (a test changed 200,000 of 20 million tokens so): the fingerprint tells one
-    data set from another, but does not find damage.
+    changes between the blocks go unnoticed (in one test, 200,000 changed tokens of 20 million did): the fingerprint
+    tells one data set from another, but does not find damage.
     """
     digest = xxhash.xxh3_64()
     for suffix in (".idx", ".bin"):

@@ -188,7 +188,7 @@ def _read_line(stream: IO[bytes], within_s: float) -> bytes | None:
 
 
 def _ended(code: int | None) -> str:
-    """Words for a child's exit code: the signal that killed it, or the code."""
+    """A description of a child's exit code: the signal that killed it, or the code."""
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

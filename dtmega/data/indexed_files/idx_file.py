@@ -76,7 +76,8 @@ def _mmap(path: str, index: NDArray[np.uint8], start: bytes) -> Index:
         raise ValueError(
             f"{path}: expected a header of {HEADER.size} bytes that starts with {MAGIC!r}, got "
             f"{min(len(start), HEADER.size)} bytes that start with {start[: len(MAGIC)]!r}: this is no index of token "
-            f"files, or it was cut off; make the pair anew (dtmega tokenize --overwrite), or name another ([data] path)"
+            f"files, or it was cut off; make the pair again (dtmega tokenize --overwrite), or name another "
+            f"([data] path)"
         )
     _, version, code, n, n_doc = HEADER.unpack(start[: HEADER.size])
     dtype = _dtype(path, version, code, DTYPE_OF_CODE)

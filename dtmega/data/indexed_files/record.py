@@ -22,7 +22,7 @@ LONGEST_SENTENCE = 512  # tokens; LONG_SENTENCE_LEN in Megatron's `helpers.cpp`
 
 
 class Record(BaseModel):
-    """How a text was tokenised: the content of a PREFIX.meta.json.
+    """The content of a PREFIX.meta.json: the settings with which a text was tokenised.
 
     Attributes:
         tokenizer: the tokenizer's spec, for people to read.

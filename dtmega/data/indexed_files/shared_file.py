@@ -4,8 +4,8 @@
     made.read_or_make()
     np.memmap(path, ...)
 
-The file ends with a digest of its content and of the inputs it was made from. A file that is damaged, or whose inputs
-have changed, is made anew. Users may delete anything in the cache directory at any time.
+The file ends with a digest of its content and of the inputs it was made from. A damaged file, or one whose inputs have
+changed, is replaced. Users may delete anything in the cache directory at any time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedFile:
 
     Args:
         path: path of the file.
-        made_from: all inputs of the content, in words. If they change, the file is made anew.
+        made_from: all inputs of the content, in words. If they change, the file is replaced.
         pieces: function that yields the arrays of the content, one after the other.
         about: a line for the user, printed by the process that makes the file.
     """

@@ -6,13 +6,12 @@ Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, whe
 of samples taken from it so far (`build_blending_indices` in the compiled `helpers.cpp` of Megatron-LM,
 Megatron-DeepSpeed and megatron-core).
 
-This rule has to be followed sample by sample, which is slow in numpy. So the run is cut into up to a few thousand
-stretches, which are followed side by side, each from a guess of its first counts. If the stretch before it ends with
-other counts than were guessed, a stretch is repaired: it is followed anew from the true counts, until its counts are
-those of the last pass. That takes a few samples only, because the sum of the absolute differences between two sets of
-counts never grows: where the two choose different corpora, both differences shrink. In the end each stretch begins with
-the counts at the end of the one before it. So the result equals Megatron's, including its floating point, whatever was
-guessed.
+This rule has to be computed sample by sample, which is slow in numpy. So the run is cut into up to a few thousand
+stretches, which are computed side by side, each from a guess of the counts at its beginning. If the stretch before it
+ends with other counts, a stretch is repaired: it is computed from the true counts, until its counts are those of the
+last pass. That takes only a few samples, because the sum of the absolute differences between two sets of counts never
+grows: where the two choose different corpora, both differences shrink. In the end each stretch begins with the counts
+at the end of the one before it. So the result equals Megatron's, rounding included, whatever was guessed.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
 def _walk(
     weights: NDArray[np.float64], firsts: NDArray[np.int64], counts: NDArray[np.float64], choices: NDArray[Any]
 ) -> None:
-    """Follow all stretches side by side.
+    """Compute all stretches side by side.
 
     Args:
         weights: fp64 [corpora].
@@ -211,7 +210,7 @@ def _repair(
     differences: NDArray[np.float64],
     choices: NDArray[Any],
 ) -> None:
-    """Follow some stretches anew, from other counts than before, until the new counts equal those of the last pass.
+    """Compute some stretches from other counts than before, until the new counts equal those of the last pass.
 
     Args:
         weights: fp64 [corpora].

@@ -162,7 +162,7 @@ class MegatronSamples:
         return tokens
 
     def __reduce__(self) -> tuple[type[MegatronSamples], tuple[OrderSettings, OrderName]]:
-        # A worker process opens the same files. Indices that are in no file are computed there anew.
+        # Indices are not pickled: a worker process maps the same files, or computes the indices itself.
         return MegatronSamples, (self.settings, self.order_name)
 
 
@@ -170,7 +170,8 @@ def wanted_samples(cfg: Config) -> dict[str, int]:
     """The number of samples that Megatron asks "train", "valid" and "test" for (`megatron/training.py`).
 
     Raises:
-        ValueError: the configuration does not say how many samples the run was started for, or reads more of them.
+        ValueError: the configuration does not say how many samples the run was started for, or it reads more samples
+            than that.
     """
     size = cfg.batch.global_batch_size
     train = cfg.data.order_samples or cfg.train.samples

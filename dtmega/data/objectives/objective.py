@@ -63,7 +63,7 @@ class Objective(Protocol):
     def order(self) -> int: ...
 
     def counts(self, microbatch: Mapping[str, Tensor]) -> dict[str, float]:
-        """The counts of a microbatch that its sums are divided by; all microbatches have the same names, in order."""
+        """A microbatch's part of each count that sums are divided by; names and order are the same in all of them."""
         ...
 
     def check(self, tokenizer: Tokenizer, data: Data) -> None:

@@ -3,7 +3,7 @@
 Every microbatch of B sequences has
 
     tokens        int64 [B, S]
-    labels        int64 [B, S]  token to predict at each place, IGNORED where there is none
+    labels        int64 [B, S]  token to predict at each place, or IGNORED
     sample_ids    int64 [B]     global sample numbers, which key dropout
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
     document_ids  int64 [B, S]  only if a sample has several documents: attention stays between equal numbers
@@ -25,7 +25,7 @@ from dtmega.config import Data
 from dtmega.data.objectives.denoising import merged_spans, separate_spans
 from dtmega.data.objectives.denoising.masking import Vocabulary, hide
 from dtmega.data.objectives.denoising.merged_spans import SpanCounts
-from dtmega.data.objectives.denoising.pairs import laid_out
+from dtmega.data.objectives.denoising.pairs import lay_out
 from dtmega.data.objectives.denoising.sentinels import Marks
 from dtmega.data.objectives.denoising.separate_spans import Limits
 from dtmega.data.objectives.denoising.spans import HiddenSpans, sequences
@@ -53,7 +53,7 @@ class NextTokenRows:
 
     There are `document_ids` with `[data] reset_attention_mask`, and with `[data] reset_position_ids`
 
-        position_ids  int64 [B, S]  0, 1, ..., from 0 anew after each end-of-document
+        position_ids  int64 [B, S]  0, 1, ..., restarting at 0 after each end-of-document
     """
 
     samples: AnySamples
@@ -119,7 +119,7 @@ class MaskedRows:
     vocabulary: Vocabulary
 
     def __getitem__(self, indices: range) -> dict[str, Tensor]:
-        pairs = laid_out([self.samples[g] for g in indices], self.data.seq_len, self.vocabulary.specials)
+        pairs = lay_out([self.samples[g] for g in indices], self.data.seq_len, self.vocabulary.specials)
         masked = hide(pairs, self.vocabulary, self.data.mask_prob, self.data.max_ngram)
         labels = np.where(masked.hidden, pairs.tokens, IGNORED)
         tokens = torch.from_numpy(masked.tokens)

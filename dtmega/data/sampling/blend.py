@@ -1,4 +1,4 @@
-"""Corpora blended by weight. Sample g is a function of g, and each corpus has its share of the first n samples, any n.
+"""Corpora blended by weight. Sample g is a function of g, and for every n, each corpus has its share of n samples.
 
     splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids
@@ -113,7 +113,7 @@ class Blend:
         return self.parts[corpus][sample]
 
     def __reduce__(self) -> tuple[type[Blend], tuple[list[AnySamples], list[float]]]:
-        # The tree is not sent but built anew: it may be deeper than pickle can follow.
+        # The tree is rebuilt instead of pickled, because it may be too deep for pickle's recursion.
         return Blend, (self.parts, self.weights)
 
 

@@ -78,10 +78,12 @@ class Samples:
         begin, end = dataset.first_token(np.array(documents))
         self.n_tokens = int(end - begin)
         if self.n_tokens <= seq_len:
-            there = counted(len(dataset.document_index) - 1, "document")
+            n_tokens = counted(max(self.n_tokens, 0), "token")
+            n_documents = max(documents[1] - documents[0], 0)
+            all_documents = counted(len(dataset.document_index) - 1, "document")
             raise ValueError(
                 f"{dataset.prefix}: expected at least {seq_len} + 1 = {seq_len + 1} tokens for '{split}', got "
-                f"{counted(max(self.n_tokens, 0), 'token')} in {max(documents[1] - documents[0], 0)} of {there}. "
+                f"{n_tokens} in {n_documents} of {all_documents}. "
                 f"[data] split deals out whole documents: cut the text into more of them (python -m dtmega tokenize "
                 f"--split-documents), or leave a part out ([data] split = '1,0,0': all to train); or take a shorter "
                 f"[data] seq_len or more text"

@@ -150,10 +150,10 @@ def _advice(spec: str) -> str:
     saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
     if spec and path.is_dir():
         if (path / "tokenizer.json").exists():
-            return f", which is a folder: say {path / 'tokenizer.json'}"
+            return f", which is a folder: expected {path / 'tokenizer.json'}"
         return f", which is a folder without a tokenizer.json; transformers may make one: {saved}"
     if path.suffix == ".model" and path.is_file():
-        return f", a file of SentencePiece; transformers may make a tokenizer.json of it, which is read here: {saved}"
+        return f", a SentencePiece file, which is not read here; transformers may make a tokenizer.json of it: {saved}"
     if path.suffix == ".txt" and path.is_file():
         return f": a vocab.txt of WordPieces is bert:{spec}, or bert-cased:{spec} where it has capital letters"
     return (

@@ -363,7 +363,7 @@ def test_a_sequence_of_2_to_the_31_tokens_is_refused(tmp_path):
         ("pointer", "pointer.idx is a pointer of Git LFS, not the file: run `git lfs pull`"),
         (
             "junk",
-            "this is no index of token files, or it was cut off; make the pair anew (dtmega tokenize --overwrite)",
+            "this is no index of token files, or it was cut off; make the pair again (dtmega tokenize --overwrite)",
         ),
     ],
 )

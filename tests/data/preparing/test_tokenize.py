@@ -140,7 +140,7 @@ def test_a_spec_that_is_nearly_one_is_answered_with_the_one_to_write(tmp_path, j
     (tmp_path / "vocab.txt").write_text("[PAD]")
     (tmp_path / "tokenizer.model").write_bytes(b"spm")
     for spec, answer in (
-        (json_path.parent, f"is a folder: say {json_path}"),
+        (json_path.parent, f"is a folder: expected {json_path}"),
         (tmp_path, f"may make one: AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"),
         (tmp_path / "vocab.txt", f"is bert:{tmp_path}/vocab.txt, or bert-cased:{tmp_path}/vocab.txt"),
         (tmp_path / "tokenizer.model", f"AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"),

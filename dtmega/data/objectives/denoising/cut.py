@@ -104,7 +104,7 @@ def _from_file(
 
 
 def _pieces(dataset: IndexedDataset, documents: tuple[int, int], targets: Targets) -> Iterator[NDArray[np.int64]]:
-    """The table in pieces of some documents each."""
+    """The table, made for a range of documents at a time, which bounds the memory."""
     start, stop = documents
     while start < stop:
         # As many documents as have CHUNK sentences together, but at least one.

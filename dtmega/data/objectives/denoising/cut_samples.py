@@ -109,7 +109,7 @@ class CutSamples(ABC):
         return lengths
 
     def __reduce__(self) -> tuple[type[CutSamples], tuple[Any, ...]]:
-        # The table is not sent along: a worker process makes it anew, or maps its file.
+        # The table is not pickled: a worker process computes it again, or maps its file.
         return type(self), self._arguments
 
     def _count_tokens(self) -> int:

@@ -93,7 +93,7 @@ def choose(
     max_grams: int = UNBOUNDED,
     room: int = UNBOUNDED,
 ) -> Grams:
-    """Choose the n-grams of each sample; all samples go through their words in step.
+    """Choose the n-grams of each sample, word by word in random order, for all samples at once.
 
     Args:
         words: the samples' words.

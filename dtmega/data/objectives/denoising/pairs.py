@@ -1,7 +1,7 @@
 """BERT's samples: two neighbouring segments of a document, in order or swapped. Sample g is a function of (seed, g).
 
     samples = PairSamples(dataset, documents=(0, 1000), seq_len=512, short_seq_prob=0.1, seed=1234, split="train")
-    pairs = laid_out([samples[g] for g in range(8)], 512, specials)
+    pairs = lay_out([samples[g] for g in range(8)], 512, specials)
     pairs.tokens  # [8, 512]: [CLS] A [SEP] B [SEP], padded
 
 `cut_samples.py` decides which sentences a sample has. The draws are keyed by the sample's number g: where A ends and B
@@ -98,7 +98,7 @@ class Pairs(NamedTuple):
     keys: NDArray[np.uint64]
 
 
-def laid_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pairs:
+def lay_out(samples: Sequence[Segments], seq_len: int, specials: Specials) -> Pairs:
     """Lay out samples as [CLS] first [SEP] second [SEP], truncated to their targets and padded to S, all at once.
 
     Args:

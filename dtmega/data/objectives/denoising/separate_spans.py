@@ -32,7 +32,7 @@ STOPS = 0.2  # probability that a span ends after each of its words
 
 
 class Limits(NamedTuple):
-    """How much of a sample is hidden.
+    """The limits on what is hidden in a sample.
 
     Attributes:
         mask_prob: share of the tokens to hide.

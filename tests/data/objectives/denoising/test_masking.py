@@ -14,7 +14,7 @@ from dtmega.data.loader import TrainBatches, eval_batches
 from dtmega.data.objectives.denoising import masking
 from dtmega.data.objectives.denoising.masking import hide
 from dtmega.data.objectives.denoising.ngrams import words_of
-from dtmega.data.objectives.denoising.pairs import Pairs, laid_out
+from dtmega.data.objectives.denoising.pairs import Pairs, lay_out
 from dtmega.data.objectives.objective import MASKED
 from dtmega.data.objectives.rows import IGNORED, MaskedRows
 from dtmega.ops import keyed
@@ -34,7 +34,7 @@ def rows(tmp_path_factory) -> MaskedRows:
 @pytest.fixture(scope="module")
 def pairs(rows) -> Pairs:
     """An epoch before it is masked."""
-    return laid_out([rows.samples[g] for g in range(int(rows.samples.n_samples))], S, SPECIALS)
+    return lay_out([rows.samples[g] for g in range(int(rows.samples.n_samples))], S, SPECIALS)
 
 
 @pytest.fixture(scope="module")

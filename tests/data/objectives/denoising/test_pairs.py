@@ -14,7 +14,7 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import IndexedDataset
 from dtmega.data.objectives.denoising import cut
 from dtmega.data.objectives.denoising.cut import Targets, cut_table
-from dtmega.data.objectives.denoising.pairs import PairSamples, laid_out
+from dtmega.data.objectives.denoising.pairs import PairSamples, lay_out
 from dtmega.data.objectives.objective import MASKED
 from dtmega.data.sampling.blend import Blend, build_samples, parts_of
 from tests.library import SPECIALS, is_likely, library, samples_of, usable, write
@@ -173,7 +173,7 @@ def test_a_file_of_unusable_documents_or_too_short_a_sequence_is_refused(numbere
         PairSamples(numbered, (0, 1), S, 0.1, 7, "valid")
     with pytest.raises(ValueError, match=r"seq_len=4 has no room .* expected at least 5 \(\[data\] seq_len\)"):
         samples_of(numbered, 4)
-    assert laid_out([samples_of(numbered, 5)[0]], 5, SPECIALS).tokens.shape == (1, 5)
+    assert lay_out([samples_of(numbered, 5)[0]], 5, SPECIALS).tokens.shape == (1, 5)
     with pytest.raises(IndexError, match="sample -1: samples are numbered from 0"):
         _ = samples_of(numbered, S)[-1]
 
@@ -220,7 +220,7 @@ def test_a_pair_is_two_neighbours_in_the_order_that_its_label_says_cut_to_its_ta
     samples = samples_of(numbered, S)
     n = samples.n_samples
     read = [samples[g] for g in range(n)]
-    pairs = laid_out(read, S, SPECIALS)
+    pairs = lay_out(read, S, SPECIALS)
     n_cut = n_from_the_front = 0
     for b, sample in enumerate(read):
         first, second = parts(pairs, b)
@@ -243,13 +243,13 @@ def test_a_pair_is_two_neighbours_in_the_order_that_its_label_says_cut_to_its_ta
 def test_what_is_drawn_for_a_sample_is_drawn_anew_in_each_epoch(tmp_path):
     samples = samples_of(write_one(tmp_path, [40, 30, 50, 60]), S, short_seq_prob=0.0)
     assert samples.n_samples == 1
-    pairs = laid_out([samples[g] for g in range(40)], S, SPECIALS)
+    pairs = lay_out([samples[g] for g in range(40)], S, SPECIALS)
     assert len({tuple(row) for row in pairs.tokens.tolist()}) > 35
 
 
 def test_a_pair_does_not_depend_on_what_it_is_laid_out_with(numbered):
     samples = samples_of(numbered, S)
-    together = laid_out([samples[g] for g in range(30)], S, SPECIALS)
+    together = lay_out([samples[g] for g in range(30)], S, SPECIALS)
     for g in (0, 7, 29):
-        alone = laid_out([samples[g]], S, SPECIALS)
+        alone = lay_out([samples[g]], S, SPECIALS)
         assert all((a[0] == b[g]).all() for a, b in zip(alone, together, strict=True))
