@@ -16,22 +16,24 @@ OPENING = """\
 
 <!-- Written by tools/configuration_page.py from dtmega/config/__init__.py and dtmega/config/model_keys.py. -->
 
-A configuration is a TOML file of sections, and any key of it can be set on the command line too: `lr` of `[optim]` is
-`--optim.lr 1e-3`. Later ones win. A key that is not below is refused, with the one that was meant: names of other
-trainers (`learning_rate`, `max_steps`, `tensor_parallel_degree`) are known for that. An interval of 0 is
-off, −1 in `[mesh]` is what is left, and dtypes have torch's names. `train.py --help` prints the same list, `train.py -h
-optim` one section of it.
+A configuration is a TOML file with sections. Any key can be set on the command line too: `lr` of `[optim]` is
+`--optim.lr 1e-3`, and later options win. `train.py --help` prints the list below, `train.py -h optim` one section of
+it.
 
-The run writes the resolved configuration, every key in it, to `config.toml` in its directory.
+An interval of 0 means never, −1 in `[mesh]` stands for all remaining ranks, and dtypes have torch's names. A key that
+is not in the list is refused, with a suggestion of the right one, also for names of other trainers (`learning_rate`,
+`max_steps`, `tensor_parallel_degree`).
+
+A run writes its resolved configuration, with every key, to `config.toml` in its directory.
 """
 
 
 def page() -> str:
-    """The whole text."""
+    """The text of the page."""
     parts = [OPENING]
     for group in groups_of(config.Config):
         rows = [_row(key, field) for key, field in group.fields.items()]
-        table = ["| key | default | |", "| --- | --- | --- |", *rows]
+        table = ["| key | default | meaning |", "| --- | --- | --- |", *rows]
         parts.append(f"\n## {group.title}\n\n" + "\n".join(table) + "\n")
     return "".join(parts)
 
