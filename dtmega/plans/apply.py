@@ -164,7 +164,8 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
         names: what `apply_plan` returned; parameters without a gradient are left out.
         mesh: the 1-D tp mesh.
     """
-    grads = [local(grad) for grad in (model.get_parameter(name).grad for name in names) if grad is not None]
+    parameters = [model.get_parameter(name) for name in names]
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
     if not grads or mesh.size() == 1:
         return
     # FSDP2's CPU offload leaves gradients in host memory, where the group of the mesh cannot reduce.

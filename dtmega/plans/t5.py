@@ -35,7 +35,8 @@ def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
     # Dropout in attention is keyed by global head, in the feed-forward by global channel. The other dropout sites see a
     # part of the sequence.
     sites = ["embed_dropout", "encoder_dropout", "decoder_embed_dropout", "decoder_dropout", "decoder.*.cross_dropout"]
-    sites += [f"{stack}.*.{name}_dropout" for stack in ("encoder", "decoder") for name in ("attn", "mlp")]
+    for stack in ("encoder", "decoder"):
+        sites += [f"{stack}.*.attn_dropout", f"{stack}.*.mlp_dropout"]
     return {
         "embed": VocabEmbedding(sp),
         "positions": WholeEmbedding(sp),
