@@ -137,7 +137,7 @@ def greedy(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     choices = np.empty((length, n_stretches), _dtype(len(weights)))
     begins = _guess_counts(weights, firsts)
     ends = begins.copy()
-    _walk(weights, firsts, ends, choices)
+    _compute(weights, firsts, ends, choices)
     # A repair may change the end of a stretch and so the beginning of the next, until all fit together.
     while True:
         wrong = 1 + np.flatnonzero((begins[1:] != ends[:-1]).any(1))
@@ -184,10 +184,10 @@ def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray
     return errors.argmax(1)
 
 
-def _walk(
+def _compute(
     weights: NDArray[np.float64], firsts: NDArray[np.int64], counts: NDArray[np.float64], choices: NDArray[Any]
 ) -> None:
-    """Compute all stretches side by side.
+    """Compute the choices of all stretches, side by side.
 
     Args:
         weights: fp64 [corpora].
@@ -210,7 +210,7 @@ def _repair(
     differences: NDArray[np.float64],
     choices: NDArray[Any],
 ) -> None:
-    """Compute some stretches from other counts than before, until the new counts equal those of the last pass.
+    """Compute some stretches once more, from other counts, until the new counts equal those of the last pass.
 
     Args:
         weights: fp64 [corpora].

@@ -2,7 +2,7 @@
 
 Megatron-LM and Megatron-DeepSpeed name the files by their settings, such as
 PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts them into
-PREFIX/cache/GPTDataset_indices, next to a file that describes the settings; their names have the md5 of it.
+PREFIX/cache/GPTDataset_indices, next to a description of the settings. The files' names begin with its md5.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
     """The encoding and the fingerprint of a .tiktoken file.
 
     Raises:
-        ValueError: a malformed line, ranks that are not 0 to n - 1, or a byte that is no token.
+        ValueError: a line is malformed, the ranks are not 0 to n - 1, or one of the 256 bytes has no token.
     """
     content = _read(path)
     ranks: dict[bytes, int] = {}
