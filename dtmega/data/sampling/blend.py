@@ -32,8 +32,8 @@ def split_documents(n_documents: int, weights: Sequence[float]) -> list[tuple[in
     bounds = [0]
     for weight in weights:
         bounds.append(bounds[-1] + round(weight / total * n_documents))
-    # The rounded parts may add up to a few documents too many or too few. As in Megatron, all bounds except the first are
-    # shifted by that number.
+    # The rounded parts may add up to a few documents too many or too few. As in Megatron, all bounds except the first
+    # are shifted by that number.
     surplus = bounds[-1] - n_documents
     bounds[1:] = [bound - surplus for bound in bounds[1:]]
     return list(pairwise(bounds))
