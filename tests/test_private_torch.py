@@ -184,7 +184,7 @@ def uses(tree: ast.AST) -> Iterator[str]:
             is_torchs = f".{node.attr}" in ATTRIBUTES or node.attr not in own
             if parts[0] == "torch" and id(node) not in inner:
                 yield ".".join(parts)
-            elif parts[0] not in ("torch", "self", "cls") and is_torchs:
+            elif parts[0] != "torch" and parts[:-1] not in (["self"], ["cls"]) and is_torchs:
                 yield f".{node.attr}"
 
 
