@@ -45,12 +45,12 @@ class Format:
 
     Attributes:
         rules: rules between our tensors and theirs.
-        rules_of: further rules for a model, where a name of theirs depends on the model's configuration.
+        rules_of: further rules for a model, where their names depend on the model's configuration.
         keys: keys of [model] that are one key of their configuration.
         fixed: entries that their configuration has for every model of the family, `model_type` among them. Reading a
             configuration compares each of them, if it is present, except the class names (`architectures`).
         base: prefix of most of their names. Files of a bare base model lack it.
-        ignored: regular expression for the ends of names that are stored but are no weights.
+        ignored: regular expression for the ends of stored names that are not weights.
         older: ends of names in old files -> ends of today's names.
         implied: values of [model] that every model of this form has. Where a program stores a family in several forms,
             these values tell which form is meant.
@@ -133,7 +133,8 @@ class Format:
             model: the section that the user asks for.
 
         Raises:
-            ValueError: as `section` and `to_config`; or the models differ, with both values of each key that does.
+            ValueError: as for `section` and `to_config`; or the models differ. Names each key that differs, with both
+                values.
         """
         self.refuse(model)
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
@@ -149,6 +150,6 @@ class Format:
             raise ValueError(f"{file} is of a model with {'; '.join(wrong)}")
 
     def _further_keys(self, theirs: Mapping[str, Any], stored: Source | None) -> dict[str, Any]:
-        """The keys of [model] that are no single entry of their configuration."""
+        """The keys of [model] that follow from several entries of their configuration, or from the tensors."""
         from_tensors = self.section_from_tensors(stored) if stored is not None else {}
         return {**self.to_section(theirs), **from_tensors}

@@ -9,11 +9,11 @@ number of a layer. The form is one word or several:
 
     same        both tensors are equal
     transpose   theirs is [in, out], as in GPT-2's Conv1D; vectors are equal
-    concat      one side has in one tensor what the other has in several of equal size, concatenated along the rows
+    concat      one tensor on one side is the concatenation, along the rows, of several equally large ones on the other
     heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
                 tensor sorted by head: [groups, (the group's q heads, k, v), K]. Ours is the one sorted by head, unless
-                the rule names several of ours. A rule that names two tensors on one side has k and v only.
-    stack       theirs are numbered by one more `{}` and are the entries of ours, [entries, rows of each, ...]; with
+                the rule names several of ours. If one side has two names, they are k and v, without q.
+    stack       theirs have one more `{}`, a number, and are the entries of ours, [entries, rows of each, ...]; with
                 concat, an entry of ours concatenates the rows of several of theirs
 
 Every form moves whole rows (of a stack: the rows of all entries, one entry after the other). A rule therefore comes
@@ -27,14 +27,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-VIEWS = ("transpose", "stack")  # these change how rows are seen; the other words say which rows are which
+VIEWS = ("transpose", "stack")  # these change what counts as a row; the other words change the order of rows
 FORM_WORDS = ("same", "concat", "heads", *VIEWS)
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """The relation between one of our tensors (or modules) and one of theirs.
+    """The relation between our tensors (or modules) and theirs.
 
     Attributes:
         ours, theirs: names on each side; at most one side has several.

@@ -90,7 +90,7 @@ class Cast:
         """Read a part (None: all) of a tensor.
 
         Raises:
-            ValueError: a number in that part is not finite in the new dtype; says where it is.
+            ValueError: a number in that part is not finite in the new dtype; names its position.
         """
         before = self._source.read(name, index)
         after = before.to(self.tensors[name][0])

@@ -36,7 +36,7 @@ class TensorNames(NamedTuple):
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """True if a tensor of theirs has a row for each token, and possibly rows of padding behind them."""
+        """True if their tensor has a row for each token, and possibly rows of padding behind them."""
         return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 
@@ -104,7 +104,7 @@ class Deduplicated:
 
 
 def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> dict[str, list[str]]:
-    """First name of each parameter -> those of its names under which it is stored.
+    """First name of each parameter -> all its names under which it is stored.
 
     Args:
         stored: names of their tensors that are stored.
@@ -192,8 +192,7 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
     (ours, theirs), parameters = tensor_names(form, model, build)
     stored = {known_as[0]: ours[known_as[0]] for known_as in parameters}
     _check_tensors(source, {name: assembly.shape for name, assembly in stored.items()})
-    # A tied tensor has several names on their side as well. Only the one that belongs to the parameter's first name is
-    # written.
+    # A tied parameter has several names on their side as well. Only the name that matches its first name is written.
     written = set()
     for assembly in stored.values():
         written |= {run.tensor for run in assembly.runs}
@@ -201,7 +200,7 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
 
 
 def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
-    """The key of the form whose set of modules differs least from that of some tensors.
+    """The key of the form whose modules fit the names of some tensors best: the fewest are missing or unknown.
 
     Args:
         names: the tensors' names.
@@ -220,7 +219,7 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
 
 
 def _module(name: str) -> str:
-    """The module of a tensor, with `{}` for numbers. A rule's name of a module, which ends in a dot, gives the same."""
+    """The module of a tensor, or of a rule's name that ends in a dot, with `{}` for numbers."""
     return re.sub(r"\.\d+\.", ".{}.", name).rpartition(".")[0]
 
 

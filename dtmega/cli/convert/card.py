@@ -166,7 +166,7 @@ def _texts_of(directory: Path) -> dict[str, bytes]:
 
 
 def _licence(readme: bytes) -> str:
-    """The identifier of the licence in a model card's front matter; '' if there is none, or no plain word."""
+    """The identifier of the licence in a model card's front matter; '' if there is none, or it is not a plain word."""
     front_matter = FRONT_MATTER.match(readme.decode("utf-8", "replace"))
     licence = LICENCE.search(front_matter[1]) if front_matter else None
     return licence[1] if licence else ""

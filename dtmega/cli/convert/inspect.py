@@ -29,7 +29,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
         The exit code: 1 if the two checkpoints differ.
 
     Raises:
-        ValueError: there is no checkpoint.
+        ValueError: a path does not name a checkpoint.
         Damaged: the checkpoint is not intact.
     """
     checkpoint = open_checkpoint(path)

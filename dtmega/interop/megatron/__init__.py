@@ -7,5 +7,5 @@ Checkpoints: `names.py` is the table of tensor names, from which `forms.py` make
 checkpoint, `folder.py` finds its folder; `ranks.py` (Megatron-LM), `deepspeed.py` (Megatron-DeepSpeed) and `core.py`
 (megatron-core) open the three kinds of folders, whose files `saved.py` decodes. `adam.py` and `zero.py` read the
 optimizers, and `parts.py` joins the shards of the ranks. `vocabulary.py` and `recipe.py` work out the size of the
-vocabulary and the configuration of the run. `write.py` cuts a model of ours for Megatron's ranks.
+vocabulary and the configuration of the run. `write.py` cuts a dtmega model for Megatron's ranks.
 """

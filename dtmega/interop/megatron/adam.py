@@ -50,7 +50,7 @@ class Adam(NamedTuple):
 
 
 class IncompleteMoments(Exception):
-    """The moments cannot be used; the message says why. The weights still can."""
+    """The moments cannot be used, for the reason in the message. The weights still can."""
 
 
 def read_adam(rank: Rank) -> Adam:

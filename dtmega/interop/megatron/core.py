@@ -1,4 +1,4 @@
-"""A distributed checkpoint of megatron-core's GPT: whole tensors, given the names of names.py.
+"""A distributed checkpoint of megatron-core's GPT: whole tensors, given the names in names.py.
 
     iter_0001000/metadata.json      the program that wrote the tensors; torch_dist is torch.distributed.checkpoint
     iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
@@ -32,7 +32,7 @@ from dtmega.ops.loss_scale import ScaleState
 METADATA = "metadata.json"
 COMMON = "common.pt"
 BACKEND = "torch_dist"
-# Classes that common.pt asks for besides those of every Megatron checkpoint: in the arguments, and next to them.
+# Classes that common.pt contains in addition to the ones in saved.py.
 NAMES = {
     "signal Signals",
     *(f"megatron.core.rerun_state_machine {name}" for name in ("RerunMode", "RerunState", "RerunDiagnostic")),
@@ -51,7 +51,7 @@ LAYER = re.compile(
 MAX_LAYERS = 100_000
 STATE = "optimizer.state."  # followed by the kind of state and the name of a tensor of the model
 MASTER = f"{STATE}fp32_param."
-# Entries that are no tensors of the model: the optimizer, the random generators, the state of a rerun.
+# Entries that do not belong to the model: the optimizer, the random generators, the state of a rerun.
 NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler")
 
 
@@ -97,7 +97,7 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
             f"the checkpoint and save it with that backend"
         )
     common = SavedFile(folder / COMMON, NAMES)
-    content = entries(common.value, "what was saved")
+    content = entries(common.value, "the contents")
     stored = DCPFolder(folder)
     shapes = {name: shape for name, (_, shape) in stored.tensors.items() if not NOT_WEIGHTS.match(name)}
     for name, shape in shapes.items():
@@ -145,7 +145,7 @@ def _run_state(
 
 
 def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
-    """The numbers of updates: one that all parameters share, or one for each group of parameters."""
+    """The number of updates: one for all parameters, or one for each group of parameters, which may differ."""
     state = entries(optimizer.get("state", {}), "the state of the optimizer")
     steps = [state["common_step"]] if "common_step" in state else []
     for pickled in of_type(optimizer.get("param_groups", []), list, "groups"):

@@ -30,7 +30,7 @@ class Layers(NamedTuple):
     Attributes:
         parts: name in the whole model -> part of each tensor-parallel rank.
         args: the run's arguments as plain values; empty if there is no mp_rank file.
-        content: what the first mp_rank file holds; empty if there is none.
+        content: contents of the first mp_rank file; empty without such a file.
         vocab_size: number of the tokenizer's ids; 0 if the files do not say.
     """
 
@@ -102,7 +102,7 @@ def _join_layers(
         for name, part in _read_layer(path, names.layer_file_prefix(number, n_layers) or "").items():
             parts.setdefault(name, []).append(part)
             if len(parts[name]) != tp + 1:
-                raise ValueError(f"{path}: '{name}' is in this file and not in that of the rank before")
+                raise ValueError(f"{path}: '{name}' is in this file, but not in the file of the rank before")
     for name, parts_of_name in parts.items():
         if len(parts_of_name) != n_tp:
             raise ValueError(f"{folder}: '{name}' is in the files of {len(parts_of_name)} ranks, expected {n_tp}")
@@ -122,7 +122,7 @@ def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
 
 
 def _read_arguments(folder: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """The arguments and the contents of the first mp_rank file; both empty if there is none."""
+    """The arguments and the contents of the first mp_rank file; both empty without such a file."""
     paths = [path for path in sorted(folder.glob("mp_rank_*")) if RANK.fullmatch(path.name)]
     first_args: dict[str, Any] = {}
     first_content: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron, whichever fork wrote it: whole tensors by the names of names.py, and the state of the run.
+"""A checkpoint of Megatron, whichever fork wrote it: whole tensors by the names in names.py, and the state of the run.
 
     Megatron-LM            iter_......./mp_rank_*/, or release/        ranks.py, adam.py
     megatron-core          iter_......./metadata.json, common.pt       core.py
@@ -115,7 +115,7 @@ def find_folder(path: Path) -> Path:
             with file.open("rb") as tracker_file:
                 text = tracker_file.read(MAX_TRACKER_BYTES).decode("utf-8", "replace").strip()
             name = f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,12}", text) else text
-            # The name must be one that Megatron writes: text such as "../other" would lead out of the folder.
+            # Only names that Megatron writes are accepted: text such as "../other" would lead out of the folder.
             if not ITERATION.fullmatch(name) or not (path / name).is_dir():
                 raise ValueError(f"{file} says {text!a:.80}, and there is no such checkpoint")
             return path / name

@@ -15,8 +15,8 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
-# Arguments of later versions and of forks that change the model. dtmega builds the model only with these values, which
-# are also what a file without the argument means.
+# Arguments of later versions and of forks that change the model. Only these values are supported. A file that lacks an
+# argument was written by a version or fork without it, and its model has the value here.
 PLAIN: Mapping[str, Any] = {
     **{"add_bias_linear": True, "normalization": "LayerNorm", "group_query_attention": False},
     **{"swiglu": False, "squared_relu": False, "glu_activation": None, "apply_layernorm_1p": False},

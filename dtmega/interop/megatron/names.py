@@ -29,7 +29,7 @@ class TableRow(NamedTuple):
     Attributes:
         ours, theirs, form: see `Rule`.
         cut: how tensor parallelism cuts their module.
-        parts: number of tensors fused in each head of theirs: 3 for QKV, 2 for keys and values, else 1.
+        parts: number of projections fused in each head of their tensor: 3 for QKV, 2 for keys and values, else 1.
     """
 
     ours: str | tuple[str, ...]

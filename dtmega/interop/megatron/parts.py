@@ -1,7 +1,7 @@
 """Whole tensors, joined from the parts that the tensor-parallel ranks hold, and a comparison of the ranks' copies.
 
-WholeTensors(parts)         a `Source` with the names of names.py; the parts of a tensor are read one after the other
-drifted_copies(tensors)     the tensors of which every rank has a copy, where these copies are no longer equal
+WholeTensors(parts)         a `Source` with the names in names.py; the parts of a tensor are read one after the other
+drifted_copies(tensors)     the tensors whose copies on the ranks are no longer equal
 """
 
 from __future__ import annotations
@@ -264,4 +264,5 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
     # A NaN compares false, so it counts as too far as well.
     if not worst.size <= MAX_DRIFT and not average:
         raise ValueError(f"{line}, expected at most {MAX_DRIFT:.0e}; --average-copies takes their mean")
-    return f"{line}; {'their mean is' if average else 'those of rank 0 are'} taken"
+    used = "their mean is" if average else "those of rank 0 are"
+    return f"{line}; {used} used"

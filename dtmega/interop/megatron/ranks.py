@@ -103,7 +103,7 @@ def _paths(folder: Path) -> dict[tuple[int, int], Path]:
     """(tp, pp) -> the rank's file, which may still be missing.
 
     Raises:
-        ValueError: a folder has another name, two are of the same rank, or there is none.
+        ValueError: a folder has an unexpected name, two are of the same rank, or there is none at all.
     """
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
@@ -167,8 +167,8 @@ def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
     """Flatten nested dicts into tensors by name. Names are those that today's files have within a stage."""
     seen: set[str] = set()
-    # A pickle may put one dict in many places, each of which would be walked anew. No honest file has more entries than
-    # bytes of pickle.
+    # A crafted pickle may put one dict in many places, and each place would be walked. An honest file has fewer entries
+    # than its pickle has bytes.
     entries_left = file.n_pickle_bytes
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Stored]]:
@@ -236,7 +236,7 @@ def whole_names(ranks: Grid) -> dict[tuple[int, int], dict[str, str]]:
     offsets: dict[tuple[int, int, str], int] = {}
     for stack in ("encoder", "decoder"):
         depths = {place: _depth(ranks[0, place[0]], chunk, stack) for place, chunk in stages.items()}
-        # Layers follow each other through the stages of chunk 0 first, then through those of chunk 1, and so on.
+        # The first layers are those of chunk 0, stage after stage; then follow those of chunk 1, and so on.
         in_order = [place for place in sorted(depths, key=lambda place: place[::-1]) if depths[place]]
         if len({depths[place] for place in in_order}) > 1:
             counts = ", ".join(f"{depths[place]} in {ranks[0, place[0]].file.path}" for place in in_order)

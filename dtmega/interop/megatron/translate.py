@@ -95,8 +95,8 @@ def translate_known_model(
     """Translate a command whose model is known, without its layout.
 
     Args:
-        known: values by "section.key": all of the model's that the text is to have, and any others that replace what
-            the flags give.
+        known: values by "section.key". The [model] section gets these alone; those of other sections replace what the
+            flags give.
         title: first line of the text.
 
     Returns:
@@ -187,12 +187,12 @@ class _Draft:
         return values[0] if values else self.flags[f"--{name}"].default
 
     def number(self, name: str) -> int | float | None:
-        """The value of a flag as a number; None if it has no value, or one that only a shell could expand."""
+        """The value of a flag as a number; None without a value, or if it is not a number."""
         value = self.value(name)
         return None if value is None else _number(value)
 
     def fields_of(self, section: str) -> Mapping[str, Any]:
-        """The fields of a section, by key; of [model], those of the draft's family."""
+        """The fields of a section, by key. [model] has those of the draft's family."""
         kinds = SectionClasses.of(config.Config.model_fields[section])
         return kinds.classes[self.family if kinds.discriminator else ""].model_fields
 
@@ -442,7 +442,8 @@ def _mixtures(draft: _Draft, groups: Mapping[str, list[str]]) -> None:
         groups: weighted groups of corpora by split.
     """
     draft.keys["data.train"] = groups["train"][0]
-    draft.keys.pop("data.split", None)  # Megatron does not read it either, where each group has its own range
+    # Megatron ignores --split as well when each group has its own range.
+    draft.keys.pop("data.split", None)
     if "--split" in draft.command.values:
         draft.refused["--split"] = "replaced by the ranges in --train-weighted-split-paths"
     if groups["valid"]:

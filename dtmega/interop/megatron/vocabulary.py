@@ -16,8 +16,11 @@ def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> co
     Args:
         model: the [model] section that the user gives; None if the user gives none.
 
+    Returns:
+        None if `model` is None.
+
     Raises:
-        ValueError: the arguments in the files say another number of rows.
+        ValueError: the arguments in the files give another number of rows.
     """
     rows = contents.embedding_rows
     rows_of_args = contents.args.get("padded_vocab_size")
@@ -44,7 +47,7 @@ def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tupl
         n_ids: number of the tokenizer's ids according to the user; 0 if the user does not say.
 
     Raises:
-        ValueError: there are more ids than rows, or the files say another number of ids.
+        ValueError: there are more ids than rows, or the files give another number of ids.
     """
     rows = model.vocab_size
     n_ids_of_files = contents.vocab_size

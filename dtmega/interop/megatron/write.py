@@ -3,7 +3,7 @@
     OUT/latest_checkpointed_iteration.txt        "release"
     OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
 
-The folder is a release because Megatron's loader exits at a numbered one that has no optimizer and no generators. The
+The folder is a release because Megatron's loader exits if a numbered one has no optimizer and no generators. The
 loader compares the arguments in a file, for model and layout, with its own. Files have the form of checkpoint version
 3.0, and the names of Megatron-LM v2.1 and later.
 """
@@ -236,7 +236,7 @@ def _save(path: Path, args: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         try:
             torch.save(content, file)
         except RuntimeError as error:
-            # If writing fails, closing torch's zip fails as well, and its error hides the one that says why.
+            # If writing fails, closing torch's zip fails as well. Raise the error of the write, which names the cause.
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 

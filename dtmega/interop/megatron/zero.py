@@ -30,7 +30,7 @@ from dtmega.interop.torch_files.inert import PickledObject, natural, of_type
 
 OPTIMIZER_FILE = re.compile(r"bf16_zero_pp_rank_(\d{1,5})_mp_rank_(\d{2,5})_optim_states\.pt")
 PARAMETER = re.compile(r"(?:tied_modules\.embed|(\d{1,5}))\.(.+)")
-# The class that says where a parameter's piece lies, which moved between versions of DeepSpeed.
+# The class of the entries of param_slice_mappings, which has moved between versions of DeepSpeed.
 ADDRESSES = {
     f"deepspeed.{module} fragment_address"
     for module in ("utils.tensor_fragment", "utils.mixed_precision_linkage", "runtime.bf16_optimizer")
@@ -135,7 +135,15 @@ def _optimizer_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: int, n_layers: int, n_data: int) -> None:
-    """Add one data rank's pieces behind those of the data ranks before it, and its number of updates."""
+    """Append one data rank's pieces to `fragments`, and add its number of updates to `steps`.
+
+    Args:
+        fragments: pieces of the data ranks before this one.
+        file: the data rank's file.
+        tp: tensor-parallel rank.
+        n_layers: layers of the model.
+        n_data: number of data ranks, by the files that are there.
+    """
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")
     counts = content.get("partition_count")
     expected = [n_data] * len(counts) if type(counts) is list else (n_data,)

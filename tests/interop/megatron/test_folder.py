@@ -462,7 +462,7 @@ def test_copies_that_drifted_a_little_are_reported_and_rank_0s_are_taken(tmp_pat
     changed(file_of(tmp_path / "in", "mp_rank_01_001"), lambda content: drift(content, 5e-4))
     assert convert(tmp_path / "in", tmp_path / "out") == exit_codes.DONE
     line = r"copies of 1 tensor .* 'encoder.layers.2.self_attention.dense.bias': by [45]\.\de-04 of its largest"
-    assert re.search(f"{line} value; those of rank 0 are taken", capsys.readouterr().out)
+    assert re.search(f"{line} value; those of rank 0 are used", capsys.readouterr().out)
     assert torch.equal(
         read(tmp_path / "out")[1]["layers.2.attn.out.bias"], drawn("gpt")["encoder.layers.2.self_attention.dense.bias"]
     )
@@ -473,7 +473,7 @@ def test_copies_that_drifted_far_are_refused_unless_their_mean_is_asked_for(tmp_
     changed(file_of(tmp_path / "in", "mp_rank_01_001"), lambda content: drift(content, 0.5))
     refused(tmp_path / "in", "most of all .* expected at most 1e-03; --average-copies takes their mean", capsys)
     assert convert(tmp_path / "in", tmp_path / "out", "--average-copies") == exit_codes.DONE
-    assert "their mean is taken" in capsys.readouterr().out
+    assert "their mean is used" in capsys.readouterr().out
     there = drawn("gpt")["encoder.layers.2.self_attention.dense.bias"]
     other = there.clone()
     other[0] += there.abs().max() * 0.5
