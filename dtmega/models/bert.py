@@ -116,7 +116,7 @@ class Bert(Model):
         # What the FLOP counter has to know: WordHead computes labelled tokens only, OrderHead one token a sample.
         self.works_per = {"head": "label", "order": "sequence"}
 
-        # With norm = "post" each layer ends in a LayerNorm, so the embedding needs one and the last layer does not.
+        # With norm = "post" each layer ends in a LayerNorm, the embedding too, and none follows the last layer.
         def norm_if(order: str) -> nn.LayerNorm | None:
             return stream_norm(cfg, cfg.layer_norm_eps) if cfg.norm == order else None
 

@@ -19,8 +19,8 @@ class Model(nn.Module):
 
     It is called as `model(**rows of a microbatch, **tensors from the stage before)` and returns tensors by name: those
     that it hands on to the next stage (listed by the family's `boundary`), and its sums over the microbatch (listed by
-    the family's objective) as fp32 scalars. Without labels the last stage returns what stands in for a loss, in a
-    language model the logits [B, S, V].
+    the family's objective) as fp32 scalars. Without labels the last stage returns its predictions instead of a loss, in
+    a language model the logits [B, S, V].
 
     A stage runs whatever modules it holds, so a stack may begin on any stage, and a sum may come from any. A tensor
     that a stage is given and does not return goes on to the next stage unchanged, if the boundary lists it.

@@ -134,7 +134,8 @@ class _Text(NamedTuple):
     Attributes:
         tokens: [B, S] int64.
         places: [B, S] int64, the global index of each token in its sample.
-        document_ids: [B, S] int64; attention stays inside a document, and padding is one. None: a single document.
+        document_ids: [B, S] int64; a token attends only to tokens of its own document, and padding is a document of its
+            own. None: a single document.
     """
 
     tokens: Tensor
@@ -388,9 +389,9 @@ class T5(Model):
     def init_std(self, name: str) -> float | None:
         """The std of N(0, std) for the parameter with that full name; None for those that `init_constant` fills.
 
-        With `init = "normal"` as in Megatron. Otherwise 1 / sqrt(inputs) for all but the embedding, and for queries
-        less by the factor sqrt(K) that their scores are not divided by: mesh_tensorflow's values, as in transformers,
-        and t5x's for a head that is not tied.
+        With `init = "normal"` the values are Megatron's. Otherwise they are those of mesh_tensorflow and transformers:
+        1 / sqrt(inputs) for all but the embedding, and another factor 1 / sqrt(K) for queries, because their scores are
+        not divided by sqrt(K). An untied head has t5x's.
         """
         cfg = self.cfg
         if name.endswith(".bias") or "norm" in name:

@@ -119,7 +119,7 @@ def _all_forwards_all_backwards(rank: int, n_microbatches: int) -> list[Action]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[Action]:
-    """1F1B's row: as many forwards as stages from this one on, then backward and forward in turn, then backwards."""
+    """1F1B's row: a forward for each stage from this one on, backward and forward in turn, the remaining backwards."""
     ahead = min(pp - rank, n_microbatches)
     row = [Action(rank, "F", m) for m in range(ahead)]
     for m in range(n_microbatches):

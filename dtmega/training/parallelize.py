@@ -54,7 +54,7 @@ class ShardedModel:
         reshard: True if FSDP frees the gathered weights of a block after its forward and after each backward.
         objective: the objective that the model is trained for.
         pipeline: the schedule over all stages; None without a pipeline.
-        tied: parameters of this rank of which other stages hold copies.
+        tied: parameters of which this rank and other stages hold copies.
         replicas: gradient sums over dp_replicate, one per stage, where FSDP does not make them.
     """
 

@@ -50,7 +50,7 @@ def recompute(stage: Model, how: config.Recompute) -> list[nn.Module]:
     if how.mode == "selective":
         keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
-    # One function for all blocks: torch.compile would compile a separate one for each block again.
+    # One function for all blocks: if each had a separate one, torch.compile would compile every block anew.
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(type(block).forward, block), *args, **keywords, **kwargs)
 
