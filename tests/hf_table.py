@@ -39,21 +39,22 @@ OPENING = """\
 
 <!-- Written by tests/hf_table.py. -->
 
-What `[model] name = "hf"` makes of each model type that transformers {version} maps to a causal class, as measured by
+Which parallel axes `[model] name = "hf"` supports for each model type that transformers {version} maps to a causal
+class, as measured by
 
     python tests/hf_table.py
 
-- **dp, tp, pp**: a start with `dp_shard`, `tp` or `pp` = 2 accepts the class, of which the default configuration was
-  asked for. Another configuration of it may have heads that tp does not divide, or an option that is refused.
+- **dp, tp, pp**: a start with `dp_shard`, `tp` or `pp` = 2 accepts the class in its default configuration. Another
+  configuration may have heads that tp does not divide, or an option that is refused.
 - **proven**: the largest relative deviation of loss, logits and gradients that `verify-plan --tp 2` finds, in fp32 on
-  CPU. A plan that transformers brings is proven so at each start, and refused if it is wrong or cannot be proven: tp is
-  empty then. Pipelines are proven by `tests/interop/hf/test_model.py`, one case for each family.
-- **drawn**: without weights a start draws initial values. Others need weights: their families draw in ways (decays of
-  Mamba, distributions that are not normal) that are not the same on every layout. Weights to start from are made by
-  `from_config(...).save_pretrained(DIR)` of transformers.
+  CPU. A plan that transformers provides is verified like this at each start, and refused if it is wrong or cannot be
+  verified; tp is empty then. Pipelines are verified by `tests/interop/hf/test_model.py`, one case for each family.
+- **drawn**: without weights, a start draws initial values. Other classes need weights, because they draw initial values
+  in ways (decays of Mamba, distributions that are not normal) that differ from layout to layout. To make initial
+  weights, use `from_config(...).save_pretrained(DIR)` of transformers.
 
-Of {all} model types {none} are no decoders for the trainer, or fail in transformers itself. The other
-{taken} are taken: dp {dp}, tp {tp} (all proven), pp {pp}, drawn {drawn}.
+Of {all} model types, {none} are not decoders, or fail in transformers itself. The other {taken} can be trained:
+dp {dp}, tp {tp} (all proven), pp {pp}, drawn {drawn}.
 
 | model type | class | dp | tp | proven | pp | drawn | why not |
 | --- | --- | --- | --- | --- | --- | --- | --- |
