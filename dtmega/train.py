@@ -1,9 +1,10 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
-The story, top to bottom: configuration and data (what is wrong with them ends here, with exit code 2), process group,
-model, resume, the loop, the last evaluation and a sample. `--help` lists every key. SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C
-or a closed terminal: the step is finished, saved, exit 75; the same command goes on from there, with the numbers it
-would have had anyway. All exit codes are in `dtmega/distributed/exit_codes.py`.
+The story, top to bottom: `begin` reads the configuration and the data (a fault in them ends the run here, with exit
+code 2), then makes the process group and the model, and resumes; `train` is the loop, the last evaluation and a sample.
+`--help` lists every key. On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and
+leaves with exit code 75; the same command goes on from there, with the numbers it would have had anyway. All exit codes
+are in `dtmega/distributed/exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -19,28 +20,26 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dtmega import config, families, mesh
-from dtmega.checkpoint import changes, found, resume
+from dtmega import config, mesh
+from dtmega.checkpoint import found, resume
 from dtmega.checkpoint.resume import Progress, State
-from dtmega.checkpoint.run import Checkpoints, tensors_of
-from dtmega.checkpoint.weights import load_weights
+from dtmega.checkpoint.run import SaveOutcome, tensors_of
 from dtmega.config import RunEnd
-from dtmega.data.loader import StepBatch, TrainBatches
-from dtmega.data.text import open_text, repetition_notes
+from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes
-from dtmega.distributed.agreement import Refused, Startup, same_job
+from dtmega.distributed.agreement import Refused, Startup
+from dtmega.distributed.exit_codes import Ending
 from dtmega.distributed.watchdog import SAVING, Watch
-from dtmega.files import atomic, console
-from dtmega.ops import cost, optim
+from dtmega.files import console
+from dtmega.mesh import World
+from dtmega.ops import optim
 from dtmega.ops.cpu import huge_pages
 from dtmega.ops.cpu.contention import Contention
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.pipelining.draw import draw_schedule
-from dtmega.training import history, trackers
+from dtmega.training import start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
-from dtmega.training.metrics import Metrics, describe_run, several
-from dtmega.training.parallelize import check, parallelize, with_micro_batch_size, with_params_dtype
+from dtmega.training.metrics import several
 from dtmega.training.step import Run, check_same_batch, train_step
 
 FINISHED = "finished"
@@ -51,9 +50,13 @@ KILLED = "[train] kill_switch"
 
 @console.guarded()
 def main(argv: list[str]) -> int:
-    """Train or evaluate; returns the exit code. The process group is left to the caller."""
+    """Train or evaluate. The process group is left to the caller.
+
+    Returns:
+        The exit code.
+    """
     exit_codes.die_with_parent()
-    ending = exit_codes.Ending()
+    ending = Ending()
     with ExitStack() as closing:
         try:
             run, at = begin(argv, Startup(), closing, ending)
@@ -63,8 +66,10 @@ def main(argv: list[str]) -> int:
             huge_pages.keep_freed_memory()
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
-        except RuntimeError as error:  # it may be torch's, of a collective whose other ranks have left
-            if run.watch.signals:  # their grace time was over a moment before the watch would have ended this rank, too
+        except RuntimeError as error:
+            # It may be torch's error of a collective whose other ranks have left. After a signal, their grace time was
+            # over a moment before the watch would have ended this rank, too.
+            if run.watch.signals:
                 return run.watch.stuck(f"before this: {error}")
             if run.watch.leaving_alone(exit_codes.FAILED, exit_codes.described(error)):
                 raise
@@ -74,223 +79,214 @@ def main(argv: list[str]) -> int:
             raise
 
 
-def begin(
-    argv: list[str], startup: Startup, closing: ExitStack, ending: exit_codes.Ending | None = None
-) -> tuple[Run, Progress]:
-    """The start, in steps that all ranks take together. What is opened is closed by `closing`.
+def begin(argv: list[str], startup: Startup, closing: ExitStack, ending: Ending) -> tuple[Run, Progress]:
+    """Start a run, in steps that all ranks take together.
 
     Args:
-        ending: what is to be told of the run's end; None: nothing.
+        argv: the command line.
+        startup: meeting of the ranks, at the end of each step.
+        closing: stack that closes whatever is opened here.
+        ending: record of how the run ends.
+
+    Returns:
+        The run, and its progress: of the checkpoint that it resumes from, or of a new run.
     """
-    ending = exit_codes.Ending() if ending is None else ending
+    # Nothing is claimed yet: a refusal here is recorded in a run directory only if it holds a run already.
     with found.early_end_recorded(config.run_dir_of(argv), ending, first=startup.rank == 0):
-        with startup.step("configuration") as step:
-            asked = families.resolve(config.load(argv))
-            device, sizes = mesh.pick_device(asked.run.device), mesh.resolve(asked.mesh, startup.size)
-            cfg = with_micro_batch_size(asked, sizes)
-            check(cfg, sizes, device)
-            trackers.check(cfg.log.trackers)
-            pieces = families.pieces(cfg.model)
-            startup.timeout_s = cfg.run.collective_timeout_s()
-            digest = families.of(cfg.model).digest(cfg.model)
-            step.same = same_job(cfg, device, families.of(cfg.model).libraries) | {"digest of [model] path": digest}
+        settings = start.read_configuration(argv, startup)
+        text, batches = start.open_data(settings, startup)
+    paths = start.claim_run_directory(settings, text, startup, closing, ending)
+    settings, origin = start.open_checkpoints(settings, paths, startup)
+    cfg = settings.cfg
 
-        with startup.step("data") as step:
-            text = open_text(cfg, families.objective(cfg))
-            resume.named_checkpoints(cfg)  # before anything is made
-            if cfg.eval.only and startup.rank == 0:
-                found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
-            data_rank, data_size = mesh.data_coordinate(sizes, startup.rank)
-            batches = TrainBatches(
-                text.rows("train"),
-                cfg.data,
-                cfg.batch,
-                data_rank,
-                data_size,
-                pin_memory=device.type == "cuda",
-            )
-            step.same = text.identity
-
-    with startup.step("run directory") as step:
-        if startup.rank == 0:
-            run_dir = Path(cfg.run.dir)
-            claims = found.claims(cfg)
-            closing.callback(next(claims).close)  # that of the run directory
-            closing.enter_context(ending.told_in(run_dir, partial(resume.newest_of_run, run_dir)))
-            for claim in claims:
-                closing.callback(claim.close)
-            candidate_paths = found.find_candidates(cfg, text.identity, digest)
-            closing.callback(found.remove_probe, cfg, candidate_paths)
-            step.tell = candidate_paths._asdict()
-            if cfg.pipeline.draw:
-                draw_schedule(cfg, sizes["pp"], data_size)
-
-    candidate_paths = found.CandidatePaths(**step.told)
-    with startup.step("checkpoints") as step:
-        candidates = found.open_candidates(cfg, candidate_paths)
-        if startup.rank == 0:  # for all: processors may differ
-            step.tell = found.params_dtype(cfg, candidates, mesh.has_fast_bfloat16(device))
-        init = None if candidates else families.of(cfg.model).weights(cfg.model)
-        step.same = found.manifest_digests([*candidates, init])
-
-    left_open = asked.precision.params == "auto"
-    asked, cfg = with_params_dtype(asked, step.told), with_params_dtype(cfg, step.told)
-    with startup.step("process groups"):
-        world = mesh.start(device, sizes, startup.timeout_s, startup.store)
-    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, ending)
-    closing.callback(watch.close)  # the last of those that take time: until then it hears a second signal
+    world = start.join_processes(settings, startup)
+    watch = start_watch(cfg, world, startup, closing, ending)
     closing.callback(batches.close)
-    if not candidates and not cfg.eval.only:
-        batches.start()  # at the first sample: the processes come up while the model is built
-    watch.share(mesh.store(), world.size)
-    startup.beat = partial(watch.beat, 0, "load")
-    with startup.step("model"):
-        model = parallelize(cfg, world)
-        optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
-    with startup.step("checkpoint"):
-        checkpoints = Checkpoints(cfg, device)
-        closing.callback(checkpoints.close)
-        loaded = checkpoints.load(candidates, model.stored_tensors(), optimizer, candidate_paths.damage, startup)
-        if init is not None:
-            load_weights(init, startup.at_work(model.stored_tensors()), cfg.model.vocab_size)
-        elif loaded is None:
-            model.draw(cfg.run.seed)
-
-    at, recent = (loaded.progress, loaded.recent) if loaded else (resume.START, [])
+    if not origin.candidates and not cfg.eval.only:
+        # A new run knows its first sample: the workers come up while the model is built.
+        batches.start()
+    model, optimizer = start.build(cfg, world, startup)
+    checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
+    at = loaded.progress if loaded else resume.START
+    end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})
-    if not cfg.eval.only:  # which leaves the run where it is
+    # An evaluation leaves the run where it is, and writes nothing into its files.
+    if not cfg.eval.only:
         ending.step = at.step
         ending.checkpoint = checkpoints.newest
-    end = cfg.end(at.step, at.samples)
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
-            resume.set_aside_newer(cfg, at.step)
-            if loaded and cfg.checkpoint.resume == "auto":  # one that goes back keeps where it could go back to
-                checkpoints.purge_strays(loaded.config)
-            with atomic.replaced(Path(cfg.run.dir, "config.toml")) as file:
-                file.write(asked.to_toml())
-            history.append(
-                Path(cfg.run.dir),
-                step=at.step,
-                config=asked.model_dump(),
-                layout={"processes": world.size, **world.sizes},
-                device=device,
-                parameters=cost.n_parameters(pieces),
-                steps=end.steps,
-            )
-        metrics = Metrics(cfg, pieces, device, world.size, end, start_step=at.step, write=world.rank == 0)
+            start.write_files(settings, world, checkpoints, loaded, at, end)
+        metrics = start.open_metrics(settings, world, at, end)
         closing.callback(metrics.close)
         watch.before_the_end(metrics.abandon)
-    samples = text.samples("train")
-    epochs = end.samples / samples.n_samples
-    about = describe_run(cfg, pieces, device, world.size, samples.n_tokens, epochs, at.step, end)
-    lines = [about, *families.of(cfg.model).notes(cfg.model)]
-    if not cfg.eval.only:
-        lines += optim.notes_on_warmup(cfg, end)
-    if loaded:
-        overflowed = at.overflowed, at.overflowed_samples
-        lines += changes.lines(loaded.config, asked, at.step, at.samples, overflowed)
-    if left_open:
-        why = "as it began" if loaded else f"bfloat16 is {'' if mesh.has_fast_bfloat16(device) else 'not '}fast here"
-        lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")
-    lines += repetition_notes(cfg, text)
-    metrics.message("\n".join([*lines, *text.notes, *candidate_paths.damage]))
-    spikes = Spikes(cfg.train.skip_spikes, recent)
-    scale = LossScale(cfg.precision, loaded and loaded.loss_scale) if cfg.precision.params == "float16" else None
+    metrics.message(start.announcement(settings, text, world, origin, loaded, end))
+
     run = Run(
-        saved_cfg=asked,
+        saved_cfg=settings.saved_cfg,
         cfg=cfg,
         world=world,
         text=text,
         model=model,
         optimizer=optimizer,
         batches=batches,
-        spikes=spikes,
+        spikes=Spikes(cfg.train.skip_spikes, loaded.recent if loaded else []),
         checkpoints=checkpoints,
         metrics=metrics,
         watch=watch,
         ending=ending,
-        digest=digest,
-        loss_scale=scale,
+        digest=settings.digest,
+        loss_scale=loss_scale_of(cfg, loaded),
     )
     return run, at
 
 
+def start_watch(cfg: config.Config, world: World, startup: Startup, closing: ExitStack, ending: Ending) -> Watch:
+    """Start the watchdog, which from here on hears signals and ends a rank that hangs."""
+    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, ending)
+    # Registered before whatever takes time to close, and so closed after it: until then it hears a second signal.
+    closing.callback(watch.close)
+    watch.share(mesh.store(), world.size)
+    startup.beat = partial(watch.beat, 0, "load")
+    return watch
+
+
+def loss_scale_of(cfg: config.Config, loaded: State | None) -> LossScale | None:
+    """The loss scale of float16, resumed where it was; None in other precisions."""
+    if cfg.precision.params != "float16":
+        return None
+    return LossScale(cfg.precision, loaded and loaded.loss_scale)
+
+
 def train(run: Run, at: Progress) -> int:
-    """Run the loop, from `at` to the last step or to a reason to stop. Returns the exit code."""
-    cfg, world, model, metrics, watch = run.cfg, run.world, run.model, run.metrics, run.watch
+    """Run the loop, from `at` to the last step or to a reason to stop.
+
+    Returns:
+        The exit code.
+    """
+    cfg = run.cfg
     first_step, started = at.step, time.monotonic()
     end = cfg.end(at.step, at.samples)
-    total_steps = end.steps
+    stopping = reason_not_to_begin(run, at, end)
     skipped_in_a_row = 0
-    stopping = ""
     unsaved = ""
-    contention = Contention(world.device)
-    if at.step >= total_steps:
-        metrics.message(f"nothing to train: this run has its {total_steps} steps (start anew with another --run.dir)")
-    elif cfg.train.kill_switch and killed_before_it_began(run):
-        stopping = KILLED
-    if not stopping and cfg.eval.interval and at.step == 0 and not evaluate_validation(run, 0):
-        stopping = SIGNALLED
+    contention = Contention(run.world.device)
 
-    while at.step < total_steps and not stopping:
+    while at.step < end.steps and not stopping:
         step_started = time.perf_counter()
-        watch.beat(at.step + 1, "data")
+        run.watch.beat(at.step + 1, "data")
         batch = next(run.batches)
         if at.step == first_step:
-            check_same_batch(batch, world)
+            check_same_batch(batch, run.world)
         at, faulty = one_step(run, batch, at, end, step_started)
         run.ending.step = at.step
         if faulty is not None:
             skipped_in_a_row = skipped_in_a_row + 1 if faulty else 0
-        if skipped_in_a_row > cfg.train.max_skipped:
-            raise RuntimeError(
-                f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
-                f"on samples {batch.first_sample} to {at.samples - 1} ([train] max_skipped={cfg.train.max_skipped}); "
-                f"the newest checkpoint is from before"
-            )
+        check_learns(cfg, skipped_in_a_row, batch, at)
 
         if advice := contention.after_step(at.step - first_step):
-            metrics.message(advice)
+            run.metrics.message(advice)
         if due(at.step, cfg.train.drift_interval):
-            model.check_copies()
-        if due(at.step, cfg.eval.interval) and at.step < total_steps:
+            run.model.check_copies()
+        if due(at.step, cfg.eval.interval) and at.step < end.steps:
             evaluate_validation(run, at.step)
         stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
-        last = at.step == total_steps or stopping != ""
-        if due(at.step, cfg.checkpoint.interval) or stopping or (last and cfg.checkpoint.final):
-            watch.beat(at.step, SAVING)
-            metrics.sync()
-            state = State.of(
-                run.saved_cfg.model_dump(),
-                progress=at,
-                updates=at.step - at.skipped,
-                recent=run.spikes.recent,
-                loss_scale=run.loss_scale and run.loss_scale.state,
-                identity=run.text.identity,
-                digest=run.digest,
-                layout={"processes": world.size, **world.sizes},
-            )
-            ended = run.checkpoints.save(tensors_of(model.owned(), run.optimizer), state)
-        else:
-            ended = run.checkpoints.poll()
-        ended += run.checkpoints.wait() if last else []
-        for outcome in ended:
-            metrics.saved(at.step, *outcome)
+        last = at.step == end.steps or stopping != ""
+        for outcome in save_if_due(run, at, stopping != "", last):
+            run.metrics.saved(at.step, *outcome)
             unsaved = outcome.error
             run.ending.checkpoint = run.checkpoints.newest
 
-    if at.step >= total_steps:
+    if at.step >= end.steps:
         whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
         stopping = "" if whole else SIGNALLED
+    return finish(run, at, end, stopping, unsaved)
+
+
+def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
+    """Evaluate a new run before its first step, if that is wanted. Returns the reason to stop here, or ''."""
+    cfg = run.cfg
+    if at.step >= end.steps:
+        run.metrics.message(f"nothing to train: this run has its {end.steps} steps (start anew with another --run.dir)")
+    elif cfg.train.kill_switch and killed_before_it_began(run):
+        return KILLED
+    if cfg.eval.interval and at.step == 0 and not evaluate_validation(run, 0):
+        return SIGNALLED
+    return ""
+
+
+def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at: Progress) -> None:
+    """Check that not too many steps in a row left the weights as they were.
+
+    Raises:
+        RuntimeError: more than [train] max_skipped did.
+    """
+    if skipped_in_a_row > cfg.train.max_skipped:
+        raise RuntimeError(
+            f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite or a spike, the last one "
+            f"on samples {batch.first_sample} to {at.samples - 1} ([train] max_skipped={cfg.train.max_skipped}); "
+            f"the newest checkpoint is from before"
+        )
+
+
+def save_if_due(run: Run, at: Progress, stopping: bool, last: bool) -> list[SaveOutcome]:
+    """Begin a save if this is the step for one.
+
+    Args:
+        run: the run.
+        at: its progress after the step.
+        stopping: True if the run stops here before its end.
+        last: True if no step follows, so that every save is waited for.
+
+    Returns:
+        The saves that have ended: this one, or earlier ones that a thread has written meanwhile.
+    """
+    cfg = run.cfg.checkpoint
+    if due(at.step, cfg.interval) or stopping or (last and cfg.final):
+        run.watch.beat(at.step, SAVING)
+        # The lines of the steps come to the disk before the checkpoint: a run that resumes from it counts on them.
+        run.metrics.sync()
+        state = State.of(
+            run.saved_cfg.model_dump(),
+            progress=at,
+            updates=at.step - at.skipped,
+            recent=run.spikes.recent,
+            loss_scale=run.loss_scale and run.loss_scale.state,
+            identity=run.text.identity,
+            digest=run.digest,
+            layout={"processes": run.world.size, **run.world.sizes},
+        )
+        ended = run.checkpoints.save(tensors_of(run.model.owned(), run.optimizer), state)
+    else:
+        ended = run.checkpoints.poll()
+    if last:
+        ended += run.checkpoints.wait()
+    return ended
+
+
+def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> int:
+    """Say how the run has ended and what it leaves.
+
+    Args:
+        run: the run.
+        at: its progress.
+        end: the place where the run ends.
+        stopping: reason why it stopped before; '' if it did not.
+        unsaved: reason why the last save failed; '' if it did not.
+
+    Returns:
+        The exit code.
+    """
+    metrics = run.metrics
     if stopping:
-        metrics.message(f"stopped after step {at.step} of {total_steps}: {stopping}; {resume.how_to_resume(cfg)}")
+        how = resume.how_to_resume(run.cfg)
+        metrics.message(f"stopped after step {at.step} of {end.steps}: {stopping}; {how}")
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
         return run.ending.because(exit_codes.STUCK, f"not saved: {unsaved}")
     checkpoint = f", {run.checkpoints.newest}" if run.checkpoints.newest else ""
-    metrics.message(f"written: config.toml and metrics.jsonl in {cfg.run.dir}{checkpoint}")
-    metrics.message(f"to look at it: dtmega report {shlex.quote(cfg.run.dir)}")
+    metrics.message(f"written: config.toml and metrics.jsonl in {run.cfg.run.dir}{checkpoint}")
+    metrics.message(f"to look at it: dtmega report {shlex.quote(run.cfg.run.dir)}")
     code = exit_codes.PREEMPTED if stopping == SIGNALLED else exit_codes.DONE
     return run.ending.because(code, stopping or FINISHED)
 
@@ -299,12 +295,15 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: flo
     """Train on a batch, or pass it over, and report it.
 
     Args:
-        end: of the run.
-        started: when the wait for the batch began, on the clock of `time.perf_counter`.
+        run: the run.
+        batch: this rank's part of the step's batch.
+        at: progress before the step.
+        end: the place where the run ends, on which the learning rate depends.
+        started: time when the wait for the batch began, on the clock of `time.perf_counter`.
 
     Returns:
-        Where the run is now; and whether something was wrong with the step. None: neither one nor the other, of a step
-        that is passed over, or that only found the scale too large.
+        Progress after the step; and True if the step was faulty, False if it was not. None if the step says nothing
+        about that: it was passed over, or it only found float16's scale too large.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
@@ -331,14 +330,21 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: flo
 
 
 def evaluate_only(run: Run, at: Progress) -> int:
-    """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with."""
+    """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with.
+
+    Returns:
+        The exit code.
+    """
     whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test")
-    return run.ending.because(*((exit_codes.DONE, EVALUATED) if whole else (exit_codes.PREEMPTED, SIGNALLED)))
+    if whole:
+        return run.ending.because(exit_codes.DONE, EVALUATED)
+    return run.ending.because(exit_codes.PREEMPTED, SIGNALLED)
 
 
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:
-    """The reason to save and exit before the last step, or ''; the same on every rank, whichever saw it."""
+    """The reason to save and exit before the last step, or ''. All ranks have the same one, whichever rank saw it."""
     cfg = run.cfg.train
+    # Of several reasons that hold, on one rank or on different ones, the last in this list counts.
     reasons = {
         "": True,
         "[train] exit_interval": due(step, cfg.exit_interval),
@@ -352,18 +358,19 @@ def reason_to_stop(run: Run, step: int, minutes: float) -> str:
 
 
 def killed(run: Run) -> bool:
-    """True where the file of [train] kill_switch is. Only rank 0 looks: a thousand ranks are a thousand requests."""
+    """True on rank 0 if the file [train] kill_switch exists. Only rank 0 looks: a thousand ranks would load a disk."""
     return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
 
 
 def killed_before_it_began(run: Run) -> bool:
-    """Tell all ranks at the start whether the file is there: one file empties a whole queue of jobs."""
+    """True on all ranks if the file [train] kill_switch exists at the start: one file empties a whole queue of jobs."""
     seen = torch.tensor(int(killed(run)), device=run.world.device)
     dist.broadcast(seen, src=0)
     return bool(seen.item())
 
 
 def due(step: int, interval: int) -> bool:
+    """True at every `interval`-th step; an interval of 0 is off."""
     return interval > 0 and step % interval == 0
 
 

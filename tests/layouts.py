@@ -25,7 +25,7 @@ from dtmega.checkpoint.weights import Weights
 from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.interop.megatron.translate import THEIR_T5
 from dtmega.ops.shards import boxes
-from dtmega.training import device_peaks
+from dtmega.training import device_peaks, start
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -263,7 +263,7 @@ def one_rank(argv: list[str], folder: str, plant: Callable[[], None] | None = No
 @contextlib.contextmanager
 def keeping_initial(folder: str) -> Iterator[None]:
     """Each rank leaves what it holds of a model before the first step in folder/initial."""
-    honest = train.parallelize
+    honest = start.parallelize
 
     def parallelize(cfg, world):
         model = honest(cfg, world)
@@ -278,7 +278,7 @@ def keeping_initial(folder: str) -> Iterator[None]:
         model.draw = drawing
         return model
 
-    with patch.object(train, "parallelize", parallelize):
+    with patch.object(start, "parallelize", parallelize):
         yield
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dtmega import config, families, train
+from dtmega import config, families
 from dtmega.config.schema import SectionClasses
 from dtmega.distributed.agreement import same_job
-from dtmega.training import parallelize
+from dtmega.training import parallelize, start
 from tests import layouts
 from tests.test_house import ROOT, imports
 from tests.test_train import losses, run
@@ -84,7 +84,7 @@ def test_the_ranks_of_a_run_compare_the_libraries_of_its_family(tmp_path, corpus
     family: Any = families.FAMILIES["bloom"]
     monkeypatch.setitem(families.FAMILIES, "bloom", dataclasses.replace(family, libraries=("pytest",)))
     compared = []
-    monkeypatch.setattr(train, "same_job", lambda *args: compared.append(same_job(*args)) or compared[-1])
+    monkeypatch.setattr(start, "same_job", lambda *args: compared.append(same_job(*args)) or compared[-1])
     assert run(tmp_path, corpus, train__steps=1) == 0
     assert compared[0]["pytest"] == pytest.__version__
 

@@ -23,6 +23,7 @@ from dtmega.checkpoint.files import Disk
 from dtmega.distributed import exit_codes
 from dtmega.models.bloom import Block
 from dtmega.ops.optim import Spikes
+from dtmega.training import start
 from dtmega.training.parallelize import ShardedModel
 from tests.layouts import write_text
 from tests.resumed import KEYS, LAYOUTS, Record, Training, deviation, flags, rest, train_all, whole
@@ -71,9 +72,9 @@ def full_disk() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def no_room_for_metrics() -> Iterator[None]:
     """Neither in metrics.jsonl nor for TensorBoard, whose thread ends by that."""
-    honest = train.Metrics
+    honest = start.Metrics
 
-    def metrics(*args: Any, **keywords: Any) -> train.Metrics:
+    def metrics(*args: Any, **keywords: Any) -> start.Metrics:
         made = honest(*args, **keywords)
         made._file.close()
         made._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115

@@ -22,7 +22,7 @@ from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.distributed import exit_codes
 from dtmega.distributed.agreement import Startup
 from dtmega.ops.cpu import contention
-from dtmega.training import history
+from dtmega.training import history, start
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,7 +180,7 @@ def test_exit_interval_saves_and_exits_and_the_same_command_goes_on(tmp_path, co
         assert len(losses(tmp_path / "cut")) == expected
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     begun = history.read(tmp_path / "cut")
-    assert [(start.step, start.steps, start.device) for start in begun] == [(step, 10, "cpu") for step in (0, 4, 8)]
+    assert [(each.step, each.steps, each.device) for each in begun] == [(step, 10, "cpu") for step in (0, 4, 8)]
     assert begun[0].layout == {"processes": 1, "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
     assert begun[-1].config == tomli.loads((tmp_path / "cut" / "config.toml").read_text())
 
@@ -280,7 +280,7 @@ def params_of_a_group(argv: list[str]) -> str:
     """The dtype that this rank computes in, where only the machine of rank 0 is fast in bfloat16."""
     mesh.has_fast_bfloat16 = lambda device: dist.get_rank() == 0
     with contextlib.ExitStack() as closing:
-        begun, _ = train.begin(argv, Startup(), closing)
+        begun, _ = train.begin(argv, Startup(), closing, exit_codes.Ending())
         return begun.cfg.precision.params
 
 
@@ -359,7 +359,7 @@ def test_ids_outside_the_vocabulary_name_the_file(tmp_path, capsys):
 
 def poison(monkeypatch, steps: set[int], value: float) -> None:
     """The loss of these steps is multiplied by `value`."""
-    honest = train.parallelize
+    honest = start.parallelize
     calls = []
 
     def build(*args):
@@ -377,7 +377,7 @@ def poison(monkeypatch, steps: set[int], value: float) -> None:
         monkeypatch.setattr(model.stages[0], "forward", poisoned)
         return model
 
-    monkeypatch.setattr(train, "parallelize", build)
+    monkeypatch.setattr(start, "parallelize", build)
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus, monkeypatch):
@@ -399,7 +399,7 @@ def test_an_error_before_the_first_step_is_told_too(tmp_path, corpus, monkeypatc
     newest = f"{tmp_path}/checkpoints/step-00000002"
     why = "ZeroDivisionError: division by zero"
     assert exit_codes.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
-    monkeypatch.setattr(train, "Metrics", lambda *args, **keywords: 1 / 0)
+    monkeypatch.setattr(start, "Metrics", lambda *args, **keywords: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, corpus, eval__interval=0)
     assert exit_codes.Ended.read(tmp_path) == (1, why, 2, newest, ANY)

@@ -33,6 +33,7 @@ from dtmega.checkpoint.resume import open_checkpoint
 from dtmega.distributed import agreement, exit_codes
 from dtmega.distributed.agreement import Startup
 from dtmega.distributed.watchdog import Watch
+from dtmega.training import start as start_steps
 from tests import keys as table_of_keys
 from tests import ranks
 from tests.distributed.test_exit_codes import free_port
@@ -153,7 +154,7 @@ def rank_1_fails(error: Exception) -> None:
         def parallelize(*args: object) -> None:
             raise error
 
-        train.parallelize = parallelize
+        start_steps.parallelize = parallelize
 
 
 def test_a_refusal_of_one_rank_after_the_process_group_is_made_ends_all(tmp_path, text):
@@ -171,7 +172,7 @@ def test_what_nobody_expected_on_one_rank_ends_all_with_its_traceback_once(tmp_p
 def rank_1_refuses_while_rank_0_is_away(folder: Path) -> None:
     agreement.PATIENCE_S = 0.2
     rank_1_fails(ValueError("no such layer"))
-    honest = train.parallelize
+    honest = start_steps.parallelize
 
     def parallelize(*args: Any) -> Any:
         while not (folder / "rank 1 has left").exists():
@@ -179,7 +180,7 @@ def rank_1_refuses_while_rank_0_is_away(folder: Path) -> None:
         return honest(*args)
 
     if mesh.rank() == 0:
-        train.parallelize = parallelize
+        start_steps.parallelize = parallelize
     main = train.main
 
     def leaving(argv: list[str]) -> int:

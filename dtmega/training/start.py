@@ -1,0 +1,268 @@
+"""The start of a run, step by step; `dtmega/train.py` takes the steps in order, on all ranks together.
+
+What a rank can refuse is refused before there is a process group. A step ends when all ranks have come to its end
+(`dtmega/distributed/agreement.py`), so none goes on alone after another has refused.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dtmega import config, families, mesh
+from dtmega.checkpoint import changes, found, resume
+from dtmega.checkpoint.reader import Checkpoint
+from dtmega.checkpoint.resume import Progress, State
+from dtmega.checkpoint.run import Checkpoints
+from dtmega.checkpoint.weights import load_weights
+from dtmega.config import Config, RunEnd
+from dtmega.data.loader import TrainBatches
+from dtmega.data.text import Text, open_text, repetition_notes
+from dtmega.distributed.agreement import Startup, same_job
+from dtmega.distributed.exit_codes import Ending
+from dtmega.files import atomic
+from dtmega.formats.sources import Source
+from dtmega.mesh import World
+from dtmega.ops import cost, optim
+from dtmega.ops.cost import Piece
+from dtmega.pipelining.draw import draw_schedule
+from dtmega.training import history, trackers
+from dtmega.training.metrics import Metrics, describe_run
+from dtmega.training.parallelize import (
+    ShardedModel,
+    check,
+    parallelize,
+    with_micro_batch_size,
+    with_params_dtype,
+)
+
+
+class Settings(NamedTuple):
+    """The configuration of a run, and what follows from it before anything is opened.
+
+    Attributes:
+        saved_cfg: the configuration that config.toml and checkpoints store, where values left open stay open.
+        cfg: the same configuration with all values chosen for this layout and machine.
+        device: this rank's device.
+        sizes: size of each axis of the mesh, by name.
+        pieces: the model's pieces, counted.
+        digest: digest of the directory that [model] path names; '' if there is none.
+        auto_dtype: True if the configuration left the dtype of the parameters open.
+    """
+
+    saved_cfg: Config
+    cfg: Config
+    device: torch.device
+    sizes: dict[str, int]
+    pieces: list[Piece]
+    digest: str
+    auto_dtype: bool
+
+
+class Origin(NamedTuple):
+    """The place that the weights of a run come from.
+
+    Attributes:
+        candidates: checkpoints to resume from, the newest first; empty for a new run.
+        init: weights that a new run starts with; None if it draws its own or resumes.
+        damage: a line for each checkpoint that is damaged.
+    """
+
+    candidates: list[Checkpoint]
+    init: Source | None
+    damage: list[str]
+
+
+def read_configuration(argv: list[str], startup: Startup) -> Settings:
+    """Read the configuration, and refuse what cannot run on this mesh and device."""
+    with startup.step("configuration") as step:
+        saved_cfg = families.resolve(config.load(argv))
+        device = mesh.pick_device(saved_cfg.run.device)
+        sizes = mesh.resolve(saved_cfg.mesh, startup.size)
+        cfg = with_micro_batch_size(saved_cfg, sizes)
+        check(cfg, sizes, device)
+        trackers.check(cfg.log.trackers)
+        pieces = families.pieces(cfg.model)
+        startup.timeout_s = cfg.run.collective_timeout_s()
+        family = families.of(cfg.model)
+        digest = family.digest(cfg.model)
+        step.same = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
+    return Settings(saved_cfg, cfg, device, sizes, pieces, digest, auto_dtype=cfg.precision.params == "auto")
+
+
+def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]:
+    """Open the text, and this rank's batches of it; their workers are not started."""
+    cfg = settings.cfg
+    with startup.step("data") as step:
+        text = open_text(cfg, families.objective(cfg))
+        # Paths of checkpoints that the user names are checked here, before any folder is made.
+        resume.named_checkpoints(cfg)
+        if cfg.eval.only and startup.rank == 0:
+            found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))
+        data_rank, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
+        batches = TrainBatches(
+            text.rows("train"),
+            cfg.data,
+            cfg.batch,
+            data_rank,
+            data_size,
+            pin_memory=settings.device.type == "cuda",
+        )
+        step.same = text.identity
+    return text, batches
+
+
+def claim_run_directory(
+    settings: Settings, text: Text, startup: Startup, closing: ExitStack, ending: Ending
+) -> found.CandidatePaths:
+    """Claim the folders of the run on rank 0, and tell all ranks which checkpoints are there."""
+    cfg = settings.cfg
+    with startup.step("run directory") as step:
+        if startup.rank == 0:
+            run_dir = Path(cfg.run.dir)
+            claims = found.claims(cfg)
+            run_dir_claim = next(claims)
+            closing.callback(run_dir_claim.close)
+            # exit.json is written after the other claims are closed and before this one is.
+            closing.enter_context(ending.told_in(run_dir, partial(resume.newest_of_run, run_dir)))
+            for claim in claims:
+                closing.callback(claim.close)
+            paths = found.find_candidates(cfg, text.identity, settings.digest)
+            closing.callback(found.remove_probe, cfg, paths)
+            step.tell = paths._asdict()
+            if cfg.pipeline.draw:
+                _, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
+                draw_schedule(cfg, settings.sizes["pp"], data_size)
+    return found.CandidatePaths(**step.told)
+
+
+def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
+    """Open the checkpoints that rank 0 has found, and settle the precision that the configuration leaves open."""
+    with startup.step("checkpoints") as step:
+        candidates = found.open_candidates(settings.cfg, paths)
+        if startup.rank == 0:
+            # Rank 0 decides for all: the ranks' processors may differ.
+            step.tell = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
+        init = None if candidates else families.of(settings.cfg.model).weights(settings.cfg.model)
+        step.same = found.manifest_digests([*candidates, init])
+    settings = settings._replace(
+        saved_cfg=with_params_dtype(settings.saved_cfg, step.told), cfg=with_params_dtype(settings.cfg, step.told)
+    )
+    return settings, Origin(candidates, init, paths.damage)
+
+
+def join_processes(settings: Settings, startup: Startup) -> World:
+    """Make the process group and the mesh."""
+    with startup.step("process groups"):
+        return mesh.start(settings.device, settings.sizes, startup.timeout_s, startup.store)
+
+
+def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    """Build this rank's part of the model, without values, and its optimizer."""
+    with startup.step("model"):
+        model = parallelize(cfg, world)
+        return model, optim.build_optimizer(model.named_parameters(), cfg.optim)
+
+
+def fill(
+    settings: Settings,
+    origin: Origin,
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    startup: Startup,
+    closing: ExitStack,
+) -> tuple[Checkpoints, State | None]:
+    """Give the weights their values: from the newest checkpoint, from other weights, or drawn.
+
+    Returns:
+        The writer of the run's checkpoints; and the state of the checkpoint that was loaded, None for a new run.
+    """
+    cfg = settings.cfg
+    with startup.step("checkpoint"):
+        checkpoints = Checkpoints(cfg, settings.device)
+        closing.callback(checkpoints.close)
+        loaded = checkpoints.load(origin.candidates, model.stored_tensors(), optimizer, origin.damage, startup)
+        if origin.init is not None:
+            load_weights(origin.init, startup.at_work(model.stored_tensors()), cfg.model.vocab_size)
+        elif loaded is None:
+            model.draw(cfg.run.seed)
+    return checkpoints, loaded
+
+
+def write_files(
+    settings: Settings, world: World, checkpoints: Checkpoints, loaded: State | None, at: Progress, end: RunEnd
+) -> None:
+    """Write config.toml and a line of starts.jsonl; move checkpoints that this start leaves behind out of the way.
+
+    Args:
+        settings: the run's configuration and what follows from it.
+        world: this process among the others; one rank writes for all.
+        checkpoints: writer of the run's checkpoints.
+        loaded: state of the checkpoint that the run resumes from; None for a new run.
+        at: the run's progress.
+        end: the place where the run ends.
+    """
+    cfg, saved_cfg = settings.cfg, settings.saved_cfg
+    resume.set_aside_newer(cfg, at.step)
+    # A start that goes back to a named checkpoint keeps those that a later start could go back to.
+    if loaded and cfg.checkpoint.resume == "auto":
+        checkpoints.purge_strays(loaded.config)
+    with atomic.replaced(Path(cfg.run.dir, "config.toml")) as file:
+        file.write(saved_cfg.to_toml())
+    history.append(
+        Path(cfg.run.dir),
+        step=at.step,
+        config=saved_cfg.model_dump(),
+        layout={"processes": world.size, **world.sizes},
+        device=settings.device,
+        parameters=cost.n_parameters(settings.pieces),
+        steps=end.steps,
+    )
+
+
+def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) -> Metrics:
+    """Open the record of the steps, which rank 0 writes."""
+    return Metrics(
+        settings.cfg,
+        settings.pieces,
+        world.device,
+        world.size,
+        end,
+        start_step=at.step,
+        write=world.rank == 0,
+    )
+
+
+def announcement(
+    settings: Settings, text: Text, world: World, origin: Origin, loaded: State | None, end: RunEnd
+) -> str:
+    """The lines that people read first: model, data, layout, changes since the checkpoint, what to know.
+
+    Args:
+        settings: the run's configuration and what follows from it.
+        text: the run's data.
+        world: this process among the others.
+        origin: the place that the weights come from, with a line for each damaged checkpoint.
+        loaded: state of the checkpoint that the run resumes from; None for a new run.
+        end: the place where the run ends.
+    """
+    cfg, device = settings.cfg, settings.device
+    at = loaded.progress if loaded else resume.START
+    samples = text.samples("train")
+    epochs = end.samples / samples.n_samples
+    lines = [describe_run(cfg, settings.pieces, device, world.size, samples.n_tokens, epochs, at.step, end)]
+    lines += families.of(cfg.model).notes(cfg.model)
+    if not cfg.eval.only:
+        lines += optim.notes_on_warmup(cfg, end)
+    if loaded:
+        overflowed = at.overflowed, at.overflowed_samples
+        lines += changes.lines(loaded.config, settings.saved_cfg, at.step, at.samples, overflowed)
+    if settings.auto_dtype:
+        why = "as it began" if loaded else f"bfloat16 is {'' if mesh.has_fast_bfloat16(device) else 'not '}fast here"
+        lines.append(f"computed in {cfg.precision.params}: {why} ([precision] params = 'auto')")
+    lines += repetition_notes(cfg, text)
+    return "\n".join([*lines, *text.notes, *origin.damage])
