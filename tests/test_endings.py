@@ -23,7 +23,7 @@ from dtmega.checkpoint import tensor_files
 from dtmega.checkpoint.run import Checkpoints
 from dtmega.data.indexed_files.dataset import IndexedWriter
 from dtmega.distributed import exit_codes
-from dtmega.training import device_peaks
+from dtmega.training import device_peaks, start
 from tests.layouts import write_text
 from tests.resumed import Record, Training, train_all
 from tests.test_faults import alone, checkpoints, replaced
@@ -208,7 +208,7 @@ def test_a_start_that_fails_says_why_and_when_and_leaves_the_run_its_step_and_it
             assert why in told.reason
             assert told.reason in capsys.readouterr().err
             assert before <= datetime.fromisoformat(told.time) <= datetime.now(timezone.utc)
-    with replaced(train, "open_text", no_memory), pytest.raises(MemoryError):
+    with replaced(start, "open_text", no_memory), pytest.raises(MemoryError):
         alone(keys, tmp_path)
     assert exit_codes.Ended.read(tmp_path) == (exit_codes.FAILED, "MemoryError: 3 TiB", 4, finished.checkpoint, ANY)
 

@@ -87,7 +87,7 @@ def no_room_for_metrics() -> Iterator[None]:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, event)
 
-    with replaced(train, "Metrics", metrics), replaced(EventsWriter, "write_event", write_event):
+    with replaced(start, "Metrics", metrics), replaced(EventsWriter, "write_event", write_event):
         yield
 
 
