@@ -78,10 +78,10 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
     Args:
         seq_len: tokens in a sequence; 0 if it is not known.
     """
-    read = counted(progress.samples, "sequence")
+    samples = counted(progress.samples, "sequence")
     if seq_len:
-        read += f" of {counted(seq_len, 'token')}: {counted(progress.samples * seq_len, 'token')}"
-    return [Row("training", f"{counted(progress.step, 'step')}, {read}")]
+        samples += f" of {counted(seq_len, 'token')}: {counted(progress.samples * seq_len, 'token')}"
+    return [Row("training", f"{counted(progress.step, 'step')}, {samples}")]
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:

@@ -63,6 +63,8 @@ def write(
     if training is not None:
         for kind, moments in training.moments.items():
             tensors |= {f"optimizer/{kind}/{name}": (moments, name) for name in source.tensors}
+        # Nothing in the other program's files identifies its data. The identity says so, and a run that resumes from
+        # here has to allow changed data.
         state = State.of(
             {**training.sections, **sections},
             progress=training.progress,

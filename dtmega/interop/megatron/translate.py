@@ -85,7 +85,7 @@ def translate(source: str) -> Translation:
     if command.script not in FAMILY_OF_SCRIPT:
         known = ", ".join(f"{name}.py" for name in FAMILY_OF_SCRIPT)
         raise ValueError(f"{command.script}.py trains a model that is not built here; expected one of {known}")
-    draft = _draft(command)
+    draft = _filled_draft(command)
     return Translation(draft.text(f"From {command.script}.py's flags by dtmega from-megatron."), draft.left_out())
 
 
@@ -102,20 +102,18 @@ def translate_known_model(
     Returns:
         The text of the configuration, and its values by section.
     """
-    draft = _draft(command)
+    draft = _filled_draft(command)
     for keys in (draft.keys, draft.lacking):
         for key in [key for key in keys if key.partition(".")[0] in ("model", *LAYOUT)]:
             del keys[key]
     draft.keys |= known
-    values: dict[str, dict[str, Any]] = {}
-    for key, value in draft.keys.items():
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
-    return draft.text(title), values
+    return draft.text(title), _by_section(draft.keys)
 
 
-def _draft(command: Command) -> _Draft:
+def _filled_draft(command: Command) -> _Draft:
+    """The draft of a command's configuration, with all its flags worked in."""
     draft = _Draft(command)
+    # The steps read keys that were copied or set before them, and replace some of them.
     draft.copy_values()
     for step in (_model, _vocabulary, _batch, _schedule, _precision, _layout, _data, _checkpoints):
         step(draft)
@@ -268,16 +266,12 @@ class _Draft:
                 lines += ["", f"[{section}]", *body]
         return "\n".join(lines) + "\n"
 
-    def _refusal(self, values_by_key: Mapping[str, Any]) -> list[str]:
+    def _refusal(self, values: Mapping[str, Any]) -> list[str]:
         """The message with which a run would refuse these values, as comment lines; none while keys are lacking."""
         if self.lacking:
             return []
-        values: dict[str, Any] = {}
-        for key, value in values_by_key.items():
-            section, _, name = key.partition(".")
-            values.setdefault(section, {})[name] = value
         try:
-            config.validate(values, "these flags")
+            config.validate(_by_section(values), "these flags")
         except config.ConfigError as error:
             return [f"# Not accepted as it stands: {line}" for line in str(error).splitlines()]
         return []
@@ -466,6 +460,15 @@ def _checkpoints(draft: _Draft) -> None:
         draft.lacking["model.init_from"] = f"the weights of {load}, converted"
     elif load and load != save:
         draft.refused["--load"] = "convert Megatron's checkpoint first, then name the result in [model] init_from"
+
+
+def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Nest values with keys like "section.key": section -> key -> value."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return sections
 
 
 def _is_file(path: str) -> bool:
