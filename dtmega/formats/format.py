@@ -140,7 +140,7 @@ class Format:
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)
         keys = [key for key in self.keys if not key.free]
         keys += [Key(ours, ()) for ours in self._further_keys(theirs, stored)]
-        # A key may be in both lists; the later, which the section has from `_further_keys`, replaces the earlier one.
+        # A key in both lists is compared once, as the entry from `_further_keys`, which `section` prefers as well.
         values = {key.ours: (key.value(described), key.value(model)) for key in keys}
         wrong = []
         for key, (stored_value, asked_value) in values.items():

@@ -17,7 +17,7 @@ from dtmega.formats.rules import Assembly, RowRun, stored_dims
 
 Slices = tuple[slice, ...]
 # Tensors of dtmega's models with a row, or a number, for each token of the vocabulary. They alone may have rows of
-# padding behind those of the tokens.
+# padding after those of the tokens.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
 

@@ -36,7 +36,7 @@ class TensorNames(NamedTuple):
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """True if their tensor has a row for each token, and possibly rows of padding behind them."""
+        """True if their tensor has a row for each token, and possibly rows of padding after them."""
         return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 

@@ -3,7 +3,7 @@
     --from hf DIR         a Hugging Face folder with safetensors
     --from dtmega PATH    a checkpoint, or a run directory (its newest checkpoint)
     --from dcp DIR        a folder of plain torch.distributed.checkpoint, read without running its pickles
-    --from megatron DIR   a checkpoint of Megatron-LM, Megatron-DeepSpeed or megatron-core, likewise
+    --from megatron DIR   a checkpoint of Megatron-LM, Megatron-DeepSpeed or megatron-core, read in the same way
     --to dtmega DIR       a checkpoint of weights alone, for [model] init_from. From Megatron also a config.toml, and a
                           checkpoint that a run can resume from, if Adam's moments are complete
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it

@@ -22,7 +22,7 @@ def show(path: str, other: str | None, verify: bool) -> int:
 
     Args:
         path: path of a checkpoint or of a run directory (its newest checkpoint).
-        other: likewise for a second one; None to describe the first alone.
+        other: path of a second one to compare it with; None to describe the first alone.
         verify: read the whole checkpoint and compare all digests.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Adam's moments, its step and the fp32 masters in one rank's file of Megatron-LM, by the names of the weights.
+"""Adam's moments, its step and the fp32 masters in one rank's file of Megatron-LM, with the names of the weights.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: the same, fp32_from_fp16_params: [[...], [...]], grad_scaler: {...}}

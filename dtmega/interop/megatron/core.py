@@ -6,7 +6,7 @@
 
 The tensors of all layers are stacked under one name, [L, ...], or stored one by one. A LayerNorm has the name of the
 linear layer that follows it, whether the two are fused or not. `*_extra_state*` are byte entries, which are not opened.
-Adam's moments and the fp32 masters have the names of the weights behind `optimizer.state.exp_avg.` and so on; the step
+Adam's moments and the fp32 masters have the weights' names with prefixes such as `optimizer.state.exp_avg.`; the step
 is in common.pt.
 
 Source: `dist_checkpointing/optimizer.py` and `optimizer/optimizer.py` of megatron-core 0.16.1.
@@ -64,7 +64,7 @@ class RunState(NamedTuple):
     """The state of the run that wrote a checkpoint, apart from its weights.
 
     Attributes:
-        moments: exp_avg and exp_avg_sq by the names of the weights; empty if they are incomplete.
+        moments: exp_avg and exp_avg_sq with the names of the weights; empty if they are incomplete.
         iteration: number of iterations done.
         steps: the numbers of updates in the optimizer; more than one if its groups disagree.
         scheduler: state of the learning rate's scheduler as the file has it; None if there is none.
@@ -174,10 +174,12 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Megatron-LM's name -> assembly of each tensor that a tensor of the checkpoint holds.
+    """Take a weight of the checkpoint apart into tensors of Megatron-LM: name -> assembly.
 
     Args:
-        key: name of the tensor that has the values.
+        name: name of the weight, which tells the layer and the module.
+        key: name of the tensor that has its values: the weight itself, its fp32 master or a moment.
+        shape: shape of the weight.
     """
     match = LAYER.fullmatch(name)
     modules = {}

@@ -67,8 +67,8 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm after the block before it, dtmega after the block behind it. Behind self-attention comes the
-    # feed-forward, but in a decoder cross-attention comes first.
+    # Megatron names a norm for the block that precedes it, dtmega for the block that follows it. Self-attention is
+    # followed by the feed-forward, but in a decoder by cross-attention.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (
@@ -153,7 +153,7 @@ def qkv_parts(name: str) -> int:
 
 
 def by_token(name: str) -> bool:
-    """True if a tensor has one row for each token of the vocabulary, and rows of padding behind them.
+    """True if a tensor has one row for each token of the vocabulary, and rows of padding after them.
 
     Raises:
         ValueError: no family has a tensor of that name.

@@ -32,7 +32,7 @@ def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> co
 
 
 def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
-    """The number of ids of a model with this tokenizer, with the marks and sentinels that a T5 adds behind them."""
+    """The number of ids of a model with this tokenizer, with the marks and sentinels that a T5 adds after them."""
     n_sentinels = contents.args.get("vocab_extra_ids")
     if type(n_sentinels) is not int or n_sentinels < 1:
         return tokenizer.vocab_size
