@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 OPENING = """\
 # Every key
 
-<!-- Written by tools/configuration_page.py from dtmega/config/__init__.py and dtmega/config/model_keys.py. -->
+<!-- Written by tools/configuration_page.py from dtmega/config/keys.py and dtmega/config/model_keys.py. -->
 
 A configuration is a TOML file with sections. Any key can be set on the command line too: `lr` of `[optim]` is
 `--optim.lr 1e-3`, and later options win. `train.py --help` prints the list below, `train.py -h optim` one section of

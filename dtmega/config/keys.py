@@ -1,0 +1,534 @@
+"""The keys of all sections but [model]: a class for each section, with the checks that concern only its own keys.
+
+Keys of [model] are in `model_keys.py`. `config/__init__.py` puts the sections together, and checks keys of several
+sections against each other.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import model_validator
+
+from dtmega.config import mixtures
+from dtmega.config.mixtures import Mixture
+from dtmega.config.schema import Section, key
+
+
+class Run(Section):
+    """[run]: the run directory, the seed, the device, and how long processes are waited for."""
+
+    dir: str = key(
+        "runs/bloom",
+        "where everything is written: config.toml, metrics.jsonl, checkpoints/, tensorboard/",
+        min_length=1,
+    )
+    seed: int = key(1234, "the only seed: it determines initial values, data order and dropout", ge=0, lt=2**31)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one, else the CPU")
+    timeout_s: float = key(
+        600.0, "a process without progress for this long counts as hung: the job ends and names it", gt=0
+    )
+    grace_s: float = key(
+        20.0, "after a signal, how long the current step may take; then the process exits without saving", gt=0
+    )
+
+    def collective_timeout_s(self) -> float:
+        """Seconds after which a collective gives up: twice `timeout_s`.
+
+        The watch (`distributed/watchdog.py`) must fire first: it names the rank that hangs, which a timed-out
+        collective cannot.
+        """
+        return 2 * self.timeout_s
+
+
+class Data(Section):
+    """[data]: corpora, tokenizer, the split, and how samples are made of text."""
+
+    path: str | list[str] = key(
+        "stdlib", "the corpus: 'stdlib' (Python's own docs and sources), or prefixes of .bin/.idx files"
+    )
+    weights: list[float] = key(
+        [], "one positive weight per path, normalised; empty = proportional to the number of tokens"
+    )
+    tokenizer: str = key("stdlib-8k", "stdlib-8k, stdlib-wordpiece, bytes, bert:VOCAB, a file or a tiktoken name")
+    seq_len: int = key(256, "S: tokens in a sequence", ge=1)
+    split: str = key("969,30,1", "weights by which documents are divided into train, valid and test")
+    validation: list[str] = key(
+        [], "additional validation sets, each with its own loss: 'NAME=PREFIX', or mixtures as in train"
+    )
+    train: str = key(
+        "",
+        "a mixture of ranges of corpora, instead of path, weights and split: "
+        "'NAME: WEIGHT START:END PREFIX, ...'; 0.5:1 = the second half of a corpus",
+    )
+    test: str = key("", "the test set, in the same form; only with train")
+    order: Literal["auto", "megatron-lm", "megatron-deepspeed", "megatron-core"] = key(
+        "auto", "read samples in the order that Megatron would have, to continue one of its runs; auto: dtmega's own"
+    )
+    order_samples: int = key(
+        0, "with order: number of samples that the Megatron run was started for; 0 = as [train] says", ge=0
+    )
+    eod_mask_loss: bool = key(False, "no loss where the input token is end-of-document")
+    reset_position_ids: bool = key(
+        False, "restart positions at 0 after each end-of-document; no effect on bloom, whose ALiBi needs no positions"
+    )
+    reset_attention_mask: bool = key(False, "no attention across an end-of-document")
+    decoder_seq_len: int = key(0, "t5: T, tokens in a sequence of the decoder; 0 = a quarter of S", ge=0)
+    objective: Literal["auto", "prefix-lm", "separate-spans"] = key(
+        "auto",
+        "auto: the family's own; prefix-lm: read the first part of each text in both directions, predict the rest; "
+        "separate-spans: t5 with spans of whole words, as Megatron's T5",
+    )
+    reweight_positions: bool = key(False, "prefix-lm: weight early positions more, because they are targets less often")
+    short_seq_prob: float = key(
+        0.1, "bert, separate-spans: share of samples that are cut to a random length below S", ge=0, le=1
+    )
+    mask_prob: float = key(0.15, "bert, t5: share of the tokens to hide, at least one token", gt=0, lt=1)
+    max_ngram: int = key(3, "bert: largest number of words that are masked together", ge=1, le=10)
+    mean_span: float = key(3.0, "t5: mean number of tokens in a hidden span", ge=1)
+    max_span: int = key(10, "separate-spans: largest number of words in a hidden span", ge=1, le=32)
+    sentinels: int = key(
+        100,
+        "t5: number of sentinels, ids that stand for hidden spans; the tokenizer's, or new ids after its last",
+        ge=1,
+    )
+    num_workers: int = key(
+        -1,
+        "loader processes per rank; 0 = load in the training process; -1 = 0 if batches are fast to make, else 1",
+        ge=-1,
+        le=64,
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        if self.weights and (len(self.weights) != len(self.paths) or min(self.weights) <= 0):
+            raise ValueError(
+                f"[data] weights needs {len(self.paths)} positive numbers, one per [data] path, got {self.weights}"
+            )
+        try:
+            fractions = [float(x) for x in self.split.split(",")]
+        except ValueError:
+            fractions = []
+        finite = all(math.isfinite(x) for x in fractions)
+        if len(fractions) != 3 or not finite or min(fractions) < 0 or fractions[0] <= 0:
+            raise ValueError(f"[data] split is three weights 'train,valid,test' with train > 0, got '{self.split}'")
+        self._check_mixtures()
+        if self.order == "auto" and self.order_samples:
+            raise ValueError(
+                f"[data] order_samples={self.order_samples} would not be read with order='auto' ([data] order)"
+            )
+        return self
+
+    def _check_mixtures(self) -> None:
+        """Refuse malformed mixtures, duplicate names of validation sets, and keys that [data] train makes useless."""
+        fields = type(self).model_fields
+        # A run has either a split of whole corpora or mixtures; the keys of the other form would be ignored silently.
+        useless = ("path", "weights", "split") if self.train else ("test",)
+        if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
+            has = "has mixtures" if self.train else "has a split"
+            raise ValueError(f"[data] {', '.join(unread)} would not be read: this run {has} ([data] train)")
+        for name, written in (("train", self.train), ("test", self.test)):
+            try:
+                _ = mixtures.parse(written) if written else None
+            except ValueError as error:
+                raise ValueError(f"[data] {name} is a mixture: {error}") from None
+        # Names that the splits of this run have already. Without a split there is no set 'valid'.
+        taken = ("train", "test") if self.train else ("train", "valid", "test")
+        names: set[str] = set()
+        for written in self.validation:
+            try:
+                name = mixtures.parse(written).name
+            except ValueError as error:
+                raise ValueError(f"[data] validation: {error}") from None
+            if name in taken or name in names:
+                raise ValueError(
+                    f"[data] validation has {mixtures.FORM}, each NAME once, of letters, digits and '_.-', and none of "
+                    f"{', '.join(taken)}; got '{written}'"
+                )
+            names.add(name)
+
+    @property
+    def train_mixture(self) -> Mixture | None:
+        """`train`, parsed; None if the run has a split instead."""
+        return mixtures.parse(self.train) if self.train else None
+
+    @property
+    def test_mixture(self) -> Mixture | None:
+        """`test`, parsed; None if it is empty."""
+        return mixtures.parse(self.test) if self.test else None
+
+    @property
+    def validation_sets(self) -> list[Mixture]:
+        """`validation`, parsed."""
+        return [mixtures.parse(written) for written in self.validation]
+
+    @property
+    def paths(self) -> list[str]:
+        """`path` as a list, even if it is one prefix."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
+    @property
+    def decoder_length(self) -> int:
+        """T: tokens in a sequence of the decoder."""
+        return self.decoder_seq_len or max(1, self.seq_len // 4)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens in a sequence of the encoder and of the decoder, by the key that sets them."""
+        return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """`split` as numbers: the weights of train, valid and test."""
+        train, valid, test = (float(x) for x in self.split.split(","))
+        return train, valid, test
+
+
+class Batch(Section):
+    """[batch]: sequences per forward pass and per step."""
+
+    micro_batch_size: int = key(
+        8, "B: sequences per rank in one forward pass; 0 = the largest up to 4 that divides each rank's share", ge=0
+    )
+    global_batch_size: int = key(16, "sequences per optimizer step, over all ranks", ge=1)
+    rampup: list[int] = key(
+        [],
+        "[start, increment, samples]: the batch grows from start to global_batch_size, by increment, over the first "
+        "samples; empty = no ramp-up",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Batch:
+        if self.rampup:
+            if len(self.rampup) != 3 or min(self.rampup) < 1:
+                raise ValueError(
+                    f"[batch] rampup is three positive integers [start, increment, samples], got {self.rampup}"
+                )
+            start, increment, _ = self.rampup
+            if start > self.global_batch_size or (self.global_batch_size - start) % increment:
+                raise ValueError(
+                    f"[batch] rampup cannot grow from {start} to global_batch_size={self.global_batch_size} in steps "
+                    f"of {increment}: ({self.global_batch_size} - {start}) % {increment} = "
+                    f"{(self.global_batch_size - start) % increment}, expected 0 and start <= global_batch_size"
+                )
+        for size in self.sizes if self.micro_batch_size else ():
+            if size % self.micro_batch_size:
+                raise ValueError(
+                    f"micro_batch_size={self.micro_batch_size} does not divide {size} "
+                    f"([batch] micro_batch_size; [batch] global_batch_size and rampup's sizes)"
+                )
+        return self
+
+    @property
+    def sizes(self) -> range:
+        """The global batch sizes that occur, ascending: those of the ramp-up, or only `global_batch_size`."""
+        start, increment = self.rampup[:2] if self.rampup else (self.global_batch_size, 1)
+        return range(start, self.global_batch_size + 1, increment)
+
+    def size_at(self, samples: int) -> int:
+        """The global batch size of the step that starts when `samples` are consumed (Megatron-LM `microbatches.py`)."""
+        size, _ = next(self.stairs(samples))
+        return size
+
+    def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
+        """The stairs of the ramp-up, from `samples` consumed samples on.
+
+        Yields:
+            (size, until): steps that start before `until` consumed samples have this global batch size. The last
+            stair has no end (`sys.maxsize`).
+        """
+        sizes = self.sizes
+        ramps = len(sizes) - 1
+        if ramps:
+            ramp_samples = self.rampup[2]
+            # All stairs take the same number of samples; -(-a // b) rounds up, because `until` is a whole number.
+            for i in range(min(samples * ramps // ramp_samples, ramps), ramps):
+                yield sizes[i], -(-(i + 1) * ramp_samples // ramps)
+        yield sizes[-1], sys.maxsize
+
+
+# [optim] name -> the keys of [optim] that this optimizer does not read.
+UNREAD_BY_OPTIMIZER = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
+
+
+class Optim(Section):
+    """[optim]: the optimizer, and the schedules of learning rate and weight decay."""
+
+    name: Literal["adamw", "adam", "sgd"] = key(
+        "adamw", "the optimizer; adam and sgd (with momentum) add the weight decay to the gradient, adamw does not"
+    )
+    lr: float = key(1e-3, "peak learning rate", gt=0)
+    min_lr: float = key(0.0, "learning rate at the end of the decay", ge=0)
+    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "wsd"] = key(
+        "cosine", "curve of the learning rate after the linear warm-up"
+    )
+    unit: Literal["steps", "samples", "tokens"] = key("steps", "unit of warmup, decay and wsd_decay")
+    warmup: int = key(0, "length of the linear warm-up", ge=0)
+    warmup_fraction: float = key(
+        0.0, "instead of warmup: the warm-up as a fraction of the schedule, which ends where the decay does", ge=0, lt=1
+    )
+    decay: int = key(0, "when the decay reaches min_lr, counted from the start; 0 = at the end of training", ge=0)
+    wsd_decay: int = key(0, "wsd: length of the final linear decay; 0 = a tenth of the schedule", ge=0)
+    lr_factors: list[str] = key(
+        [],
+        "'PATTERN=FACTOR' multiplies the learning rate of the parameters whose name matches ('embed.*=0.1'); "
+        "the first match wins",
+    )
+    beta1: float = key(0.9, "adamw, adam: decay rate of the first moment", ge=0, lt=1)
+    beta2: float = key(0.95, "adamw, adam: decay rate of the second moment", ge=0, lt=1)
+    eps: float = key(1e-8, "adamw, adam: epsilon of the update's denominator", gt=0)
+    momentum: float = key(0.9, "sgd: momentum", ge=0, lt=1)
+    weight_decay: float = key(0.1, "weight decay of matrices and embeddings; biases and norms have none", ge=0)
+    weight_decay_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "curve of the weight decay from start_weight_decay to weight_decay, over the whole training"
+    )
+    start_weight_decay: float = key(0.0, "weight decay at the start of a linear or cosine schedule", ge=0)
+    clip_grad: float = key(1.0, "clip the gradient of the whole model to this L2 norm; 0 = no clipping", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Optim:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr} ([optim] min_lr, [optim] lr)")
+        if 0 < self.decay <= self.warmup:
+            raise ValueError(
+                f"decay={self.decay} does not come after warmup={self.warmup} ([optim] decay, [optim] warmup)"
+            )
+        if self.warmup and self.warmup_fraction:
+            raise ValueError(
+                f"there are two lengths of the warm-up: expected warmup=0 or warmup_fraction=0, got {self.warmup} and "
+                f"{self.warmup_fraction} ([optim] warmup, [optim] warmup_fraction)"
+            )
+        fields = type(self).model_fields
+        useless = UNREAD_BY_OPTIMIZER[self.name]
+        if self.weight_decay_schedule == "constant":
+            useless += ("start_weight_decay",)
+        if unread := [name for name in useless if getattr(self, name) != fields[name].default]:
+            raise ValueError(
+                f"[optim] {', '.join(unread)} would not be read with name='{self.name}' and weight_decay_schedule="
+                f"'{self.weight_decay_schedule}' ([optim] name, [optim] weight_decay_schedule)"
+            )
+        _ = self.factors  # raises if one of them is malformed
+        return self
+
+    @property
+    def factors(self) -> list[tuple[str, float]]:
+        """`lr_factors` as (pattern, factor) pairs, in order.
+
+        Raises:
+            ValueError: one of them is not PATTERN=FACTOR, or its factor is negative or not finite.
+        """
+        pairs = []
+        for written in self.lr_factors:
+            pattern, _, text = written.rpartition("=")
+            try:
+                factor = float(text)
+            except ValueError:
+                factor = -1.0
+            if not pattern or not 0 <= factor < math.inf:
+                raise ValueError(f"[optim] lr_factors has 'PATTERN=FACTOR', FACTOR at least 0, got '{written}'")
+            pairs.append((pattern, factor))
+        return pairs
+
+    def warmup_until(self, total: int) -> float:
+        """The length of the warm-up, in [optim] unit; `total` is the length of the whole run, in the same unit."""
+        return self.warmup_fraction * (self.decay or total) if self.warmup_fraction else self.warmup
+
+
+class Train(Section):
+    """[train]: the length of the run, steps to skip, and reasons to stop early."""
+
+    steps: int = key(0, "length of the run in optimizer steps ...", ge=0)
+    samples: int = key(0, "... or in sequences ...", ge=0)
+    tokens: int = key(0, "... or in tokens; set exactly one of the three", ge=0)
+    drift_interval: int = key(100, "steps between checks that all copies of a parameter are still equal", ge=0)
+    max_skipped: int = key(10, "stop with an error after this many skipped steps in a row", ge=1)
+    skip_spikes: float = key(
+        0.0,
+        "skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 "
+        "steps; 0 = never (OLMo: 6)",
+        ge=0,
+    )
+    skip_steps: list[list[int]] = key(
+        [],
+        "[[first, last], ...]: ranges of steps that consume their samples and change no weight; the first step is 1, "
+        "last is included",
+    )
+    kill_switch: str = key(
+        "", "a path: when a file appears there, save and exit; a run does not start while it is there"
+    )
+    exit_interval: int = key(0, "save and exit at every multiple of this many steps", ge=0)
+    exit_duration_min: float = key(0.0, "save and exit after this many minutes", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Train:
+        if [self.steps > 0, self.samples > 0, self.tokens > 0].count(True) != 1:
+            raise ValueError(
+                f"exactly one of [train] steps, samples, tokens must be positive, got "
+                f"steps={self.steps}, samples={self.samples}, tokens={self.tokens}"
+            )
+        for pair in self.skip_steps:
+            if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
+                raise ValueError(f"[train] skip_steps has pairs [first, last] with 1 <= first <= last, got {pair}")
+        return self
+
+    def skips(self, step: int) -> bool:
+        """True if `step` lies in one of the ranges of `skip_steps`."""
+        return any(first <= step <= last for first, last in self.skip_steps)
+
+
+class Eval(Section):
+    """[eval]: validation and test losses, and the sample at the end."""
+
+    interval: int = key(100, "steps between validation losses", ge=0)
+    steps: int = key(10, "global batches per validation or test loss, the same ones each time", ge=1)
+    only: bool = key(
+        False,
+        "train nothing: write the validation and test losses of the newest checkpoint, or of the initial weights, to "
+        "evaluation.jsonl",
+    )
+    prompt: str = key(
+        "def ", "prompt of the sample at the end: the model continues it, or fills each [MASK]; empty = no sample"
+    )
+    sample_tokens: int = key(64, "tokens in that sample; 0 = no sample", ge=0)
+
+
+class Log(Section):
+    """[log]: what is printed, and where metrics are sent."""
+
+    interval: int = key(10, "steps between printed lines (metrics.jsonl gets every step)", ge=0)
+    tensorboard: bool = key(True, "write tensorboard/ in the run directory")
+    num_zeros: bool = key(False, "also log the number of zeros in the gradient")
+    params_norm: bool = key(False, "also log the L2 norm of the parameters")
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = key(
+        [], "send metrics to these trackers too; each needs the extra of its name"
+    )
+    project: str = key("dtmega", "with trackers: the project or experiment that the run belongs to", min_length=1)
+
+
+class Checkpoint(Section):
+    """[checkpoint]: when and where checkpoints are written, and which one a start resumes from."""
+
+    interval: int = key(100, "steps between checkpoints; 0 = only at the end, and when the run is stopped", ge=0)
+    final: bool = key(True, "write a checkpoint at the end, whatever the interval")
+    keep: int = key(2, "number of checkpoints to keep, the newest ones", ge=1)
+    resume: str = key(
+        "auto",
+        "auto: the newest intact checkpoint of this run; none: start from scratch; or a folder: a checkpoint's, or a "
+        "run's for its newest checkpoint",
+    )
+    dir: str = key("", "where checkpoints are: a folder or an fsspec URL (s3://...); empty = checkpoints/ in [run] dir")
+    mode: Literal["sync", "async"] = key("sync", "async: training goes on while a thread writes a copy")
+    allow_changed_data: bool = key(False, "resume even if data, tokenizer or seed have changed")
+
+
+class Mesh(Section):
+    """[mesh]: the sizes of the five axes."""
+
+    pp: int = key(
+        1, "pipeline parallel: ranks that the stages are divided over; -1 (on one axis) = all remaining ranks", ge=-1
+    )
+    dp_replicate: int = key(1, "data parallel: ranks with copies of the parameters (DDP; with dp_shard, HSDP)", ge=-1)
+    dp_shard: int = key(-1, "data parallel: ranks that the parameters are sharded over (FSDP)", ge=-1)
+    cp: Literal[1] = key(1, "context parallel: ranks that the sequence is divided over in attention; only 1 so far")
+    tp: int = key(1, "tensor parallel: ranks that each layer's matrices are divided over", ge=-1)
+    sequence_parallel: bool = key(
+        True, "with tp: each rank computes norms, dropout and the residual for S / tp tokens only"
+    )
+
+
+class Pipeline(Section):
+    """[pipeline]: the schedule, and the division of layers into stages."""
+
+    schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = key("1F1B", "the order of forward and backward passes")
+    virtual_stages: int = key(0, "stages per rank; 0 = 1 for GPipe and 1F1B, else 2", ge=0)
+    stages: list[list[int]] = key(
+        [],
+        "the numbers of the layers in each stage; a decoder's layers are numbered after the encoder's; empty = "
+        "balanced by cost",
+    )
+    split: int = key(0, "t5: the first stage of the decoder; 0 = balanced by cost", ge=0)
+    csv: str = key("", "instead of `schedule`: a CSV file with one row of actions (0F0, 1B0, ...) per rank")
+    draw: str = key("", "draw the schedule into this SVG file")
+
+
+class Recompute(Section):
+    """[recompute]: activations that are computed again in backward instead of kept in memory."""
+
+    mode: Literal["none", "full", "selective"] = key(
+        "none",
+        "what backward recomputes to save memory: nothing, whole layers (full), or everything in them but matrix "
+        "products and attention (selective)",
+    )
+    method: Literal["uniform", "block"] = key(
+        "uniform",
+        "which layers to recompute; uniform: all, in groups of `layers`; block: the first `layers` of each stage",
+    )
+    layers: int = key(1, "see method; only the input of a group's first layer is kept in memory", ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Recompute:
+        if self.mode == "none" and (self.method, self.layers) != ("uniform", 1):
+            raise ValueError(
+                f"nothing is recomputed: expected method='uniform' and layers=1, got '{self.method}' and {self.layers} "
+                f"([recompute] mode, [recompute] method, [recompute] layers)"
+            )
+        return self
+
+
+class Fsdp(Section):
+    """[fsdp]: where sharded weights are between their uses."""
+
+    reshard_after_forward: Literal["auto"] | bool = key(
+        "auto", "free a layer's gathered weights after its forward; auto: yes, but not in a pipeline"
+    )
+    cpu_offload: bool = key(False, "keep shards and optimizer state in host memory")
+
+
+class Precision(Section):
+    """[precision]: dtypes, and the loss scale of float16."""
+
+    params: Literal["float32", "bfloat16", "float16", "auto"] = key(
+        "float32",
+        "dtype of forward and backward; the optimizer's weights stay float32; auto: bfloat16 where the device is fast "
+        "at it, else float32",
+    )
+    reduce: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over data ranks")
+    initial_loss_scale: float = key(2.0**32, "float16: factor on the loss in the first step", gt=0)
+    min_loss_scale: float = key(1.0, "float16: smallest loss scale", gt=0)
+    loss_scale_window: int = key(1000, "float16: steps without an overflow after which the scale is doubled", ge=1)
+    hysteresis: int = key(
+        2, "float16: overflows before the scale is halved; the count restarts when it is doubled", ge=1
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Precision:
+        scales = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        changed = [name for name in scales if getattr(self, name) != type(self).model_fields[name].default]
+        if self.params != "float16" and changed:
+            raise ValueError(
+                f"there is no loss scale for [precision] {', '.join(changed)}: expected params = 'float16', got "
+                f"'{self.params}' ([precision] params)"
+            )
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"initial_loss_scale={self.initial_loss_scale} is below min_loss_scale={self.min_loss_scale} "
+                f"([precision] initial_loss_scale, min_loss_scale)"
+            )
+        return self
+
+
+class Compile(Section):
+    """[compile]: torch.compile."""
+
+    enable: Literal["auto"] | bool = key("auto", "torch.compile each layer; auto: on a GPU only")
