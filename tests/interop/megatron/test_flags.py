@@ -492,3 +492,33 @@ def test_groups_are_listed_as_the_original_lists_them(capsys: pytest.CaptureFixt
 def test_groups_of_a_mesh_that_does_not_make_the_world_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["groups", "--world", "16", "--mesh.tp", "3"]) == 2
     assert "expected 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--curriculum-learning", "growing lengths break token counts"),
+        ("--use-bnb-optimizer", "moments are fp32"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1"),
+        ("--calculate-per-token-loss", "--calculate-per-token-loss"),
+        ("--num-experts 8", "--num-experts 8"),
+        ("--moe-aux-loss-coeff 1e-2", "--moe-aux-loss-coeff 1e-2"),
+        ("--use-megatron-fsdp", "--use-megatron-fsdp"),
+    ],
+)
+def test_a_flag_of_a_feature_that_is_not_here_is_left_out_with_the_reason(flag: str, reason: str):
+    (line,) = translate(f"pretrain_gpt.py --num-layers 2 {flag}").left_out
+    assert line.startswith(flag.split()[0])
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("pretrain_vlm.py", "trains a model that is not built here"),
+        ("finetune_t0_non_causal_decoder.py", "has no command with a pretrain_"),
+    ],
+)
+def test_a_program_for_another_model_is_refused(program: str, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        translate(f"{program} --num-layers 2")

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -328,8 +329,6 @@ def dropout(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
-    import transformers
-
     def of(name: str, **keys: Any) -> Callable[[], Any]:
         model_class, config_class, known = MODELS[name]
         config = getattr(transformers, config_class)(**{**known, "vocab_size": 131, **keys})
@@ -923,3 +922,30 @@ def test_the_one_gpu_example_ends_with_a_directory_that_holds_what_it_trained(tm
     # Adam moves a weight by no more than the rate a step, and the masters, unlike bf16, by nearly that.
     moved = {name: (ours[name] - p).abs().max().item() for name, p in model.state_dict().items()}
     assert all(1e-3 < most <= 3.1e-3 for most in moved.values()), moved
+
+
+def with_sinks() -> Any:
+    cfg = transformers.GptOssConfig(vocab_size=131, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    with torch.device("meta"):
+        return transformers.GptOssForCausalLM(cfg)
+
+
+def with_a_delta_rule() -> str:
+    """The message that refuses the model."""
+    sizes: dict[str, Any] = {"vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    cfg = transformers.Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], **sizes)
+    with torch.device("meta"):
+        model = transformers.Qwen3NextForCausalLM(cfg)
+    tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return message(parallelize_hf, model, tp)
+
+
+def test_models_that_nobody_knows_how_to_cut_are_refused_over_tp():
+    with pytest.raises(ValueError, match="no plan for model_type 'gpt_oss'"):
+        plan_for(with_sinks())
+    for refusal in ranks.run(2, with_a_delta_rule):
+        assert refusal.startswith("the plan that transformers brings for 'qwen3_next' is wrong:")
