@@ -1,6 +1,6 @@
 """Optional libraries: a missing one is reported with the command that installs it.
 
-    with extras.needed("hf", "[model] name = 'hf'"):
+    with optional_imports.needed("hf", "[model] name = 'hf'"):
         import transformers     # ValueError: [model] name = 'hf' needs transformers, which is not installed: ...
 
 Each optional library belongs to an extra of pyproject.toml, and only the code that needs it imports it.

@@ -75,7 +75,7 @@ def evaluate(
     Args:
         trained: the model with its tokenizer.
         tasks: names of the tasks.
-        manager: their definitions, from `find_tasks`.
+        manager: the tasks' definitions, from `find_tasks`.
         batch_size: number of texts in one forward.
         n_shots: number of examples before each question; None: the task's own.
         limit: number of questions of each task to ask, from its first; None: all.

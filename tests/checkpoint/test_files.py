@@ -149,7 +149,7 @@ def test_converted_weights_are_on_the_disk_before_their_name_and_that_before_the
 def test_weights_that_cannot_be_converted_leave_what_was_there_and_say_why(files, monkeypatch, can_remove):
     path = store(files.path("w"), {"model/x": torch.ones(3)})
     source = Weights(open_checkpoint(path))
-    with pytest.raises(ValueError, match=r"w is there already \(--to\)"):
+    with pytest.raises(ValueError, match=r"w exists already \(--to\)"):
         to_checkpoint.write(path, source, config.Bloom())
     open_checkpoint(path).verify()
 

@@ -526,7 +526,7 @@ def convert_on_two(source: Path, target: Path, plant: Callable[[], object] = tup
 def test_what_all_ranks_of_a_conversion_find_is_said_by_one(finished):
     codes, said = convert_on_two(finished, finished)
     assert codes == [exit_codes.REFUSED, exit_codes.REFUSED]
-    assert said == [f"dtmega convert: {finished} is there already; expected a new folder, or an empty one\n"]
+    assert said == [f"dtmega convert: {finished} exists already; expected a new folder, or an empty one\n"]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def _write(
             json, options["token_ids"] = family.vocabulary(load_tokenizer(tokenizer), source.data)
         if startup.rank == 0:  # only rank 0 writes the files other than weights
             directory = Path(model.directory) if family.directory else source.directory
-            options["beside"] = card.texts(directory, source.rows, name=folder.name)
+            options["other_files"] = card.texts(directory, source.rows, name=folder.name)
         family.export(weights, folder, model, json, **options)
     elif startup.rank == 0 and target == "megatron":
         megatron_args, megatron_weights = family.as_stored("megatron", weights, model)

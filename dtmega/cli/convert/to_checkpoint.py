@@ -75,7 +75,7 @@ def write(
         )
     files, folder = split_path(path)
     if folder in files.folders():
-        raise ValueError(f"{path} is there already (--to)")
+        raise ValueError(f"{path} exists already (--to)")
     # A folder on a disk gets its name when it is complete. Remote storage cannot rename: there the folder counts as a
     # checkpoint once it has its manifest, which is written after the tensors.
     temporary = f".tmp-{folder}" if isinstance(files, Disk) else folder

@@ -39,32 +39,32 @@ def read_config(path: str) -> Any:
         # Quantised tensors are not the weights themselves: an fp8 weight has to be multiplied by its scales first.
         raise ValueError(f"{file} says that weights are quantised (quantization_config): not trainable ([model] path)")
     try:
-        theirs = config_json.make_config(path, plain)
+        hf_config = config_json.make_config(path, plain)
     except ValueError as error:
         raise ValueError(f"{error} ([model] path)") from None
     # BERT and similar families have causal heads too, which `is_decoder` in their config.json switches on.
-    decoder = getattr(theirs, "is_decoder", True) or theirs.model_type in families.ALWAYS_CAUSAL
-    if not decoder or theirs.is_encoder_decoder or type(theirs) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    decoder = getattr(hf_config, "is_decoder", True) or hf_config.model_type in families.ALWAYS_CAUSAL
+    if not decoder or hf_config.is_encoder_decoder or type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"model_type '{kind}' of {file} is not a causal language model, which is what the trainer trains; "
             f"dtmega.plans.parallelize_hf cuts it for a loop of your own ([model] path)"
         )
-    return theirs
+    return hf_config
 
 
-def build(theirs: Any) -> Any:
+def build(hf_config: Any) -> Any:
     """Build the model of a configuration in fp32, uninitialised, without dropout and other noise."""
     from transformers import AutoModelForCausalLM
 
-    theirs = copy.deepcopy(theirs)
-    for key in dropouts(theirs):
-        setattr(theirs, key, 0.0)
-    return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+    hf_config = copy.deepcopy(hf_config)
+    for key in dropouts(hf_config):
+        setattr(hf_config, key, 0.0)
+    return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
 
 
-def dropouts(theirs: Any) -> dict[str, float]:
+def dropouts(hf_config: Any) -> dict[str, float]:
     """The rates of dropout and other noise (as on the input of a router) in a configuration, by key."""
-    return {key: p for key, p in theirs.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
+    return {key: p for key, p in hf_config.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 
 def initial_values(path: str) -> dict[str, tuple[float, float]]:

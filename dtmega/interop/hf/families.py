@@ -77,7 +77,7 @@ StyleSpec: TypeAlias = str | Attention | Packed
 class PipelineEnds:
     """The modules of a base model that only the first or only the last stage of a pipeline holds.
 
-    A family can be described so if the forward of its base model does only this: call the modules of `first` on the
+    They describe a family correctly if the forward of its base model does only this: call the modules of `first` on the
     tokens, make masks and rotary tables for the hidden state's length, run the list of blocks, and call the modules of
     `last`. Anything else that it does to the hidden state before the blocks must depend on an attribute, which `later`
     switches off.
@@ -96,7 +96,7 @@ class PipelineEnds:
 
 @dataclass(frozen=True)
 class FamilyFacts:
-    """What dtmega knows about a family.
+    """The facts that dtmega knows about a family.
 
     Attributes:
         stacks: module that runs blocks -> name of its list of blocks.

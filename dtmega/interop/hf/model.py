@@ -135,15 +135,15 @@ class HF(Model):
         return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        theirs = self.hf.config
-        heads = getattr(theirs, "num_attention_heads", 0)
+        hf_config = self.hf.config
+        heads = getattr(hf_config, "num_attention_heads", 0)
         # Without heads there is no attention; Mamba's scan is not counted.
         if not heads:
             return 0
-        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
         # In latent attention (DeepSeek's), values have another length than queries and keys.
-        query_dim = getattr(theirs, "qk_head_dim", None) or head_dim
-        value_dim = getattr(theirs, "v_head_dim", None) or head_dim
+        query_dim = getattr(hf_config, "qk_head_dim", None) or head_dim
+        value_dim = getattr(hf_config, "v_head_dim", None) or head_dim
         return 3 * heads * (query_dim + value_dim) if piece.startswith("layers.") else 0
 
     def keep(self, pieces: Collection[str]) -> None:
@@ -192,9 +192,9 @@ class HF(Model):
         return super().full_name(name).removeprefix("hf.")
 
 
-def longest(theirs: Any) -> int | None:
+def longest(hf_config: Any) -> int | None:
     """The longest sequence that a configuration of transformers allows, in tokens; None: any length."""
-    return next((getattr(theirs, key) for key in families.POSITION_KEYS if getattr(theirs, key, None)), None)
+    return next((getattr(hf_config, key) for key in families.POSITION_KEYS if getattr(hf_config, key, None)), None)
 
 
 def blocks_of(hf: Any) -> nn.ModuleList:

@@ -27,31 +27,31 @@ def resolve(cfg: config.Config) -> config.Config:
             configuration contradicts config.json; or a key asks for something that a model of transformers cannot do.
     """
     directory = cfg.model.directory
-    theirs = read_config(directory)
+    hf_config = read_config(directory)
     try:
         values = sizes(directory)
     except ValueError:
         raise
     except Exception as error:  # raised by the family's own code, or by a model that is not a plain decoder
         raise ValueError(
-            f"{directory}/config.json makes no decoder of '{theirs.model_type}' that the trainer can train: "
+            f"{directory}/config.json: '{hf_config.model_type}' is not a decoder that the trainer can train: "
             f"{type(error).__name__}: {error} ([model] path)"
         ) from None
     for key, value in values.items():
         if key in cfg.model.model_fields_set and getattr(cfg.model, key) != value:
             raise ValueError(
-                f"[model] {key}={getattr(cfg.model, key)}, but by {directory}/config.json it is {value}; "
+                f"[model] {key}={getattr(cfg.model, key)}, but {directory}/config.json gives {value}; "
                 f"leave it out ([model] {key})"
             )
-    if getattr(theirs.get_text_config(), "output_router_logits", False):
+    if getattr(hf_config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             f"{directory}/config.json has output_router_logits=true: transformers then adds a loss of routers, "
             f"a product of means over a microbatch, which would change with the layout; it is not part of the loss "
             f"here. Set it to false (router_aux_loss_coef alone changes nothing) ([model] path)"
         )
-    max_length = longest(theirs)
+    max_length = longest(hf_config)
     if max_length and cfg.data.seq_len > max_length:
-        key = next(key for key in families.POSITION_KEYS if getattr(theirs, key, None))
+        key = next(key for key in families.POSITION_KEYS if getattr(hf_config, key, None))
         raise ValueError(
             f"seq_len={cfg.data.seq_len} is more than the {key}={max_length} of {directory} ([data] seq_len)"
         )
@@ -64,7 +64,7 @@ def resolve(cfg: config.Config) -> config.Config:
         if not tokenizer.is_file():
             raise ValueError(
                 f"{directory} has no tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) may "
-                f"make one, [data] tokenizer names another"
+                f"make one; or name another with [data] tokenizer"
             )
         sections["data"] = cfg.data.model_copy(update={"tokenizer": str(tokenizer)})
     return cfg.model_copy(update=sections)
@@ -87,9 +87,9 @@ def sizes(directory: str) -> dict[str, int]:
     Raises:
         ValueError: as `read_config`; or the model stores a tensor that is not of floats.
     """
-    theirs = read_config(directory)
+    hf_config = read_config(directory)
     with torch.device("meta"):
-        hf = build(theirs)
+        hf = build(hf_config)
     for name, tensor in hf.state_dict().items():
         if not tensor.is_floating_point():
             raise ValueError(
@@ -97,12 +97,12 @@ def sizes(directory: str) -> dict[str, int]:
                 f"to be floats ([model] path)"
             )
     blocks = list(blocks_of(hf).children())
-    feed_forward = next((getattr(theirs, k) for k in families.FEED_FORWARD_KEYS if hasattr(theirs, k)), 0)
+    feed_forward = next((getattr(hf_config, k) for k in families.FEED_FORWARD_KEYS if hasattr(hf_config, k)), 0)
     return {
-        "vocab_size": theirs.vocab_size,
-        "hidden_size": theirs.hidden_size,
+        "vocab_size": hf_config.vocab_size,
+        "hidden_size": hf_config.hidden_size,
         "n_layers": len(blocks),
-        "n_heads": getattr(theirs, "num_attention_heads", 0),  # Mamba has none
+        "n_heads": getattr(hf_config, "num_attention_heads", 0),  # Mamba has none
         "ffn_hidden_size": feed_forward or 0,
     }
 
@@ -127,7 +127,7 @@ def reread_directory(model: config.Model, trained: str) -> config.Model:
     today = digest(model.directory)
     if trained not in ("", today):
         raise ValueError(
-            f"{model.directory}/config.json is not what was trained: its digest is {today}, expected {trained} "
+            f"{model.directory}/config.json has changed since training: its digest is {today}, expected {trained} "
             f"([model] path)"
         )
     return model.model_copy(update=values)

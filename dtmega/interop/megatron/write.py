@@ -88,7 +88,7 @@ def write(
         OSError: writing failed.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; expected a new folder, or an empty one (--to)")
+        raise ValueError(f"{folder} exists already; expected a new folder, or an empty one (--to)")
     layout = _layout(source, args, tp, pp)
     rows = MULTIPLE * tp
     padded = -(-source.tensors[WORDS][1][0] // rows) * rows

@@ -136,13 +136,13 @@ class _Decoder:
     def push_name(self, name: str) -> None:
         """Push a class or function by its name, "module qualname"."""
         if name not in self.names:
-            raise ValueError(f"refused: the pickle asks for {name!a:.200}, which such a file has no need of")
+            raise ValueError(f"refused: the pickle asks for {name!a:.200}, which such a file does not need")
         self.stack.append(PickledObject(name))
 
     def push_external(self, arg: Any) -> None:
         """Push a reference to an object outside of the pickle, by its persistent id."""
         if "persistent id" not in self.names:
-            raise ValueError("refused: pickle opcode BINPERSID, which such a file has no need of")
+            raise ValueError("refused: pickle opcode BINPERSID, which such a file does not need")
         self.stack.append(PickledObject("persistent id", of_type(self.stack.pop(), tuple, "a persistent id")))
 
     def call(self, arg: Any) -> None:
@@ -207,7 +207,7 @@ def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"damaged pickle: exhausted before its end, or no opcode at byte {at}: {code!r}")
         name = opcode.name
         if name not in ACTIONS:
-            raise ValueError(f"refused: pickle opcode {name}, which such a file has no need of")
+            raise ValueError(f"refused: pickle opcode {name}, which such a file does not need")
         if name == "GLOBAL":
             yield name, f"{_name(stream)} {_name(stream)}"
         else:

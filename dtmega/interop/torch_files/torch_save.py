@@ -108,6 +108,9 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
     """Find the elements of the tensor in the archive of `length` bytes at byte `start`, and compare their checksum.
 
     Args:
+        fd: descriptor of the file.
+        start: first byte of the archive.
+        length: number of bytes of the archive.
         dtype, sizes: what the tensor is expected to be; none of the sizes is 0.
 
     Raises:

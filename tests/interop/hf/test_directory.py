@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "a gguf": (
         lambda home: (home / "model.safetensors").rename(home / "q4.gguf"),
         {},
-        "but q4.gguf, which is for inference; download the model as safetensors, or make it of this with AutoModel",
+        "but q4.gguf, which is for inference; download the model as safetensors, or convert it with AutoModel",
     ),
     "a gguf alone": (
         lambda home: ((home / "model.safetensors").rename(home / "q4.gguf"), (home / "config.json").unlink()),
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "another shape": (
         lambda home: tensors(home, lambda found: found.update({"model.norm.weight": torch.ones(63)})),
         {},
-        "model.safetensors is [63], but by config.json [64] ([model] path)",
+        "model.safetensors is [63], but config.json gives [64] ([model] path)",
     ),
     "half a file": (
         lambda home: os.truncate(home / "model.safetensors", 4000),
@@ -315,7 +315,7 @@ def test_each_key_of_model_is_what_config_json_says_or_free(home: Path, key: str
     said_by = resolved(home).model
     again = resolved(home, model={"name": "hf", "path": str(home), key: getattr(said_by, key)})
     assert getattr(again.model, key) == getattr(said_by, key)
-    with pytest.raises(ValueError, match=rf"\[model\] {key}=.*, but by .* it is"):
+    with pytest.raises(ValueError, match=rf"\[model\] {key}=.*, but .*config.json gives"):
         resolved(home, model={"name": "hf", "path": str(home), key: OWN[key]})
 
 

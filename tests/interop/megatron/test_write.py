@@ -202,7 +202,7 @@ def test_a_checkpoint_becomes_a_folder_for_their_ranks(tmp_path: Path, capsys: p
     assert all(torch.equal(found[name][: len(tensor)], tensor.half()) for name, tensor in weights.items())
     assert said.embed_layernorm
     assert command([*arguments, "--tp", "2"]) == exit_codes.REFUSED
-    assert "is there already; expected a new folder" in capsys.readouterr().err
+    assert "exists already; expected a new folder" in capsys.readouterr().err
     assert command([*arguments[:4], "--to", "hf", str(tmp_path / "hf"), "--tp", "2"]) == exit_codes.REFUSED
     assert "--tp=2 and --pp=1 are for --to megatron" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()

@@ -61,7 +61,7 @@ def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
     """The configuration that transformers makes of the file, without keys that choose an implementation.
 
     Args:
-        directory: the directory, which the configuration remembers.
+        directory: path of the directory, which the configuration keeps as its `name_or_path`.
         plain: content of its config.json, from `read_plain`.
 
     Raises:

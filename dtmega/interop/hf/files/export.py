@@ -4,7 +4,7 @@ OUT/config.json               the model's; or the original's, with another class
 OUT/generation_config.json    and the tokenizer's files
 OUT/model.safetensors         or several files, as write.py writes them
 
-If the model came from a directory, its original, the tokenizer's files (BESIDE) are copied from there byte by byte.
+If the model came from a directory, its original, the tokenizer files there (TOKENIZER_FILES) are copied byte by byte.
 Code and other weights are never copied.
 """
 
@@ -23,10 +23,10 @@ from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.files.write import MAX_FILE_BYTES, tensor_specs, to_json, widest, write
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-BEGINS = "decoder_start_token_id"  # a key of models only; tokenizers have no such token
-NO_ENDS: Mapping[str, int | None] = MappingProxyType({"bos_token_id": None, "eos_token_id": None})
+DECODER_START = "decoder_start_token_id"  # a key of models only; tokenizers have no such token
+NO_TOKEN_IDS: Mapping[str, int | None] = MappingProxyType({"bos_token_id": None, "eos_token_id": None})
 # File names that transformers' tokenizers use.
-BESIDE = (
+TOKENIZER_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
@@ -51,8 +51,8 @@ def export(
     rank: int,
     size: int,
     barrier: Callable[[], None],
-    token_ids: Mapping[str, int | None] = NO_ENDS,
-    beside: Mapping[str, bytes] = MappingProxyType({}),
+    token_ids: Mapping[str, int | None] = NO_TOKEN_IDS,
+    other_files: Mapping[str, bytes] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write `folder` as `write.write` does; all ranks call it.
@@ -67,8 +67,8 @@ def export(
             the original, if there is one.
         rank, size, barrier, max_file_bytes: see `write.write`.
         token_ids: special tokens of that tokenizer, by the keys that configurations have for them: eos_token_id, ...
-        beside: file -> content, of other files to write; only rank 0's are written. For a model that is written here
-            they may include `tokenizer.json` and `generation_config.json` of the directory that the training began
+        other_files: file -> content, of other files to write; only rank 0's are written. For a model that is written
+            here they may include `tokenizer.json` and `generation_config.json` of the directory that the training began
             with. The latter is kept if the tokenizer is still that one, and otherwise gets the new tokenizer's ids.
 
     Raises:
@@ -77,22 +77,24 @@ def export(
         OSError: as `write`.
     """
     tensors = tensor_specs(source)
-    files = dict(beside)
+    files = dict(other_files)
     if original is None:
         config = {**config_values, **token_ids, "torch_dtype": widest(tensor.dtype for tensor in tensors)}
     else:
         config = config_json.read_plain(original)
         config.pop("torch_dtype", None)  # transformers 4 called the key so
         config |= {"dtype": widest(tensor.dtype for tensor in tensors), **config_values}
-        files |= {name: _read(original / name) for name in (GENERATION, *BESIDE) if (original / name).is_file()}
+        files |= {
+            name: _read(original / name) for name in (GENERATION, *TOKENIZER_FILES) if (original / name).is_file()
+        }
     keeps_tokenizer = tokenizer_json is None or tokenizer_json.encode() == files.get(TOKENIZER)
     if original is None or not keeps_tokenizer:
         config |= token_ids
         if not keeps_tokenizer or GENERATION not in files:
             generation = parse_object(files.get(GENERATION, b"{}"), f"{GENERATION} of the source")
-            begins = {BEGINS: config[BEGINS]} if BEGINS in config else {}
-            files[GENERATION] = to_json({**generation, **token_ids, **begins})
-        files = {name: content for name, content in files.items() if name not in BESIDE}
+            decoder_start = {DECODER_START: config[DECODER_START]} if DECODER_START in config else {}
+            files[GENERATION] = to_json({**generation, **token_ids, **decoder_start})
+        files = {name: content for name, content in files.items() if name not in TOKENIZER_FILES}
         if tokenizer_json is not None:
             tokenizer = Tokenizer.from_str(tokenizer_json)
             files |= _tokenizer_files(tokenizer, tokenizer_json, token_ids, reads_types="type_vocab_size" in config)
@@ -122,7 +124,7 @@ def _tokenizer_files(
         token = tokenizer.id_to_token(i)
         if token is None:
             raise ValueError(f"the tokenizer has no id {i}, which is to be {key} ([data] tokenizer)")
-        if key != BEGINS:
+        if key != DECODER_START:
             special[key.removesuffix("_id")] = token
     special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
     if reads_types:

@@ -51,13 +51,13 @@ def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str
         if name is None:
             unknown.append(key)
         elif name in keys:
-            raise ValueError(f"{files.path}: '{keys[name]}' and '{key}' are there; expected one tensor for {name}")
+            raise ValueError(f"{files.path}: '{keys[name]}' and '{key}' are stored; expected one tensor for {name}")
         elif name:
             keys[name] = key
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
-            f"{files.path} is of another model than its config.json says: {model} has no place for "
+            f"{files.path} holds another model than its config.json says: {model} has no place for "
             f"{', '.join(unknown[:3])}{more}"
         )
     return keys

@@ -28,9 +28,9 @@ def open_weights(path: Path, form: Format, model: config.Model, build: Build) ->
         ValueError: config.json does not agree with [model]; `TensorFiles` refuses the files; a tensor is missing,
             occurs twice, has a shape or dtype that this weight cannot have, or belongs to another model.
     """
-    theirs = config_json.read_plain(path)
+    config_values = config_json.read_plain(path)
     files = TensorFiles(path)
-    form.check(theirs, f"{path}/{config_json.NAME}", model, files)
+    form.check(config_values, f"{path}/{config_json.NAME}", model, files)
     check_stored(model, files, str(path))
     names = tensor_names(form, model, build)
     stored_tensors = names.translation.theirs

@@ -63,7 +63,7 @@ class TensorFiles:
                     check_not_a_pointer(raw.read(64), self.path / file)
                 safetensors_file = safe_open(self.path / file, "pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.path / file} is no safetensors file: {error}") from None
+                raise ValueError(f"{self.path / file} is not a safetensors file: {error}") from None
             for name in sorted(safetensors_file.keys()):
                 self._add(name, safetensors_file.get_slice(name), file)
         if lost := sorted(name for name, file in weight_map.items() if self.file_of.get(name) != file):
@@ -73,7 +73,7 @@ class TensorFiles:
         if not name.isprintable():
             raise ValueError(f"{self.path / file}: expected printable names, got {name!a:.200}")
         if name in self.file_of:
-            raise ValueError(f"{self.path}: '{name}' is there twice, in {self.file_of[name]} and in {file}")
+            raise ValueError(f"{self.path}: '{name}' occurs twice, in {self.file_of[name]} and in {file}")
         dtype = (DTYPES | OTHERS).get(part.get_dtype())
         if dtype is None:
             raise ValueError(f"{self.path / file}: '{name}' is of an unknown dtype, {part.get_dtype()}")
@@ -104,7 +104,7 @@ class TensorFiles:
         _, shape = self.tensors[name]
         if shape != expected:
             file = self.path / self.file_of[name]
-            raise ValueError(f"'{name}' of {file} is {list(shape)}, but by config.json {list(expected)}")
+            raise ValueError(f"'{name}' of {file} is {list(shape)}, but config.json gives {list(expected)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         """Read a part of a tensor (None: all of it), in the file's dtype."""
@@ -167,7 +167,7 @@ def other_weights(directory: Path) -> str:
         )
     if file := first(GGUF):
         return (
-            f", but {file}, which is for inference; download the model as safetensors, or make it of this with "
+            f", but {file}, which is for inference; download the model as safetensors, or convert it with "
             f"AutoModelForCausalLM.from_pretrained('{directory}', gguf_file='{file}').save_pretrained(...)"
         )
     if file := first(*WEIGHTS):

@@ -46,7 +46,7 @@ def conversions(model: Any) -> list[Any]:
 
 
 def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directions:
-    """How parameters are assembled from the components that files may hold instead, and how they are cut into these.
+    """The assembly of parameters from the components that files may hold instead, and of components from parameters.
 
     Args:
         conversions: result of `conversions`.

@@ -87,7 +87,7 @@ def write(
         OSError: writing failed on this rank; on rank 0, on any rank.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; expected a new folder, or an empty one")
+        raise ValueError(f"{folder} exists already; expected a new folder, or an empty one")
     contents = _contents(tensors, max_file_bytes)
     other_files = dict(other_files)
     if len(contents) > 1:

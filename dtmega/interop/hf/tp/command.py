@@ -142,4 +142,6 @@ def on_meta(directory: Path) -> Any:
         with torch.device("meta"):
             return model_class._from_config(config)
     except Exception as error:  # each family checks its sizes in its own way
-        raise ValueError(f"{directory}/config.json makes no {name}: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{directory}/config.json cannot be built as {name}: {type(error).__name__}: {error}"
+        ) from None

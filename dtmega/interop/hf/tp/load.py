@@ -27,7 +27,7 @@ from dtmega.ops.shards import boxes
 
 
 class Read(NamedTuple):
-    """How much of the files this rank has read.
+    """The share of the files that this rank has read.
 
     Attributes:
         bytes: number of bytes that this rank read.
@@ -58,7 +58,7 @@ def open_folder(directory: Path | str, model: Any) -> Folder:
     files = TensorFiles(directory)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     components = theirs.component_directions(theirs.conversions(model), shapes)
-    keys = places(files, model, components)
+    keys = tensor_keys(files, model, components)
     weights = _assembled(files, keys, components, model)
     copies: dict[str, list[str]] = {}
     for _, known_as in aliases(model):
@@ -82,7 +82,7 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
     Args:
         files: the directory's files.
         keys: name of a tensor or of a component -> key in the files.
-        components: how parameters are assembled from components.
+        components: the assembly of parameters from components.
         model: the model, for the names under which components are stored.
 
     Raises:
@@ -98,7 +98,7 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
             continue
         if name in keys:
             first_key = keys[stored_parts[0]]
-            raise ValueError(f"{files.path}: '{keys[name]}' and '{first_key}' are there, which is a piece of it")
+            raise ValueError(f"{files.path}: '{keys[name]}' is stored whole and in parts, such as '{first_key}'")
         if missing := [part for part in parts if part not in keys]:
             saved_name = theirs.saved_names(model, missing)[missing[0]]
             raise ValueError(f"{files.path} has no '{saved_name}' in its safetensors files")
@@ -120,7 +120,7 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         device: device of this rank's parts.
 
     Returns:
-        How much this rank has read.
+        The number of bytes that this rank has read, and that the files hold.
 
     Raises:
         ValueError: as `open_folder`.
@@ -160,7 +160,7 @@ def materialize(model: Any, device: str | torch.device) -> None:
     model.initialize_weights()
 
 
-def places(files: TensorFiles, model: Any, components: Directions) -> dict[str, str]:
+def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[str, str]:
     """Name of a tensor of the model, or of a component -> key in the files.
 
     Keys are matched as `from_pretrained` matches them: renamed, with or without the prefix of the base model. Keys that
@@ -194,8 +194,8 @@ def places(files: TensorFiles, model: Any, components: Directions) -> dict[str, 
             return component if component in components.theirs else None
         if converter_pattern is not None:
             raise ValueError(
-                f"{files.path} is whole, but in a form of the hub that is not read: '{key}' is stored by itself, and "
-                f"the model has '{name}', which transformers makes of it. A directory that is read: "
+                f"{files.path} is complete, but in a form that is not read here: '{key}' is stored by itself, and "
+                f"transformers makes the model's '{name}' of it. To make a directory that is read: "
                 f"AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW, save_original_format=False)"
             )
         return name

@@ -1,8 +1,8 @@
 """Logits of models of `transformers` that are computed only when something needs their values.
 
 A model's own code scales and caps its logits, casts and flattens them, and calls `F.cross_entropy`. `VocabLogits`
-records these operations, and for the cross-entropy calls the fused kernel of `dtmega.ops.loss`, which never holds the
-logits [N, V]. Any other operation computes the whole logits first.
+records these operations, and for the cross-entropy calls the fused kernel of `dtmega.ops.cross_entropy`, which never
+holds the logits [N, V]. Any other operation computes the whole logits first.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class MultiQueryColumn(Column):
         super().check(module, tp)
         rows = next(module.parameters()).shape[0]
         if self.heads % tp or rows % (self.heads + 2):
-            raise ValueError(f"tp={tp} and {self.heads} heads: {rows} rows of {type(module).__name__} are not shared")
+            raise ValueError(f"tp={tp} and {self.heads} heads: {rows} rows of {type(module).__name__} cannot be shared")
 
     def multiply(self, module: Any, x: Tensor) -> Tensor:
         n_local = self.heads // self.group.size()

@@ -94,8 +94,8 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
     heads, hidden = _first(config, HEAD_KEYS), _first(config, HIDDEN_KEYS)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError(
-            f"a plan is proven on a small clone, and a config of '{config.model_type}' has no number of heads or no "
-            f"hidden size to make one by (none of {', '.join(HEAD_KEYS)}; {', '.join(HIDDEN_KEYS)})"
+            f"a config of '{config.model_type}' has no number of heads or no hidden size, by which a clone could be "
+            f"made (none of {', '.join(HEAD_KEYS)}; {', '.join(HIDDEN_KEYS)})"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if kv_heads == heads:

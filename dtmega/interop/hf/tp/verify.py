@@ -132,6 +132,8 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
     bias of the keys, so its gradient is such noise.
 
     Args:
+        ours: tensor of the model that is cut, or None if it has none.
+        truth: the same tensor of the model on one process.
         of_all: norm of all gradients together.
     """
     if ours is None or truth is None:

@@ -329,7 +329,7 @@ def test_an_original_that_has_changed_or_is_gone_is_refused_and_another_may_be_n
     rewrite(tmp_path / "original" / "config.json", rms_norm_eps=0.1)
     assert command(arguments) == exit_codes.REFUSED
     message = capsys.readouterr().err
-    assert "original/config.json is not what was trained: its digest is" in message
+    assert "original/config.json has changed since training: its digest is" in message
     assert "--original DIR" in message
     shutil.rmtree(tmp_path / "original")
     assert command(arguments) == exit_codes.REFUSED
@@ -349,7 +349,7 @@ def test_a_run_of_bloom_has_no_original(tmp_path, capsys):
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path, llama, capsys):
     (tmp_path / "file").touch()
     assert to_hf(llama / "checkpoint", tmp_path) == exit_codes.REFUSED
-    assert "is there already; expected a new folder" in capsys.readouterr().err
+    assert "exists already; expected a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -423,7 +423,7 @@ def test_generate_refuses_a_directory_that_has_changed(tmp_path, finished, capsy
     settings = tmp_path / "run" / "config.toml"
     settings.write_text(settings.read_text().replace(str(finished.parent / "original"), str(tmp_path / "original")))
     assert command(["generate", "--run", str(tmp_path / "run"), "--prompt", "abc"]) == exit_codes.REFUSED
-    assert "is not what was trained" in capsys.readouterr().err
+    assert "has changed since training" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

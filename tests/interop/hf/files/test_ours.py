@@ -319,18 +319,18 @@ def cut_off(folder):
         (leftover, "bloom has no place for transformer.h.0.self_attention.rotary.weight"),
         (
             other_name,
-            "and 'ln_f.weight' are there; expected one tensor for transformer.ln_f.weight",
+            "and 'ln_f.weight' are stored; expected one tensor for transformer.ln_f.weight",
         ),
-        (tensor_twice, r"'transformer.ln_f.weight' is there twice, in model-0000\d-of-0000\d.safetensors and in more"),
+        (tensor_twice, r"'transformer.ln_f.weight' occurs twice, in model-0000\d-of-0000\d.safetensors and in more"),
         (integers, "' is of dtype I8, expected one of F64, F32, F16, BF16"),
         (other_head, "'embed.weight' and 'head.weight' are stored with different values, but they are one parameter"),
         (
             head_of_another_shape,
-            r"'lm_head.weight' of .*more.* is \[130, 64\], but by config.json \[131, 64\]",
+            r"'lm_head.weight' of .*more.* is \[130, 64\], but config.json gives \[131, 64\]",
         ),
         (only_pickles, "pytorch_model.bin: a pickle, which can run code; re-save it as safetensors"),
         (only_a_configuration, "holds neither model.safetensors nor"),
-        (cut_off, rf"{SECOND}\d+.safetensors is no safetensors file"),
+        (cut_off, rf"{SECOND}\d+.safetensors is not a safetensors file"),
     ],
 )
 def test_a_folder_that_is_not_whole_or_not_bloom_is_refused(folder, damage, message):
@@ -690,7 +690,7 @@ def test_what_hugging_faces_bloom_cannot_be_is_refused_before_anything_is_writte
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path, pair):
     (tmp_path / "file").touch()
     for there in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ValueError, match="is there already; expected a new folder, or an empty one"):
+        with pytest.raises(ValueError, match="exists already; expected a new folder, or an empty one"):
             write_all(Memory(parameters(pair[0])), there, MODEL)
 
 

@@ -191,7 +191,7 @@ def distributed(folder: Path) -> None:
             more(**{"model.norm.weight": torch.ones(64, dtype=torch.int32)}),
             "'model.norm.weight' is of dtype I32, expected one of F64, F32, F16, BF16",
         ),
-        (more(**{"norm.weight": torch.ones(64)}), "'model.norm.weight' and 'norm.weight' are there; expected one"),
+        (more(**{"norm.weight": torch.ones(64)}), "'model.norm.weight' and 'norm.weight' are stored; expected one"),
         (more(**{"a\x1b[2J": torch.ones(1)}), r"expected printable names, got 'a\x1b[2J'"),
         (index('{"weight_map": {"a": "../secret.safetensors"}}'), "names '../secret.safetensors'; expected names of"),
         (index('{"weight_map": {"a": "/etc/passwd"}}'), "names '/etc/passwd'; expected names of files beside it"),
@@ -289,7 +289,7 @@ def test_a_damaged_file_is_one_message_that_names_it(tmp_path: Path, damage: str
     (tmp_path / "model.safetensors").write_bytes(written(entry(), bytes(8)))
     assert TensorFiles(tmp_path).read("a").tolist() == [0, 0]
     (tmp_path / "model.safetensors").write_bytes(DAMAGED[damage])
-    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file: "):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file: "):
         TensorFiles(tmp_path)
 
 
@@ -510,8 +510,11 @@ def with_a_second_name(tensors: dict[str, torch.Tensor]) -> None:
     [
         (without_an_expert, "has no 'model.layers.1.block_sparse_moe.experts.2.w3.weight' in its safetensors files"),
         (with_another_expert, "has no place for model.layers.0.block_sparse_moe.experts.4.w1.weight"),
-        (with_a_wider_expert, "experts.1.w2.weight' of .* is [64, 50], but by config.json [64, 48]"),
-        (with_the_stack_too, "'model.layers.0.mlp.experts.down_proj' and .*experts.0.w2.weight' are there"),
+        (with_a_wider_expert, "experts.1.w2.weight' of .* is [64, 50], but config.json gives [64, 48]"),
+        (
+            with_the_stack_too,
+            "'model.layers.0.mlp.experts.down_proj' is stored whole and in parts, such as .*experts.0.w2.weight'",
+        ),
         (with_a_second_name, "expected one tensor for model.layers.0.mlp.experts.1.w2.weight"),
     ],
 )
@@ -535,7 +538,7 @@ def test_a_form_of_the_hub_that_is_not_read_is_refused_as_such_and_the_directory
         **MIXTURE, **sizes, linear_value_head_dim=8, layer_types=kinds, eos_token_id=1, bos_token_id=0
     )
     transformers.OlmoHybridForCausalLM(cfg).save_pretrained(tmp_path / "hub")
-    message = r"is whole, but in a form of the hub that is not read: '.*k_conv1d.weight' is stored by itself"
+    message = r"is complete, but in a form that is not read here: '.*k_conv1d.weight' is stored by itself"
     with pytest.raises(ValueError, match=message):
         ours(tmp_path / "hub")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
