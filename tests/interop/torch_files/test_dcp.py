@@ -320,7 +320,7 @@ MALICIOUS_METADATA: dict[str, tuple[Callable[[Path, Path], bytes], str]] = {
         "asks for '(posix|os) system'",
     ),
     "eval in planner_data": (planted("planner_data", evaluated), "asks for '(builtins|__builtin__) eval'"),
-    "a class in storage_meta": (planted("storage_meta", lambda m: Trap(str(m))), "asks for 'test_foreign Trap'"),
+    "a class in storage_meta": (planted("storage_meta", lambda m: Trap(str(m))), r"asks for '[\w.]*test_dcp Trap'"),
     "a list of objects": (planted("version", lambda m: [shell(m), shell(m)]), "asks for '(posix|os) system'"),
     "in place of a shape": (planted_in_a_shape, "asks for '(posix|os) system'"),
     "a dotted name": (lambda _, marker: dotted(marker), "asks for 'torch.serialization os.system'"),
