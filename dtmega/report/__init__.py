@@ -1,5 +1,5 @@
-"""A run as one page: `record.py` reads its metrics.jsonl, `run.py` all of its directory; `page.py` writes the HTML.
+"""A run as one page: `record.py` reads its metrics.jsonl, `run.py` all of its directory, and `page.py` writes the HTML.
 
-The numbers of the figures (`curves.py`) are drawn twice: by plotly for the page, by matplotlib for `--png`. Both are
-optional, and imported by nothing but `plots.py` and `png.py`.
+The figures are drawn from the curves of `curves.py`: by plotly for the page (`plots.py`), by matplotlib for `--png`
+(`png.py`). Both libraries are optional, and only these two modules import them.
 """

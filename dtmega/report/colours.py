@@ -1,4 +1,4 @@
-"""One colour a run, the same in every figure and table; in one run, what a line is is told by its form."""
+"""One colour per run, the same in every figure and table. Within a run, lines differ in shade, dashes and markers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ COLOURS = ("#2266cc", "#dd6b10", "#1a8a5a", "#a23bb0", "#c22f45", "#0e8f9e", "#7
 
 
 def colour(number: int) -> str:
-    """The colour of the run with this number."""
+    """The colour of run number `number`."""
     return COLOURS[number % len(COLOURS)]
 
 
 def faint(hexadecimal: str) -> str:
-    """The colour of single steps under their mean, as CSS has it."""
+    """A lighter shade for the curve of single steps, on which their mean is drawn, in CSS notation."""
     red, green, blue = (int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.32)"
 
 
 def darker(hexadecimal: str) -> str:
-    """The colour of a validation beside the training of the same run."""
+    """A darker shade for a run's validation losses."""
     return "#" + "".join(f"{round(0.62 * int(hexadecimal[i : i + 2], 16)):02x}" for i in (1, 3, 5))

@@ -1,4 +1,4 @@
-"""Several runs, or the parts of one, beside each other: what differs comes first, what is equal is folded away."""
+"""Comparison of several runs, or of the parts of one: differences come first, equal values are folded away."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tomli_w
 from dtmega.report.markup import breakable, names, table, text
 from dtmega.report.run import Config, Run, numbers
 
-SHOWN_ROWS = 12  # of differences; two families of models have 50
+SHOWN_ROWS = 12  # most differences that are shown unfolded; two runs of different model families have 50
 ABSENT = "–"
 
 
 def differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section with the keys and the numbers in which these runs differ, and the numbers that they share."""
+    """The HTML of the section "Differences": keys and numbers that differ between the runs, then the equal numbers."""
     headings = names(runs, colours)
     different, equal = {}, {}
     for label, values in _numbers(runs):
@@ -36,44 +36,51 @@ def differences(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The numbers of each run, by their label."""
-    every = [numbers(run) for run in runs]
-    labels = list(dict.fromkeys(chain.from_iterable(every)))
-    found = [(label, [of_run.get(label, ABSENT) for of_run in every]) for label in labels]
-    found.append(("layout", [run.layout for run in runs]))
-    found.append(("newest checkpoint", [run.newest_checkpoint or ABSENT for run in runs]))
-    return found
+    """Rows of label and values: each number that any run has, with its value in each run."""
+    numbers_of_runs = [numbers(run) for run in runs]
+    labels = list(dict.fromkeys(chain.from_iterable(numbers_of_runs)))
+    rows = []
+    for label in labels:
+        rows.append((label, [of_run.get(label, ABSENT) for of_run in numbers_of_runs]))
+    rows.append(("layout", [run.layout for run in runs]))
+    rows.append(("newest checkpoint", [run.newest_checkpoint or ABSENT for run in runs]))
+    return rows
 
 
 def difference_table(configs: Sequence[Config], headings: Sequence[str]) -> str:
-    """A row for each key that is not the same in all of these configurations; many of them are folded away."""
+    """The HTML of a table of the keys that differ between configurations. Rows after SHOWN_ROWS are folded away.
+
+    Args:
+        configs: configurations, by section.
+        headings: heading of the column of each configuration.
+    """
     rows = []
     for key, values in different_keys(configs):
         rows.append([f'<span class="key">{breakable(key)}</span>', *(breakable(_toml(value)) for value in values)])
     if not rows:
         return '<p class="note">None.</p>'
     shown = table(["key", *headings], rows[:SHOWN_ROWS])
-    rest = rows[SHOWN_ROWS:]
-    if not rest:
+    more = rows[SHOWN_ROWS:]
+    if not more:
         return shown
-    return f"{shown}<details><summary>{len(rest)} more</summary>{table(['key', *headings], rest)}</details>"
+    return f"{shown}<details><summary>{len(more)} more</summary>{table(['key', *headings], more)}</details>"
 
 
 def different_keys(configs: Sequence[Config]) -> list[tuple[str, list[Any]]]:
-    """The keys whose values are not the same everywhere, and these; None where one has no such key.
+    """Rows of key and values: each key that differs, with its value in each configuration, or None if it has none.
 
-    Where a run writes, `run.dir`, is left out: it names the run.
+    `run.dir` is left out: it differs between any two runs, and is their name.
     """
-    found = []
+    different = []
     for (section, key), values in _keys(configs).items():
-        is_name = (section, key) == ("run", "dir")
-        if not is_name and any(value != values[0] for value in values):
-            found.append((f"{section}.{key}", values))
-    return found
+        is_run_dir = (section, key) == ("run", "dir")
+        if not is_run_dir and any(value != values[0] for value in values):
+            different.append((f"{section}.{key}", values))
+    return different
 
 
 def equal_keys(configs: Sequence[Config]) -> Config:
-    """The part of these configurations that is the same in all of them."""
+    """The keys that have the same value in all configurations, by section."""
     equal: dict[str, dict[str, Any]] = {}
     for (section, key), values in _keys(configs).items():
         if all(value == values[0] for value in values):
@@ -82,16 +89,17 @@ def equal_keys(configs: Sequence[Config]) -> Config:
 
 
 def _keys(configs: Sequence[Config]) -> Mapping[tuple[str, str], list[Any]]:
-    """Each key of any of these configurations, and its value in each of them, None where there is none."""
-    found: dict[tuple[str, str], list[Any]] = {}
+    """(section, key) of any configuration -> its value in each configuration, or None if it has none."""
+    values: dict[tuple[str, str], list[Any]] = {}
     for config in configs:
         for section in config:
             for key in config[section]:
-                found[section, key] = [each.get(section, {}).get(key) for each in configs]
-    return found
+                values[section, key] = [each.get(section, {}).get(key) for each in configs]
+    return values
 
 
 def _toml(value: Any) -> str:
+    """A value as TOML writes it; a dash for None."""
     if value is None:
         return ABSENT
     return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()

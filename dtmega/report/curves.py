@@ -1,4 +1,4 @@
-"""Curves that a browser can draw: fewer points with every extreme kept, means of noisy steps, the slow tail."""
+"""Curves small enough for a browser: fewer points that keep every extreme, running means, the tail of slow steps."""
 
 from __future__ import annotations
 
@@ -12,40 +12,58 @@ from dtmega.files import console
 from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
-BUCKETS = 2000  # of a curve, two points each: a screen has fewer columns
-MEAN_POINTS = 1000
-MEANS = 50  # a curve of means has this many independent ones
-CIRCLES = 100  # validations that are told from each other
-MOST_LINES = 30  # restarts of a run
-MOST_LETTERS = 40  # of a name
-MARKS = 1000  # of one kind that are drawn
+BUCKETS = 2000  # stretches of steps that a curve is thinned to, with two points each: a screen has fewer columns
+MEAN_POINTS = 1000  # most points of a running mean
+MEANS = 50  # number of windows of a running mean that fit side by side
+CIRCLES = 100  # most validations that are drawn with a marker each
+MOST_LINES = 30  # most restarts of a run that are drawn as lines
+MOST_LETTERS = 40  # longest name
+MARKS = 1000  # most events of one kind that are drawn
 
 
 def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) -> Series:
-    """The smallest and the largest value of each of `buckets` stretches of steps, both ends, and the marked steps.
+    """A series with fewer points, whose drawing looks the same.
 
-    A series of no more than two points a bucket stays as it is.
+    Kept are the smallest and the largest value in each of `buckets` stretches of steps, the first and the last step,
+    and the marked steps. A series with at most two points per bucket is returned unchanged.
+
+    Args:
+        series: values by ascending steps.
+        marked: steps to keep.
+        buckets: number of stretches.
     """
     steps, values = series
     if steps.size <= 2 * buckets:
         return series
     edges = np.linspace(0, steps.size, buckets + 1).astype(np.int64)[:-1]
-    extremes = [_first_that_is(ufunc, values, edges) for ufunc in (np.minimum, np.maximum)]
-    of_marks = np.flatnonzero(np.isin(steps, np.fromiter(marked, np.int64)))
-    kept = np.unique(np.concatenate([*extremes, of_marks, [0, steps.size - 1]]))
-    return Series(steps[kept], values[kept])
+    extremes = [_places_of_extremes(ufunc, values, edges) for ufunc in (np.minimum, np.maximum)]
+    marked_places = np.flatnonzero(np.isin(steps, np.fromiter(marked, np.int64)))
+    places = np.unique(np.concatenate([*extremes, marked_places, [0, steps.size - 1]]))
+    return Series(steps[places], values[places])
 
 
-def _first_that_is(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place in `values` of the extreme of each bucket, the first of equal ones."""
+def _places_of_extremes(ufunc: np.ufunc, values: NDArray[np.float64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The index in `values` of the extreme of each bucket; of equal values the first.
+
+    Args:
+        ufunc: np.minimum or np.maximum.
+        values: values of all buckets, one bucket after the other.
+        edges: index at which each bucket begins.
+    """
     sizes = np.diff(np.append(edges, values.size))
-    found = np.flatnonzero(values == np.repeat(ufunc.reduceat(values, edges), sizes))
-    bucket = np.searchsorted(edges, found, side="right")
-    return found[np.append(True, bucket[1:] != bucket[:-1])]
+    extreme_of_bucket = np.repeat(ufunc.reduceat(values, edges), sizes)
+    # A bucket may reach its extreme several times; only the first place of each bucket is kept.
+    places = np.flatnonzero(values == extreme_of_bucket)
+    bucket = np.searchsorted(edges, places, side="right")
+    return places[np.append(True, bucket[1:] != bucket[:-1])]
 
 
 def running_mean(series: Series, points: int = MEAN_POINTS) -> tuple[Series, int]:
-    """Means over the last w steps, at most `points` of them, and w; nothing where there are too few steps for it."""
+    """The running mean of a series, and the number of steps in its window.
+
+    The mean at a step is over the window that ends there. At most `points` means are returned, evenly spaced over the
+    steps; none if the window would have fewer than two steps.
+    """
     steps, values = series
     window = steps.size // MEANS
     if window < 2:
@@ -56,11 +74,14 @@ def running_mean(series: Series, points: int = MEAN_POINTS) -> tuple[Series, int
 
 
 def tail(series: Series) -> Series:
-    """How slow the slowest steps are: percentiles as `steps` of another kind, from the median to the slowest step.
+    """The distribution of step times, with more points towards the slowest steps.
+
+    Args:
+        series: step times.
 
     Returns:
-        `values` ascending, at ranks that lie evenly on the scale 1 in 2, 1 in 10, 1 in 100, ...; `steps` has how many
-        steps are at least as slow.
+        `values`: step times, ascending. `steps`: for each of them, how many steps took at least as long. These counts
+        are evenly spaced on a logarithmic scale, from all steps down to 1.
     """
     ordered = np.sort(series.values)[::-1]
     if not ordered.size:
@@ -70,23 +91,24 @@ def tail(series: Series) -> Series:
 
 
 def few(events: list[Event], most: int = MARKS) -> list[Event]:
-    """The events, or evenly spaced ones where there are more than a picture can show."""
+    """The events; or `most` of them, evenly spaced, if there are more than a figure can show."""
     if len(events) <= most:
         return events
     return [events[i] for i in np.linspace(0, len(events) - 1, most).astype(int)]
 
 
-COUNT, PERCENT, BYTES = "count", "%", "B"  # kinds of numbers that have ticks of their own
+COUNT, PERCENT, BYTES = "count", "%", "B"  # units whose ticks are written in a special form
 
 
 class Panel(NamedTuple):
-    """A picture of one number.
+    """A panel of a figure, which shows one number over the steps.
 
     Attributes:
-        key: of the series.
+        key: name of the series in the record.
+        title: heading of the panel.
         unit: COUNT, PERCENT, BYTES, or '' for a plain number.
-        log: its axis is logarithmic.
-        mean: the noise of single steps hides the course, which a running mean shows.
+        log: True for a logarithmic axis.
+        mean: True to draw a running mean over the single steps, whose noise hides the trend.
     """
 
     key: str
@@ -105,32 +127,40 @@ PANELS = (
     Panel("step_time_s", "Step time (s)", log=True),
     Panel("peak_memory_bytes", "Peak memory of rank 0", BYTES, mean=False),
 )
-MOST_OTHERS = 8  # numbers that some runs have: a loss that is a part of the whole, [log] params_norm, ...
+MOST_OTHERS = 8  # most panels of numbers that only some runs have, such as the parts of a loss, or [log] params_norm
 
 
 def panels(series: Iterable[str]) -> list[Panel]:
-    """The panels below the loss, for runs that have these series between them: the known ones, then the others."""
-    there = set(series)
+    """The panels below the loss: those of PANELS that have data, then the other numbers.
+
+    Args:
+        series: names of the series of all runs.
+    """
+    recorded = set(series)
     known = {panel.key for panel in PANELS}
-    others = sorted(key for key in there - known if key != "loss" and not is_validation(key) and key != "test_loss")
+    # The panel of the loss shows validation and test losses too.
+    others = sorted(key for key in recorded - known if key != "loss" and not is_validation(key) and key != "test_loss")
     return [
-        *(panel for panel in PANELS if panel.key in there),
+        *(panel for panel in PANELS if panel.key in recorded),
         *(Panel(key, key, mean=False) for key in others[:MOST_OTHERS]),
     ]
 
 
 def marked_steps(run: Run) -> list[int]:
-    """The steps at which something happened, which no curve leaves out."""
-    kinds = {event.kind for event in run.events}
-    return [event.step for kind in kinds for event in few([e for e in run.events if e.kind == kind])]
+    """The steps of the events that are drawn, which no curve leaves out."""
+    steps = []
+    for kind in {event.kind for event in run.events}:
+        drawn = few([event for event in run.events if event.kind == kind])
+        steps += [event.step for event in drawn]
+    return steps
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was started again, the newest ones: lines through every picture."""
+    """The steps after which the run was restarted, at most the newest MOST_LINES: lines through all panels."""
     return sorted({start.step for start in run.starts[1:]})[-MOST_LINES:]
 
 
 def plain(text: str, most: int = MOST_LETTERS) -> str:
-    """A name on one line, cut where it is long, with nothing in it that hides or steers."""
+    """A name on one line, cut to `most` characters, with control and invisible characters escaped."""
     text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

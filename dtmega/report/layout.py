@@ -1,4 +1,4 @@
-"""The layout of a part of a run, as drawn: which rank is where in the mesh, and what its pipeline does when."""
+"""Drawings of a part's layout: the place of each rank in the mesh, and the schedule of the pipeline."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dtmega import config, mesh
 from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table, simulate
 from dtmega.training.parallelize import with_micro_batch_size
 
-MOST_RANKS = 256  # that are drawn
-MOST_ACTIONS = 3000
-MOST_SIMULATED = 100_000  # forwards, of which the time that is bubble is still told
+MOST_RANKS = 256  # most ranks of a mesh that is drawn
+MOST_ACTIONS = 3000  # most actions of a schedule that is drawn
+MOST_SIMULATED = 100_000  # most forward passes of a schedule that is simulated, to know how much of its time is bubble
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
 INK, FAINT = "#1d2733", "#5b6673"
 
 
 def sizes_of(layout: Mapping[str, int]) -> dict[str, int] | None:
-    """The size of each axis; None where they do not multiply to the processes."""
+    """The size of each axis of a recorded layout; None if they do not multiply to the number of processes."""
     sizes = {axis: layout.get(axis, 1) for axis in mesh.AXES}
     n = layout.get("processes", 0)
     return sizes if n > 0 and min(sizes.values()) > 0 and math.prod(sizes.values()) == n else None
 
 
 def mesh_svg(sizes: dict[str, int]) -> str:
-    """Ranks as boxes: pipeline stages below each other, slices of the batch side by side, tp (and cp) within a box."""
+    """An SVG of the ranks of a mesh.
+
+    Each box holds the tp (and cp) ranks that work on the same samples. Pipeline stages lie below each other, data ranks
+    side by side, with a wider gap between the replicas of dp_replicate.
+    """
     grid = np.arange(np.prod([*sizes.values()])).reshape([sizes[axis] for axis in mesh.AXES])
     pp, replicate, shard, cp, tp = (sizes[axis] for axis in mesh.AXES)
     box_width, box_height = 2 * PAD + tp * CELL, 2 * PAD + cp * CELL
@@ -48,28 +53,38 @@ def mesh_svg(sizes: dict[str, int]) -> str:
             x = LEFT + column * (box_width + GAP) + column // shard * GAP
             fill = FILLS[stage % len(FILLS)]
             out.append(f'<rect x="{x}" y="{y}" width="{box_width}" height="{box_height}" rx="6" fill="{fill}"/>')
-            for row in range(cp):
-                for place in range(tp):
-                    rank = grid[stage, column // shard, column % shard, row, place]
-                    cell_x, cell_y = x + PAD + place * CELL, y + PAD + row * CELL
-                    out.append(
-                        f'<rect x="{cell_x + 2}" y="{cell_y + 2}" width="{CELL - 4}" height="{CELL - 4}" rx="4" '
-                        f'fill="#ffffff" stroke="#9aa7b5"/>'
-                    )
-                    out.append(_text(cell_x + CELL / 2, cell_y + CELL / 2 + 5, str(rank), 13, INK))
+            out += _rank_cells(grid[stage, column // shard, column % shard], x + PAD, y + PAD)
     return "\n".join([*out, "</svg>"])
 
 
+def _rank_cells(ranks: NDArray[np.int64], left: int, top: int) -> list[str]:
+    """The SVG of the ranks [cp, tp] of a box, whose first cell has its corner at (left, top)."""
+    out = []
+    for (row, column), rank in np.ndenumerate(ranks):
+        x, y = left + column * CELL, top + row * CELL
+        out.append(
+            f'<rect x="{x + 2}" y="{y + 2}" width="{CELL - 4}" height="{CELL - 4}" rx="4" '
+            f'fill="#ffffff" stroke="#9aa7b5"/>'
+        )
+        out.append(_text(x + CELL / 2, y + CELL / 2 + 5, str(rank), 13, INK))
+    return out
+
+
 def _text(x: float, y: float, text: str, size: int, ink: str, anchor: str = "middle") -> str:
+    """The SVG of a text."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{ink}">{text}</text>'
 
 
 def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int]) -> tuple[str, str]:
-    """The schedule's SVG and its title, or '' and why there is none: no pipeline, too large, of another version.
+    """An SVG of the pipeline's schedule, and its title.
 
     Args:
-        values: the configuration, by section.
-        sizes: of the axes.
+        values: the recorded configuration, by section. It may come from another version of dtmega.
+        sizes: size of each axis of the mesh.
+
+    Returns:
+        The SVG and its title; or '' and the reason why there is none: no pipeline, too many actions to draw, or a
+        configuration that cannot be read.
     """
     if sizes["pp"] == 1:
         return "", "no pipeline"

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Other people's text becomes one by `text` only."""
+"""Pieces of HTML. Text from files and users is made HTML by `text`, and by nothing else."""
 
 from __future__ import annotations
 
@@ -9,63 +9,69 @@ from collections.abc import Iterable, Sequence
 from dtmega.files import console
 from dtmega.report.run import Run
 
-SHOWN_LETTERS, SHOWN_LINES = 1000, 15  # of a long text, at once
-MOST_LETTERS = 100_000
-WORD_LETTERS = 30  # that have room in a narrow column
+SHOWN_LETTERS, SHOWN_LINES = 1000, 15  # part of a long text that is shown unfolded
+MOST_LETTERS = 100_000  # part of a long text that is in the page at all
+WORD_LETTERS = 30  # longest text that fits on one line of a narrow window
 
 
 def text(value: object, keep: str = "") -> str:
-    """Other people's text, as it stands, for a place between or within tags; what hides or steers is written out."""
+    """Escape a text for a place between tags or in an attribute. Control and invisible characters are written out.
+
+    Args:
+        value: anything; its `str` is used.
+        keep: control characters to keep, such as line ends.
+    """
     return html.escape(console.printable(str(value), keep))
 
 
 def breakable(value: object) -> str:
-    """Other people's paths and keys: a narrow window breaks them after a slash or a dot, not within step-00000120."""
+    """Escape a path or a key so that a narrow window breaks it after a slash or a dot, not within step-00000120."""
+    # Cut after each slash or dot, but not before digits (1.5), nor at the start of a path or between two dots (../).
     pieces = re.split(r"(?<=[^\s/.][/.])(?=[^\s\d/.])", str(value))
     return "<wbr>".join(text(piece) if re.search(r"\s", piece) else whole(piece) for piece in pieces)
 
 
 def whole(value: str) -> str:
-    """Text that is kept on one line if it is short enough for a narrow window."""
+    """Escape a text that stays on one line, if it is short enough for a narrow window."""
     return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_LETTERS else text(value)
 
 
 def times(html_text: str) -> str:
-    """HTML in which no line ends within a time such as 2026-11-23 23:27:33 UTC."""
+    """The HTML with each time such as 2026-11-23 23:27:33 UTC kept on one line."""
     return re.sub(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", r"<time>\g<0></time>", html_text)
 
 
 def cut(value: str, keep: str = "") -> str:
-    """Other people's long text: its beginning, and behind a click the rest, as far as a page can hold it."""
+    """Escape a long text: its beginning is shown, more of it is folded away, and what is too long is left out."""
     lines = value[:SHOWN_LETTERS].splitlines(keepends=True)[:SHOWN_LINES]
     beginning = "".join(lines)
     shown = f'<pre class="sample">{text(beginning, keep)}</pre>'
-    rest = value[len(beginning) : MOST_LETTERS]
-    if not rest:
+    folded = value[len(beginning) : MOST_LETTERS]
+    if not folded:
         return shown
     summary = f"{len(value) - len(beginning):,} more letters"
     if len(value) > MOST_LETTERS:
         summary += f", the last {len(value) - MOST_LETTERS:,} not in this page"
-    return f'{shown}<details><summary>{summary}</summary><pre class="sample">{text(rest, keep)}</pre></details>'
+    return f'{shown}<details><summary>{summary}</summary><pre class="sample">{text(folded, keep)}</pre></details>'
 
 
 def json_in_html(json: str) -> str:
-    """JSON in which no end of a script element can stand."""
+    """The JSON for a place within a script element, with `<` and `>` escaped, so that it cannot end the element."""
     return json.replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def names(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The name of each run, with its colour before it."""
+    """The name of each run as HTML, after a square of the run's colour."""
     return [swatch(colour) + text(run.name) for run, colour in zip(runs, colours, strict=True)]
 
 
 def swatch(colour: str) -> str:
-    """A square of a colour."""
+    """The HTML of a small square of a colour."""
     return f'<span class="swatch" style="background:{colour}"></span>'
 
 
 def table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """The HTML of a table, from headings and cells that are HTML already."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

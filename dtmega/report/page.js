@@ -1,4 +1,4 @@
-// Two columns of panels become one where there is no room; `narrow` is that layout of the same figure.
+// In a narrow window the panels stand in one column instead of two: `narrow` is that layout of the same figure.
 const phone = matchMedia("(max-width: 760px)");
 const options = {responsive: true, displaylogo: false, plotlyServerURL: "", showLink: false,
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]};

@@ -1,7 +1,7 @@
-"""The page: one HTML file with everything in it, that asks nobody for anything.
+"""The page: one HTML file that contains everything it needs and loads nothing.
 
-Names, configurations, reasons and samples are other people's text, so each goes through `text`. The content security
-policy lets two scripts run, known by their digests, plotly and `page.js`: whatever else got into the page would not.
+Names, configurations, reasons and samples may come from anywhere, so each goes through `markup.text`. As a second
+guard, the content security policy runs two scripts only, which it knows by their digests: plotly and `page.js`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ FOOTER = (
     "Written by <code>dtmega report</code>. Zoom by dragging, back by a double click; the panels over the steps move "
     "together. A curve of many steps is drawn by the smallest and the largest value of each stretch."
 )
-MOST_EVENTS = 50  # of a run that are listed
+MOST_EVENTS = 50  # most events that are listed per run
 NOTABLE = ("restart", "skipped", "failed checkpoint", "end", "refused start")
 WHAT_IS_NOTABLE = "Restarts, refused starts, skipped steps, failed checkpoints, an end before the last step"
-MOST_SCORES = 300  # that are listed
-# How a state is coloured; the others are a person's to look at.
+MOST_SCORES = 300  # most scores that are listed
+# CSS class of a run's state. Other states, such as "stopped", may be good or bad, and are coloured "unsure".
 TONES = {"finished": "good", "going on": "neutral", "not begun": "neutral", "killed": "bad", "stalled": "bad"}
 
 
 def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: Sequence[str]) -> str:
-    """The HTML.
+    """The HTML of the whole page.
 
     Args:
-        figures: id -> JSON of a plotly figure: "curves", and "tail" where there are step times.
-        plotly: its JavaScript.
-        colours: of each run.
+        runs: the runs to show.
+        figures: element id -> JSON of a plotly figure: "curves", and "tail" if there are step times.
+        plotly: JavaScript of plotly.
+        colours: colour of each run.
     """
     scripts = [plotly, (HERE / "page.js").read_text(encoding="utf-8")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
@@ -82,68 +83,76 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
 
 
 def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime) -> list[str]:
-    """The name, the verdict on each run, and the numbers: cards of one run, differences of several."""
+    """The title, the verdict on each run, and the numbers: as cards for one run, as differences for several."""
     out = [f"<h1>{text(title)}</h1>"]
     for run, colour in zip(runs, colours, strict=True):
         out += _verdict(run, now, swatch(colour) + text(run.name) + ": " if len(runs) > 1 else "")
     if len(runs) > 1:
         return [*out, *_damage(runs), *compare.differences(runs, colours)]
     (run,) = runs
-    cards = "".join(f'<div class="number"><b>{_value(value)}</b><span>{text(label)}</span></div>'
-                    for label, value in numbers(run).items())  # fmt: skip
+    cards = ""
+    for label, value in numbers(run).items():
+        cards += f'<div class="number"><b>{_value(value)}</b><span>{text(label)}</span></div>'
     about = " · ".join(map(breakable, _about(run)))
     return [*out, f'<p class="lead">{about}</p>', f'<div class="numbers">{cards}</div>', *_damage(runs)]
 
 
 def _verdict(run: Run, now: datetime, who: str) -> list[str]:
-    """The verdict as a line, and the reason in a second one if the loss is taken to diverge.
+    """The verdict on a run as a line, and a second line with the reason if its loss is taken for diverging.
 
     Args:
-        who: the name of the run as HTML, or ''.
+        run: the run.
+        now: time to judge at.
+        who: name of the run as HTML, before the verdict; '' for a page of one run.
     """
-    found = verdict.judge(run, now)
-    tone = TONES.get(found.state, "unsure")
-    state = f'<strong class="{tone}">{found.state.capitalize()}</strong>'
-    if found.diverging:
+    judged = verdict.judge(run, now)
+    tone = TONES.get(judged.state, "unsure")
+    state = f'<strong class="{tone}">{judged.state.capitalize()}</strong>'
+    if judged.diverging:
         state += ' and <strong class="bad">diverging</strong>'
     facts = "".join(f" · {whole(fact)}" for fact in verdict.facts(run))
-    line = f'<p class="verdict">{who}{state} {times(text(found.why))}{facts}</p>'
-    return [line, f'<p class="bad">Diverging: {text(found.diverging)}.</p>'] if found.diverging else [line]
+    line = f'<p class="verdict">{who}{state} {times(text(judged.why))}{facts}</p>'
+    return [line, f'<p class="bad">Diverging: {text(judged.diverging)}.</p>'] if judged.diverging else [line]
 
 
 def _value(value: str) -> str:
-    """5.43 (ppl 228) -> the number large, what stands behind it small."""
-    number, bracket, rest = value.partition(" (")
-    return text(number) + (f" <small>({text(rest)}</small>" if bracket else "")
+    """The HTML of a value such as "5.43 (ppl 228)", with the part in brackets in small print."""
+    number, bracket, remark = value.partition(" (")
+    return text(number) + (f" <small>({text(remark)}</small>" if bracket else "")
 
 
 def _about(run: Run) -> list[str]:
+    """Facts about a run: model, parameters, precision, layout, version of torch, newest checkpoint; those known."""
     model, start = run.config.get("model", {}), run.parts[-1].start
-    found = [str(model["name"])] if "name" in model else []
+    facts = [str(model["name"])] if "name" in model else []
     if start is not None:
-        found += [f"{short(start.parameters)} parameters"] if start.parameters else []
-        found += [str(run.config.get("precision", {}).get("params", ""))]
-        found += [run.layout, f"torch {start.versions.get('torch', '?')}"]
+        facts += [f"{short(start.parameters)} parameters"] if start.parameters else []
+        facts += [str(run.config.get("precision", {}).get("params", ""))]
+        facts += [run.layout, f"torch {start.versions.get('torch', '?')}"]
     checkpoint = run.newest_checkpoint
-    found += [f"newest checkpoint {checkpoint}" if checkpoint else ""]
-    return [part for part in found if part]
+    facts += [f"newest checkpoint {checkpoint}" if checkpoint else ""]
+    return [fact for fact in facts if fact]
 
 
 def _damage(runs: Sequence[Run]) -> list[str]:
-    unreadable = [
-        f'<p class="note">{text(run.name)}: {text(f"{scores.FOLDER}/{name}")} cannot be read.</p>'
-        for run in runs
-        for name in run.scores.unreadable
-    ]
-    return unreadable + [
-        f'<p class="note">{text(run.name)}: {run.record.damaged_lines:,} damaged or unfinished '
-        f"line{'s' if run.record.damaged_lines > 1 else ''} of metrics.jsonl left out.</p>"
-        for run in runs
-        if run.record.damaged_lines
-    ]
+    """Notes about files of scores that cannot be read, then about damaged lines of metrics.jsonl."""
+    notes = []
+    for run in runs:
+        for name in run.scores.unreadable:
+            notes.append(f'<p class="note">{text(run.name)}: {text(f"{scores.FOLDER}/{name}")} cannot be read.</p>')
+    for run in runs:
+        damaged = run.record.damaged_lines
+        if damaged:
+            lines = "lines" if damaged > 1 else "line"
+            notes.append(
+                f'<p class="note">{text(run.name)}: {damaged:,} damaged or unfinished {lines} of metrics.jsonl left '
+                f"out.</p>"
+            )
+    return notes
 
 
 def _tail(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
+    """The section of slow steps: the place of the figure, and a table of percentiles."""
     rows: dict[str, list[str]] = {}
     timed = [(run, run.record.series["step_time_s"]) for run in runs if "step_time_s" in run.record.series]
     for _, series in timed:
@@ -158,18 +167,20 @@ def _tail(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _layouts(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
+    """The section of layouts, with the parts of each run."""
     out = ["<section><h2>Layout</h2>"]
     for number, run in enumerate(runs):
         for part in run.parts:
             who = f"{swatch(colours[number])}{text(run.name)}: " if len(runs) > 1 else ""
-            out += [f"<h3>{who}steps {part.first:,} to {part.last:,}</h3>", *_drawn(part)]
+            out += [f"<h3>{who}steps {part.first:,} to {part.last:,}</h3>", *_layout(part)]
     return [*out, "</section>"]
 
 
-def _drawn(part: Part) -> list[str]:
+def _layout(part: Part) -> list[str]:
+    """The layout of a part in words, and drawn if it has several processes and is not too large."""
     start = part.start
     if start is None:
-        return ['<p class="note">Not recorded: the run is of an earlier version and has no checkpoint.</p>']
+        return ['<p class="note">Not recorded: starts.jsonl is missing or damaged.</p>']
     began = f", started {moment(start.time)}" if start.time else ""
     versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
     device = f" on {start.device}" if start.device else ""
@@ -182,17 +193,17 @@ def _drawn(part: Part) -> list[str]:
         out.append(f'<div class="wide drawing">{layout.mesh_svg(sizes)}</div>')
         groups = text(mesh.describe_groups(sizes), keep="\n")
         out.append(f"<details><summary>the ranks of every group</summary><pre>{groups}</pre></details>")
-    drawing, about_it = layout.schedule(start.config, sizes)
+    drawing, title_or_reason = layout.schedule(start.config, sizes)
     if drawing:
-        out.append(f"<h3>{text(about_it)}</h3>")
+        out.append(f"<h3>{text(title_or_reason)}</h3>")
         out.append(f'<div class="wide drawing">{drawing}</div>')
     elif sizes["pp"] > 1:
-        out.append(f'<p class="note">{text(about_it)}</p>')
+        out.append(f'<p class="note">{text(title_or_reason)}</p>')
     return out
 
 
 def _changes(runs: Sequence[Run]) -> list[str]:
-    """The keys that differ between the parts of each run."""
+    """The section of configuration keys that differ between the parts of a run; none if no run was restarted."""
     out = []
     for run in runs:
         if len(run.parts) > 1:
@@ -204,6 +215,7 @@ def _changes(runs: Sequence[Run]) -> list[str]:
 
 
 def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
+    """The section of events that a person may have to look at, the newest MOST_EVENTS of each run."""
     rows, left_out = [], 0
     for number, run in enumerate(runs):
         events = [event for event in run.events if event.kind in NOTABLE]
@@ -219,23 +231,26 @@ def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """A row for each score, of several runs those of one task and metric below each other."""
-    found = [(score, number) for number, run in enumerate(runs) for score in run.scores.found]
-    if not found:
+    """The section of scores. The scores of several runs in one task and metric stand below each other."""
+    numbered: list[tuple[scores.Score, int]] = []
+    for number, run in enumerate(runs):
+        numbered += [(score, number) for score in run.scores.scores]
+    if not numbered:
         return []
-    found.sort(key=lambda one: (one[0].task, one[0].metric, one[0].step, one[1]))
+    numbered.sort(key=lambda row: (row[0].task, row[0].metric, row[0].step, row[1]))
     rows = []
-    for score, number in found[:MOST_SCORES]:
+    for score, number in numbered[:MOST_SCORES]:
         who = [swatch(colours[number]) + text(runs[number].name)] if len(runs) > 1 else []
         cells = [score.task, score.metric, f"{score.step:,}", scores.written(score), score.about]
         rows.append([*map(text, cells[:2]), *who, *map(text, cells[2:])])
     headings = ["task", "metric", *(["run"] if len(runs) > 1 else []), "step", "", "asked"]
-    left_out = len(found) - len(rows)
+    left_out = len(numbered) - len(rows)
     more = f'<p class="note">{left_out:,} more are left out here.</p>' if left_out else ""
     return [f"<section><h2>Scores of checkpoints</h2>{table(headings, rows)}{more}</section>"]
 
 
 def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
+    """The section of samples, for the runs that have one."""
     out = []
     for number, run in enumerate(runs):
         if run.sample:
@@ -245,7 +260,7 @@ def _samples(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """Every key of each run; of several runs also what is equal in all of them."""
+    """The section of configurations, folded away: all keys of each run, and the keys that several runs share."""
     folded = []
     if len(runs) > 1:
         folded.append(("equal in all runs", compare.equal_keys([run.config for run in runs])))
@@ -253,12 +268,12 @@ def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
         folded.append((f"every key of {swatch(colour)}{text(run.name)}" if len(runs) > 1 else "every key", run.config))
     out = []
     for summary, config in folded:
-        toml = tomli_w.dumps({section: _known(keys) for section, keys in config.items()})
+        toml = tomli_w.dumps({section: _without_none(keys) for section, keys in config.items()})
         if toml:
             out.append(f"<details><summary>{summary}</summary><pre>{text(toml, keep=chr(10))}</pre></details>")
     return ["<section><h2>Configuration</h2>", *out, "</section>"] if out else []
 
 
-def _known(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what TOML does not have: None."""
+def _without_none(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that are not None, for which TOML has no value."""
     return {key: value for key, value in keys.items() if value is not None}

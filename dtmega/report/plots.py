@@ -1,6 +1,6 @@
-"""The figures of the page, as plotly draws them: curves over the steps, what happened below them, and the slow tail.
+"""The figures of the page, drawn by plotly: curves over the steps, the events below the loss, and the slow steps.
 
-What a person or a file has named goes through `written`: plotly takes some of HTML for markup.
+plotly interprets some HTML in texts, so every name from a file or a user goes through `written`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dtmega.report.run import Run
 
 INK, FAINT, GRID = "#1d2733", "#5b6673", "#e6eaee"
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-BETWEEN = 0.085  # the two columns, of the whole width
+COLUMN_GAP = 0.085  # space between the two columns, as a fraction of the whole width
 LOSS_HEIGHT, LANE_HEIGHT, ROW_HEIGHT, GAP, EDGE = 330, 26, 200, 58, 60  # pixels
 SYMBOLS = {
     "restart": "diamond",
@@ -34,17 +34,17 @@ SYMBOLS = {
     "score": "star",
     "end": "square-x",
 }
-PLAIN = "~g"  # of d3-format: 0.05, 0.5, 5000, 1e-7
-FEW_STEPS = 8
-NARROW_LETTERS = 29  # of a title in a window of 390 pixels, beside lanes with the longest name
-LANES = {"skipped": "skipped steps"}  # of events whose plural has no s alone
+PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
+FEW_STEPS = 8  # below this many steps the ticks are at whole steps, where plotly would put some in between
+NARROW_LETTERS = 29  # longest title of a panel in a window of 390 pixels, next to the longest name of a lane
+LANES = {"skipped": "skipped steps"}  # names of lanes that are not the event's kind with an s
 
 
 def over_steps(runs: Sequence[Run]) -> str:
-    """Loss, events, and each other number in a panel of its own; all share the axis of steps.
+    """The figure with the loss, the events, and a panel for each other number, all over the same axis of steps.
 
     Returns:
-        JSON of a plotly figure, with a second layout as "narrow": the same panels below each other, for a phone.
+        JSON of a plotly figure. Its key "narrow" holds a second layout for phones, with the panels in one column.
     """
     panels = curves.panels(key for run in runs for key in run.record.series)
     kinds = [kind for kind in SYMBOLS if any(event.kind == kind for run in runs for event in run.events)]
@@ -54,24 +54,28 @@ def over_steps(runs: Sequence[Run]) -> str:
         _add_events(figure, run, number, len(runs), kinds)
         for place, panel in enumerate(panels):
             _add_curve(figure, run, number, panel, row=3 + place // 2, column=1 + place % 2)
-    # The panels are numbered row by row, so a trace has its axes under the same names in both layouts.
+    # plotly numbers panels row by row. So the axes of a panel have the same names in both layouts, and the traces fit
+    # both.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
     return str(to_json_plotly(figure.to_dict() | {"narrow": narrow}))
 
 
 def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], columns: int) -> go.Figure:
-    """The panels with titles, axes and restarts, and no curve yet.
+    """A figure with titles, axes and lines of restarts, but without curves.
 
     Args:
-        panels: those below loss and events.
-        kinds: of events, one lane each.
-        columns: of `panels`; loss and events are as wide as all of them.
+        runs: the runs to draw.
+        panels: panels below the loss and the events.
+        kinds: kinds of events, one lane for each.
+        columns: number of columns of `panels`; loss and events span all columns.
     """
     rows = -(-len(panels) // columns)
     heights = [LOSS_HEIGHT, LANE_HEIGHT * max(len(kinds), 1) + 8, *[ROW_HEIGHT] * rows]
     inner = sum(heights) + GAP * (len(heights) - 1)
     whole_width = [{"colspan": columns}, *[None] * (columns - 1)]
-    cells: list[list[dict[str, int] | None]] = [[{} for _ in range(columns)] for _ in range(rows)]
+    cells: list[list[dict[str, int] | None]] = []
+    for _ in range(rows):
+        cells.append([{} for _ in range(columns)])
     if len(panels) < rows * columns:
         cells[-1][-1] = None
     loss_title = LOSS.title if columns > 1 else LOSS.title.partition(":")[0]
@@ -82,17 +86,14 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
         specs=[whole_width, whole_width, *cells],
         row_heights=heights,
         vertical_spacing=GAP / inner,
-        horizontal_spacing=BETWEEN if columns > 1 else 0,
+        horizontal_spacing=COLUMN_GAP if columns > 1 else 0,
         subplot_titles=[loss_title, "Events", *(written(panel.title, letters) for panel in panels)],
     )
     _style(figure, inner + 2 * EDGE)
     click = "toggleitem" if len(runs) == 1 else "togglegroup"
-    figure.update_layout(legend={"y": 1 + 26 / inner, "groupclick": click})  # above the title of the loss
-    titles: Any = figure.select_annotations()
-    for place, title in enumerate(titles):
-        in_second_column = columns > 1 and place >= 2 and place % 2 == 1
-        x = (1 + BETWEEN) / 2 if in_second_column else 0
-        title.update(x=x, xanchor="left", yshift=4, font={"size": 13.5, "color": INK, "weight": 600})
+    # The legend stands above the title of the loss.
+    figure.update_layout(legend={"y": 1 + 26 / inner, "groupclick": click})
+    _place_titles(figure, columns)
     figure.update_yaxes(row=1, col=1, tickformat=PLAIN)
     for place, panel in enumerate(panels):
         _style_axis(figure, runs, panel, row=3 + place // columns, column=1 + place % columns)
@@ -105,66 +106,120 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
         showgrid=False,
         fixedrange=True,
     )
+    # All axes of steps zoom together: they match the first one, which itself must match none.
     figure.update_xaxes(matches="x", title={"standoff": 6})
-    figure.update_layout(xaxis={"matches": None})  # the one that the others match
+    figure.update_layout(xaxis={"matches": None})
     last_step = max(run.record.last_step for run in runs)
     if last_step < FEW_STEPS:
-        figure.update_xaxes(dtick=1)  # there is no step 0.5
+        figure.update_xaxes(dtick=1)
     figure.update_xaxes(title_text="step", row=2 + rows)
     for number, run in enumerate(runs):
         _add_restarts(figure, run, number)
     return figure
 
 
+def _place_titles(figure: go.Figure, columns: int) -> None:
+    """Put the title of each panel at its left edge, where plotly centres it.
+
+    Titles 0 and 1 are those of loss and events, which span all columns; the others go row by row.
+    """
+    titles: Any = figure.select_annotations()
+    for place, title in enumerate(titles):
+        in_second_column = columns > 1 and place >= 2 and place % 2 == 1
+        x = (1 + COLUMN_GAP) / 2 if in_second_column else 0
+        title.update(x=x, xanchor="left", yshift=4, font={"size": 13.5, "color": INK, "weight": 600})
+
+
 def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> None:
+    """Add training, validation and test losses of a run to the first panel.
+
+    Args:
+        figure: the figure.
+        run: the run to draw.
+        number: number of the run on the page, which gives the colour.
+        alone: True if it is the only run. Then each curve has an entry in the legend, otherwise each run has one.
+    """
     _add_curve(figure, run, number, LOSS, row=1, column=1, legend="training" if alone else written(run.name))
-    validations = [key for key in run.record.series if is_validation(key)]
-    for place, key in enumerate([*sorted(validations), "test_loss"]):
-        if key not in run.record.series:
-            continue
+    validations = sorted(key for key in run.record.series if is_validation(key))
+    for place, key in enumerate(validations):
         series = curves.thinned(run.record.series[key])
-        mode = "lines+markers" if series.steps.size <= curves.CIRCLES else "lines"
-        mode = "markers" if key == "test_loss" else mode
-        symbol = "star" if key == "test_loss" else ("circle", "square", "diamond", "cross")[place % 4]
-        label = "test" if key == "test_loss" else validation_name(key)
-        name = written(label if alone else f"{run.name}, {label}")
+        few = series.steps.size <= curves.CIRCLES
+        label = validation_name(key)
         figure.add_scatter(
-            x=_whole(series.steps),
+            x=_packable(series.steps),
             y=series.values,
-            name=name,
-            legendgroup=key if alone else str(number),  # those of one group stand below each other
+            name=written(label if alone else f"{run.name}, {label}"),
+            # Curves of one group stand below each other in the legend.
+            legendgroup=key if alone else str(number),
             showlegend=alone,
-            mode=mode,
-            line={"color": darker(colour(number)), "width": 1.4, "dash": "dot" if "markers" in mode else "solid"},
+            mode="lines+markers" if few else "lines",
+            line={"color": darker(colour(number)), "width": 1.4, "dash": "dot" if few else "solid"},
             marker={
-                "symbol": symbol,
-                "size": 12 if key == "test_loss" else 8,
-                "color": "#ffffff" if key != "test_loss" else darker(colour(number)),
+                "symbol": ("circle", "square", "diamond", "cross")[place % 4],
+                "size": 8,
+                "color": "#ffffff",
                 "line": {"color": darker(colour(number)), "width": 1.8},
             },
             hovertemplate="%{y:.6g}",
             row=1,
             col=1,
         )
+    if "test_loss" in run.record.series:
+        _add_test_loss(figure, run, number, alone=alone)
+
+
+def _add_test_loss(figure: go.Figure, run: Run, number: int, *, alone: bool) -> None:
+    """Add the test loss to the first panel, as a star; arguments as of `_add_losses`."""
+    series = curves.thinned(run.record.series["test_loss"])
+    figure.add_scatter(
+        x=_packable(series.steps),
+        y=series.values,
+        name=written("test" if alone else f"{run.name}, test"),
+        legendgroup="test_loss" if alone else str(number),
+        showlegend=alone,
+        mode="markers",
+        line={"color": darker(colour(number)), "width": 1.4, "dash": "dot"},
+        marker={
+            "symbol": "star",
+            "size": 12,
+            "color": darker(colour(number)),
+            "line": {"color": darker(colour(number)), "width": 1.8},
+        },
+        hovertemplate="%{y:.6g}",
+        row=1,
+        col=1,
+    )
 
 
 def _add_curve(
     figure: go.Figure, run: Run, number: int, panel: Panel, *, row: int, column: int, legend: str = ""
 ) -> None:
-    """Each step, thinned, and over it the running mean if the panel has one."""
+    """Add a number of a run to its panel: the thinned single steps and, if the panel has one, their running mean.
+
+    Args:
+        figure: the figure.
+        run: the run to draw.
+        number: number of the run on the page, which gives the colour.
+        panel: the panel of the number.
+        row, column: place of the panel, counted from 1.
+        legend: text of the legend; '' for no entry.
+    """
     series = run.record.series.get(panel.key)
     if series is None:
         return
     shown = curves.thinned(series, curves.marked_steps(run))
-    mean, window = curves.running_mean(series) if panel.mean else (Series(series.steps[:0], series.values[:0]), 0)
+    mean, window = Series(series.steps[:0], series.values[:0]), 0
+    if panel.mean:
+        mean, window = curves.running_mean(series)
     has_mean = mean.steps.size > 0
-    few = series.steps.size < 2
+    # One step makes no line, so it is drawn as a marker.
+    one_step = series.steps.size < 2
     common = {"legendgroup": str(number), "row": row, "col": column}
     figure.add_scatter(
-        x=_whole(shown.steps),
+        x=_packable(shown.steps),
         y=shown.values,
         name=legend or written(run.name),
-        mode="markers" if few else "lines",
+        mode="markers" if one_step else "lines",
         line={"color": faint(colour(number)) if has_mean else colour(number), "width": 1.1 if has_mean else 1.7},
         showlegend=bool(legend) and not has_mean,
         hovertemplate="%{y:.6g}",
@@ -172,7 +227,7 @@ def _add_curve(
     )
     if has_mean:
         figure.add_scatter(
-            x=_whole(mean.steps),
+            x=_packable(mean.steps),
             y=mean.values,
             name=legend or written(run.name),
             mode="lines",
@@ -183,12 +238,13 @@ def _add_curve(
         )
 
 
-def _add_events(figure: go.Figure, run: Run, number: int, runs: int, kinds: Sequence[str]) -> None:
-    offset = (number - (runs - 1) / 2) * 0.6 / max(runs, 2)
+def _add_events(figure: go.Figure, run: Run, number: int, n_runs: int, kinds: Sequence[str]) -> None:
+    """Add the events of a run to the second panel, one lane for each kind, with a row for each run in it."""
+    offset = (number - (n_runs - 1) / 2) * 0.6 / max(n_runs, 2)
     for place, kind in enumerate(kinds):
         events = curves.few([event for event in run.events if event.kind == kind])
         figure.add_scatter(
-            x=_whole(np.array([event.step for event in events], np.int64)),
+            x=_packable(np.array([event.step for event in events], np.int64)),
             y=np.full(len(events), place - offset),
             customdata=[_lines(event) for event in events],
             name=written(run.name),
@@ -203,6 +259,7 @@ def _add_events(figure: go.Figure, run: Run, number: int, runs: int, kinds: Sequ
 
 
 def _add_restarts(figure: go.Figure, run: Run, number: int) -> None:
+    """Draw a dashed line through all panels at each restart, between the step before it and the step after it."""
     for step in curves.restarted_after(run):
         figure.add_vline(
             x=step + 0.5,
@@ -215,12 +272,12 @@ def _add_restarts(figure: go.Figure, run: Run, number: int) -> None:
 
 
 def has_tail(run: Run) -> bool:
-    """True if the times of this run's steps can be compared: there are two at least."""
+    """True if at least two steps of this run have a step time, so that slow ones can be told."""
     return "step_time_s" in run.record.series and run.record.series["step_time_s"].steps.size > 1
 
 
 def tail(runs: Sequence[Run]) -> str:
-    """The share of the steps that take at least so long, as JSON of a plotly figure."""
+    """JSON of a plotly figure of slow steps: for each step time, the share of the steps that took at least as long."""
     figure = go.Figure()
     timed = [(number, run) for number, run in enumerate(runs) if has_tail(run)]
     for number, run in timed:
@@ -244,6 +301,7 @@ def tail(runs: Sequence[Run]) -> str:
 
 
 def _style(figure: go.Figure, height: int) -> None:
+    """Set colours, fonts, margins and the legend of a figure, and its height in pixels."""
     axis = {
         "gridcolor": GRID,
         "linecolor": "#c3cbd3",
@@ -279,6 +337,7 @@ def _style(figure: go.Figure, height: int) -> None:
 
 
 def _style_axis(figure: go.Figure, runs: Sequence[Run], panel: Panel, *, row: int, column: int) -> None:
+    """Set scale and ticks of the vertical axis of a panel."""
     axis = {"type": "log" if panel.log else "linear", "rangemode": "tozero"}
     figure.update_yaxes(axis | _ticks(panel.unit), row=row, col=column)
     if panel.log:
@@ -287,22 +346,25 @@ def _style_axis(figure: go.Figure, runs: Sequence[Run], panel: Panel, *, row: in
 
 
 def _ticks(unit: str) -> dict[str, Any]:
-    """The form of an axis's numbers: 0.05 and 5000, as counts 0.5 and 12k, 12.5%, 400MB."""
+    """plotly's options for the ticks of a unit: 12.5%, 400MB, 12k for counts, else 0.05 and 5000."""
     if unit == PERCENT:
         return {"tickformat": "~%"}
     if unit in (COUNT, BYTES):
-        # The prefixes of SI are read for large numbers; "500m" for 0.5 is not.
+        # SI prefixes are for large numbers only: 0.5 must not be written as 500m.
         small = {"dtickrange": [None, 0.999], "value": PLAIN}
         return {"tickformat": "~s", "tickformatstops": [small], "ticksuffix": unit if unit == BYTES else ""}
     return {"tickformat": PLAIN}
 
 
 def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str | None:
-    """The distance of ticks on a logarithmic axis, as plotly has it: powers of ten, or also 2 and 5, or its own choice.
+    """plotly's `dtick` of a logarithmic axis.
 
     Args:
-        values: all that are drawn.
-        most_decades: that the axis has room for with three ticks each.
+        values: the values of each curve.
+        most_decades: number of decades up to which the axis has room for three ticks per decade.
+
+    Returns:
+        A number of decades for ticks at powers of ten, "D2" for ticks at 1, 2 and 5, or None for plotly's own choice.
     """
     positive = np.concatenate([each[each > 0] for each in values])
     decades = float(np.log10(positive.max()) - np.log10(positive.min())) if positive.size else 0.0
@@ -312,16 +374,17 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
 
 
 def written(text: str, most: int = curves.MOST_LETTERS) -> str:
-    """Other people's text as plotly shows it letter by letter: it takes <b>, <a href> and entities for markup."""
+    """Escape a name from a file or a user: plotly would interpret <b>, <a href> and entities in it."""
     return html.escape(curves.plain(text, most), quote=False)
 
 
 def _lines(event: Event) -> str:
+    """The text of an event's box, escaped, with a line break after each 90 characters."""
     text = curves.plain(event.text, most=400)
     rows = (text[i : i + 90] for i in range(0, len(text), 90))
     return f"after step {event.step}: " + "<br>".join(html.escape(row, quote=False) for row in rows)
 
 
-def _whole(steps: np.ndarray) -> np.ndarray:
-    """Steps in the smallest type that plotly packs; of 64 bits it packs floats only."""
+def _packable(steps: np.ndarray) -> np.ndarray:
+    """Numbers of steps in a dtype that plotly writes in binary: int32, or float64 for larger ones; not int64."""
     return steps.astype(np.int32 if not steps.size or steps[-1] < 2**31 else np.float64)

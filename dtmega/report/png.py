@@ -1,4 +1,4 @@
-"""The curves as a picture, by matplotlib: for a talk, a paper or an issue."""
+"""The curves as a PNG picture, drawn by matplotlib: for a talk, a paper or an issue."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """Write the loss, large, and each other number of these runs to a PNG file.
+    """Write a PNG file with a wide panel of the loss, and below it a panel for each other number of these runs.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     panels = curves.panels(key for run in runs for key in run.record.series)
     rows = -(-len(panels) // 2)
@@ -42,19 +45,29 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
+    """Draw a number of a run into its panel, and a dashed line at each restart. The loss comes with its validations.
+
+    Args:
+        axes: the panel's axes.
+        run: the run to draw.
+        number: number of the run in the picture, which gives the colour.
+        panel: the panel of the number.
+    """
     series = run.record.series
     name = curves.plain(run.name)
     if panel.key in series:
         shown = curves.thinned(series[panel.key], curves.marked_steps(run))
         mean, _ = curves.running_mean(series[panel.key])
-        faint = panel.mean and mean.steps.size > 0
-        alpha, width = (0.3, 0.8) if faint else (1.0, 1.4)
+        has_mean = panel.mean and mean.steps.size > 0
+        # Under a running mean the single steps are faint, and the mean has the legend's entry.
+        alpha, width = (0.3, 0.8) if has_mean else (1.0, 1.4)
         marker = "." if shown.steps.size == 1 else ""
-        label = None if faint else name
+        label = None if has_mean else name
         axes.plot(*shown, color=colour(number), alpha=alpha, linewidth=width, marker=marker, label=label)
-        if faint:
+        if has_mean:
             axes.plot(*mean, color=colour(number), linewidth=1.8, label=name)
-    for key in filter(is_validation, series if panel is LOSS else ()):
+    validations = filter(is_validation, series) if panel is LOSS else ()
+    for key in validations:
         label = f"{name}, {curves.plain(validation_name(key))}"
         marker = "o" if series[key].steps.size <= curves.CIRCLES else ""
         form = {"marker": marker, "markersize": 5, "markerfacecolor": "white", "linestyle": ":", "linewidth": 1.2}
@@ -64,6 +77,7 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
 
 
 def _style(axes: Axes, panel: Panel) -> None:
+    """Set title, scales, ticks and grid of a panel."""
     axes.set_title(panel.title.partition(":")[0], loc="left", fontsize=10, fontweight="bold")
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -84,5 +98,5 @@ def _style(axes: Axes, panel: Panel) -> None:
 
 
 def _tick(value: float, _: int) -> str:
-    """0.5, 12 K, 450 M: a letter for large numbers only."""
+    """The text of a tick: 0.5, 12 K, 450 M; only large numbers get a letter. The second argument is matplotlib's."""
     return short(value) if abs(value) >= 1000 else f"{value:g}"

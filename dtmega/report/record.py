@@ -1,7 +1,7 @@
-"""`metrics.jsonl` as arrays, whatever is wrong with it: a run may be writing or killed, a disk may be damaged.
+"""Read `metrics.jsonl` into arrays, whatever state it is in: a run may be writing or killed, a disk may be damaged.
 
-A line counts if it is a JSON object with a whole number as its `step`; others are counted and left out. Of a step that
-stands twice the later line counts. A million lines take seconds.
+A line is read if it is a JSON object with a whole number as its `step`. Other lines are left out and counted. If a step
+appears twice, the later line wins. A million lines take seconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from numpy.typing import NDArray
 
 from dtmega.training.metrics import parse_line
 
-MAX_LINE_BYTES = 16 * 2**20  # a file without line ends is not read into memory whole
-MAX_KEYS = 200  # of numbers; a damaged file could have a name for each line
-NOT_MEASURED = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # numbers of a line that are no curve
+MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends does not fill memory
+MAX_KEYS = 200  # most numbers that are read; a damaged file could have another name on each line
+NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # numbers of a line that are not drawn as curves
 
 
 class Series(NamedTuple):
-    """One number of a run over its steps, which ascend. `steps` [n] int64, `values` [n] float64, all finite."""
+    """One number of a run over its steps.
+
+    Attributes:
+        steps: numbers of the steps, ascending, int64 [n].
+        values: the number at each step, float64 [n], all finite.
+    """
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -32,8 +37,9 @@ class Event(NamedTuple):
     """Something that happened after a step.
 
     Attributes:
-        kind: "checkpoint", "failed checkpoint", "skipped" or "evaluation".
-        text: what a person wants to know of it.
+        step: number of the step.
+        kind: "checkpoint", "failed checkpoint", "skipped" or "evaluation" in a record; runs and scores add more kinds.
+        text: details for people.
     """
 
     step: int
@@ -42,15 +48,15 @@ class Event(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What stands in a metrics.jsonl.
+    """The content of a metrics.jsonl.
 
     Attributes:
-        series: by key, as in the file: loss, grad_norm, val_loss, ...
-        tokens: that the run had read after each step.
-        events: in the order of the file.
-        not_finite: steps that were skipped since their loss or gradient norm is no finite number.
-        last_step: the largest step of any line; 0 in an empty file.
-        damaged_lines: how many were left out.
+        series: key of the file (loss, grad_norm, val_loss, ...) -> its values.
+        tokens: number of tokens that the run had read after each step.
+        events: events in the order of the file.
+        not_finite: steps that were skipped because their loss or gradient norm was not finite.
+        last_step: largest step of any line; 0 for an empty file.
+        damaged_lines: number of lines that were left out.
     """
 
     series: dict[str, Series]
@@ -62,7 +68,7 @@ class Record(NamedTuple):
 
 
 def read(path: Path) -> Record:
-    """The record in this file; an empty one if the file is not there yet."""
+    """Read a metrics.jsonl. A file that does not exist yet gives an empty record."""
     columns: dict[str, tuple[array[int], array[float]]] = {}
     events: list[Event] = []
     not_finite: list[int] = []
@@ -83,19 +89,22 @@ def read(path: Path) -> Record:
                 if len(columns) >= MAX_KEYS:
                     continue
                 column = columns[key] = array("q"), array("d")
+            steps, values = column
             try:
-                column[1].append(value)
-            except OverflowError:  # a whole number beyond all floats
+                values.append(value)
+            # A whole number that is larger than every float.
+            except OverflowError:
                 continue
-            column[0].append(step)
+            steps.append(step)
+        # Most lines are plain steps, which have no event: this test saves the time to look into them.
         if "checkpoint" in record or "skipped" in record or "loss" not in record:
             events += _events(record)
         if _is_not_finite(record):
             not_finite.append(step)
-    every = {key: _series(*column) for key, column in columns.items()}
+    all_series = {key: _series(*column) for key, column in columns.items()}
     return Record(
-        series={key: series for key, series in every.items() if key not in NOT_MEASURED and series.steps.size},
-        tokens=every.get("tokens", _series(array("q"), array("d"))),
+        series={key: series for key, series in all_series.items() if key not in NOT_CURVES and series.steps.size},
+        tokens=all_series.get("tokens", _series(array("q"), array("d"))),
         events=events,
         not_finite=not_finite,
         last_step=last_step,
@@ -104,16 +113,17 @@ def read(path: Path) -> Record:
 
 
 def is_validation(key: str) -> bool:
-    """True for the loss on the validation split (val_loss), or on a set of [data] validation (val_NAME_loss)."""
+    """True for the key of a validation loss: val_loss of the split, val_NAME_loss of a set in [data] validation."""
     return key.startswith("val_") and key.endswith("_loss")
 
 
 def validation_name(key: str) -> str:
-    """val_loss -> validation, val_code_loss -> validation code"""
+    """The name of a validation loss for people: val_loss -> validation, val_code_loss -> validation code."""
     return key.removesuffix("_loss").replace("val", "validation", 1).replace("_", " ", 1)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, or nothing if it does not exist; at most MAX_LINE_BYTES at a time."""
     try:
         file: BinaryIO = path.open("rb")
     except FileNotFoundError:
@@ -124,9 +134,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _is_not_finite(record: Mapping[str, Any]) -> bool:
-    """True for a step that was skipped since a number of it is not finite, which JSON cannot hold: it is null there.
+    """True for a step that was skipped because its loss or gradient norm was not finite, which JSON writes as null.
 
-    float16's scale is meant to overflow the gradients now and then: only its losses count.
+    With float16's loss scale, gradients are meant to overflow now and then, so only the loss counts.
     """
     if record.get("skipped") is not True:
         return False
@@ -135,6 +145,7 @@ def _is_not_finite(record: Mapping[str, Any]) -> bool:
 
 
 def _events(record: Mapping[str, Any]) -> Iterator[Event]:
+    """The events that a line tells: a skipped step, a checkpoint that was saved or failed, an evaluation."""
     step = record["step"]
     if record.get("skipped") is True:
         reason = record.get("reason") or f"a spike: loss {record.get('loss')}, grad_norm {record.get('grad_norm')}"
@@ -148,19 +159,21 @@ def _events(record: Mapping[str, Any]) -> Iterator[Event]:
             yield Event(step, "failed checkpoint", str(error))
         else:
             stall_s = record.get("checkpoint_stall_s")
-            still = f"; training stood still for {stall_s:.2f} s" if isinstance(stall_s, float) else ""
-            yield Event(step, "checkpoint", f"of step {record['checkpoint']}{still}")
+            stall = f"; training stood still for {stall_s:.2f} s" if isinstance(stall_s, float) else ""
+            yield Event(step, "checkpoint", f"of step {record['checkpoint']}{stall}")
     means = {key: value for key, value in record.items() if key.startswith(("val_", "test_"))}
     if means:
         yield Event(step, "evaluation", ", ".join(f"{key} {value}" for key, value in means.items()))
 
 
 def _series(steps: array[int], values: array[float]) -> Series:
-    """Finite values by ascending steps, the last value of each step."""
+    """The finite values by ascending steps. If a step appears several times, its last value is taken."""
     step, value = np.array(steps, np.int64), np.array(values, np.float64)
     finite = np.isfinite(value)
     step, value = step[finite], value[finite]
+    # A run that went back to a checkpoint has written some steps twice.
     if np.any(step[1:] <= step[:-1]):
+        # The sort is stable, so the values of one step keep the order of the file, and the last of them is the newest.
         order = np.argsort(step, kind="stable")
         step, value = step[order], value[order]
         last = np.append(step[1:] != step[:-1], True)

@@ -1,4 +1,4 @@
-"""A run directory as `dtmega report` sees it: record, starts, configuration, and the numbers that sum them up."""
+"""A run directory, read for `dtmega report`: record, starts and configuration, and the numbers that sum them up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtmega.checkpoint import resume
 from dtmega.config.reading import read_toml
 from dtmega.distributed import exit_codes
 from dtmega.distributed.exit_codes import MAX_STEP, Ended
@@ -21,11 +20,17 @@ from dtmega.training import history
 from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
 
-Config = Mapping[str, Mapping[str, Any]]  # by section, as written; another version's, or half of one, is shown too
+# A configuration by section, as it was written. It is not validated: one of another version, or a part, is shown too.
+Config = Mapping[str, Mapping[str, Any]]
 
 
 class Part(NamedTuple):
-    """Steps `first` to `last` of a run, all of one start; the start is None where nothing tells of it."""
+    """Consecutive steps of a run that were done by one start.
+
+    Attributes:
+        first, last: numbers of the first and the last step.
+        start: the start that did them; None if `starts.jsonl` does not tell.
+    """
 
     first: int
     last: int
@@ -33,12 +38,12 @@ class Part(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The best of a run's validations.
+    """The smallest validation loss of a run.
 
     Attributes:
         key: name of the validation loss in the record.
-        loss: its smallest value.
-        step: the first step at which it was measured.
+        loss: smallest value of this loss.
+        step: first step at which this value was measured.
     """
 
     key: str
@@ -47,19 +52,21 @@ class Best(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run directory, read.
+    """The content of a run directory.
 
     Attributes:
-        name: for people, another one for each run of a page.
-        config: of the newest start.
-        starts: the newest that began anew and those after it, oldest first.
-        parts: by ascending steps, at least one.
-        end: the step at which it is done; 0 where nothing tells.
-        ended: why the newest attempt ended, which may have been refused; None while it goes on, or was killed.
-        sample: what the finished model made of the prompt, or ''.
-        scores: evaluations of its checkpoints.
-        written: when its record was last written, or None.
-        is_claimed: True if a process writes here, as `job.is_claimed`.
+        directory: the run directory.
+        name: name of the run on the page, different for each run there.
+        record: content of metrics.jsonl, and the scores as further series.
+        config: configuration of the newest start.
+        starts: the newest start that began at step 0 and all starts after it, oldest first.
+        parts: parts of the run by ascending steps, at least one.
+        end: last step that the run is to do; 0 if it is not known.
+        ended: end of the newest attempt, which may have been refused; None if the attempt is running or was killed.
+        sample: text that the finished model generated; '' if there is none.
+        scores: evaluations of the run's checkpoints.
+        written: time of the last write to the record, the starts or the lock; None if there are no such files.
+        is_claimed: True if a process is writing in the directory, None if it is not known (`exit_codes.is_claimed`).
     """
 
     directory: Path
@@ -82,7 +89,7 @@ class Run(NamedTuple):
 
     @property
     def refused(self) -> str:
-        """The words for the newest attempt where it was refused, and so changed nothing of the run; else ''."""
+        """A sentence about the newest attempt if it was refused, so that it has changed nothing; else ''."""
         ended = self.ended
         if ended is None or ended.code not in exit_codes.NOT_STARTED:
             return ""
@@ -91,7 +98,7 @@ class Run(NamedTuple):
 
     @property
     def layout(self) -> str:
-        """The newest layout, in words."""
+        """The layout of the newest part, in words."""
         start = self.parts[-1].start
         if start is None:
             return "layout not recorded"
@@ -99,27 +106,28 @@ class Run(NamedTuple):
 
     @property
     def newest_checkpoint(self) -> str:
-        """The path of the one that exit.json names, else the step of the newest that the record tells of; or ''."""
+        """The path of the newest checkpoint from exit.json, or else its step from the record; '' if there is none."""
         if self.ended is not None:
             return self.ended.checkpoint
         saved = [event.text for event in self.record.events if event.kind == "checkpoint"]
+        # The texts are like "of step 100; training stood still for 0.05 s".
         return saved[-1].partition(";")[0].removeprefix("of ") if saved else ""
 
     @property
     def events(self) -> list[Event]:
-        """Those of the record, each start after the first, scores, and an end that is none of a finished run."""
-        found = [*self.record.events, *self.scores.events]
-        found += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
+        """All events by ascending steps: those of the record, scores, restarts, and an end before the last step."""
+        events = [*self.record.events, *self.scores.events]
+        events += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
         ended = self.ended
         if self.refused and ended is not None:
-            found.append(Event(ended.step, "refused start", self.refused))
+            events.append(Event(ended.step, "refused start", self.refused))
         elif ended is not None and (ended.code != exit_codes.DONE or ended.step < self.end):
-            found.append(Event(ended.step, "end", f"exit code {ended.code}: {ended.reason}"))
-        return sorted(found, key=lambda event: event.step)
+            events.append(Event(ended.step, "end", f"exit code {ended.code}: {ended.reason}"))
+        return sorted(events, key=lambda event: event.step)
 
 
 def read(directories: Sequence[str]) -> list[Run]:
-    """The runs in these directories.
+    """Read the runs in these directories.
 
     Raises:
         ValueError: one of them is not a run directory.
@@ -128,9 +136,9 @@ def read(directories: Sequence[str]) -> list[Run]:
 
 
 def names(directories: Sequence[str]) -> list[str]:
-    """The last part of each path where all of these differ, else the paths."""
-    last = [Path(directory).resolve().name for directory in directories]
-    return last if len(set(last)) == len(last) else list(directories)
+    """The names of the runs: the last component of each path if these all differ, else the paths."""
+    folder_names = [Path(directory).resolve().name for directory in directories]
+    return folder_names if len(set(folder_names)) == len(folder_names) else list(directories)
 
 
 def _read(directory: Path, name: str) -> Run:
@@ -140,37 +148,40 @@ def _read(directory: Path, name: str) -> Run:
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
         raise ValueError(f"{directory} is not a run directory: it has no metrics.jsonl and no config.toml")
-    found = record.read(path)
-    of_checkpoints = scores.read(directory, found.last_step)
-    found = found._replace(series=found.series | of_checkpoints.series)
-    every = history.read(directory) or _start_of_checkpoint(directory)
-    anew = max((i for i, start in enumerate(every) if start.step == 0), default=0)
-    config = _config(directory) or (every[-1].config if every else {})
-    planned = config.get("train", {}).get("steps", 0)
-    planned = planned if type(planned) is int and 0 <= planned <= MAX_STEP else 0
+    run_record = record.read(path)
+    run_scores = scores.read(directory, run_record.last_step)
+    run_record = run_record._replace(series=run_record.series | run_scores.series)
+    all_starts = history.read(directory)
+    # Starts before the last one at step 0 belong to a run that was in the directory before.
+    first = max((i for i, start in enumerate(all_starts) if start.step == 0), default=0)
+    config = _config(directory) or (all_starts[-1].config if all_starts else {})
+    planned_steps = config.get("train", {}).get("steps", 0)
+    if type(planned_steps) is not int or not 0 <= planned_steps <= MAX_STEP:
+        planned_steps = 0
     return Run(
         directory=directory,
         name=name,
-        record=found,
+        record=run_record,
         config=config,
-        starts=every[anew:],
-        parts=_parts(every, found.last_step),
-        end=every[-1].steps if every else planned,
+        starts=all_starts[first:],
+        parts=_parts(all_starts, run_record.last_step),
+        end=all_starts[-1].steps if all_starts else planned_steps,
         ended=Ended.read(directory),
-        sample=_sample(directory, found.last_step),
-        scores=of_checkpoints,
+        sample=_sample(directory, run_record.last_step),
+        scores=run_scores,
         written=_written(path, directory / history.NAME, directory / exit_codes.LOCK),
         is_claimed=is_claimed,
     )
 
 
 def _written(*paths: Path) -> datetime | None:
-    """The time at which one of these files was last written; None if there is none of them."""
+    """The time of the last write to any of these files; None if none of them exists."""
     times = [path.stat().st_mtime for path in paths if path.exists()]
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
 
 def _config(directory: Path) -> Config:
+    """The sections of config.toml; {} if the file is missing or damaged."""
     try:
         table = read_toml(directory / "config.toml")
     except ValueError:
@@ -179,7 +190,7 @@ def _config(directory: Path) -> Config:
 
 
 def _sample(directory: Path, last_step: int) -> str:
-    """The text in sample.json; '' if there is none, or it is of steps that the run has gone back behind."""
+    """The text in sample.json; '' if there is none, or if it was written at a step before which the run went back."""
     try:
         sample = read_object(directory / "sample.json")
     except ValueError:
@@ -188,80 +199,67 @@ def _sample(directory: Path, last_step: int) -> str:
     return text if isinstance(text, str) and isinstance(step, int) and step <= last_step else ""
 
 
-def _start_of_checkpoint(directory: Path) -> list[Start]:
-    """What the newest checkpoint of a run of an earlier version, which has no starts.jsonl, knows of its layout."""
-    try:
-        state = resume.state_of(resume.open_checkpoint(str(directory)))
-        start = Start(
-            step=0,
-            time="",
-            config=state.config,
-            layout=state.layout,
-            device="",
-            parameters=0,
-            steps=state.config.get("train", {}).get("steps", 0),
-            versions=state.versions,
-        )
-    except (ValueError, OSError):
-        return []
-    return [start]
-
-
-def _parts(every: Sequence[Start], last_step: int) -> list[Part]:
-    written = history.parts(every)
-    written = [start for start in written if start.step < last_step] or written[-1:]
-    if not written:
+def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
+    """The parts of a run: each lasts from its start to the step from which the next one started."""
+    recorded = history.parts(all_starts)
+    # A start that has not finished a step yet is a part only if there is no other.
+    recorded = [start for start in recorded if start.step < last_step] or recorded[-1:]
+    if not recorded:
         return [Part(1, last_step, None)]
-    ends = [*(start.step for start in written[1:]), max(last_step, written[-1].step)]
-    return [Part(start.step + 1, end, start) for start, end in zip(written, ends, strict=True)]
+    ends = [*(start.step for start in recorded[1:]), max(last_step, recorded[-1].step)]
+    return [Part(start.step + 1, end, start) for start, end in zip(recorded, ends, strict=True)]
 
 
 def _restarted(start: Start) -> str:
+    """The text of the event of a restart."""
     return f"started again after step {start.step} on {layout_in_words(start.layout)}, {moment(start.time)}"
 
 
 def layout_in_words(layout: Mapping[str, int]) -> str:
-    """4 processes: dp_shard 2 x tp 2"""
+    """The number of processes, and the axes of the mesh that are larger than 1: 4 processes: dp_shard 2 × tp 2."""
     n = layout.get("processes", 1)
     axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if axis != "processes" and size > 1)
     return f"{n} process{'es' if n != 1 else ''}" + (f": {axes}" if axes else "")
 
 
 def numbers(run: Run) -> dict[str, str]:
-    """What a person asks first, in words."""
+    """The numbers of a run that people ask for first: label -> value in words, as far as they are recorded."""
     series = run.record.series
-    found: dict[str, str] = {}
+    in_words: dict[str, str] = {}
     last_step = run.record.last_step
-    found["steps"] = f"{last_step:,} of {run.end:,}" if run.end else f"{last_step:,}"
+    in_words["steps"] = f"{last_step:,} of {run.end:,}" if run.end else f"{last_step:,}"
     if run.record.tokens.values.size:
-        found["tokens"] = short(run.record.tokens.values[-1])
+        in_words["tokens"] = short(run.record.tokens.values[-1])
     for key, label in (("loss", "training loss"), ("val_loss", "validation loss"), ("test_loss", "test loss")):
         if key in series:
             last = series[key].values[-1]
-            found[label] = loss_in_words(run, last) if key != "loss" else f"{last:.4g}"
+            in_words[label] = loss_in_words(run, last) if key != "loss" else f"{last:.4g}"
     best = best_validation(run)
     if best is not None:
-        found["best validation loss"] = f"{best.loss:.4g} (step {best.step:,})"
+        in_words["best validation loss"] = f"{best.loss:.4g} (step {best.step:,})"
     for key, label, write in (
         ("tokens_per_s", "tokens/s, median", short),
         ("mfu", "MFU, median", lambda value: f"{value:.1%}"),
         ("step_time_s", "step time, median", seconds),
     ):
         if key in series:
-            found[label] = write(percentile(series[key], 50))
+            in_words[label] = write(percentile(series[key], 50))
     if "step_time_s" in series:
-        found["99th percentile"] = seconds(percentile(series["step_time_s"], 99))
-        found["time in steps"] = duration(float(series["step_time_s"].values.sum()))
+        in_words["99th percentile"] = seconds(percentile(series["step_time_s"], 99))
+        in_words["time in steps"] = duration(float(series["step_time_s"].values.sum()))
     if "peak_memory_bytes" in series:
-        found["peak memory, rank 0"] = gibibytes(series["peak_memory_bytes"].values.max())
+        in_words["peak memory, rank 0"] = gibibytes(series["peak_memory_bytes"].values.max())
     kinds = [event.kind for event in run.events]
-    found["restarts"] = str(kinds.count("restart"))
-    found["skipped steps"] = str(kinds.count("skipped"))
-    return found
+    in_words["restarts"] = str(kinds.count("restart"))
+    in_words["skipped steps"] = str(kinds.count("skipped"))
+    return in_words
 
 
 def best_validation(run: Run) -> Best | None:
-    """The smallest validation loss, on the split or else on the first named set; None if nothing was validated."""
+    """The smallest loss on the validation split, or on the first set of [data] validation if there is no such split.
+
+    None if nothing was validated.
+    """
     keys = sorted(filter(is_validation, run.record.series))
     if not keys:
         return None
@@ -272,18 +270,19 @@ def best_validation(run: Run) -> Best | None:
 
 
 def loss_in_words(run: Run, loss: float) -> str:
-    """4.23 (ppl 68.72); a weighted sum of several losses has no perplexity."""
+    """A loss with its perplexity: 4.23 (ppl 68.72). A loss that is a weighted sum of several has no perplexity."""
+    # If the loss is a sum, its parts are recorded too, under names such as val_mlm.
     is_sum = any(key.startswith("val_") and not is_validation(key) for key in run.record.series)
     return f"{loss:.4g}" + ("" if is_sum else f" (ppl {perplexity(loss):.4g})")
 
 
 def percentile(series: Series, percent: float) -> float:
-    """The smallest value that so many of the values are no larger than."""
+    """The smallest of the values that at least `percent` percent of the values do not exceed."""
     return float(np.percentile(series.values, percent, method="inverted_cdf"))
 
 
 def short(value: float) -> str:
-    """1,234 -> 1.23 K, as people write large counts."""
+    """A large number with three digits and a letter: 1,234 -> 1.23 K."""
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= factor:
             return f"{value / factor:.3g} {letter}"
@@ -291,18 +290,19 @@ def short(value: float) -> str:
 
 
 def seconds(value: float) -> str:
+    """A time of up to a few seconds: 0.05 -> 50 ms."""
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def duration(value: float) -> str:
-    """7,260 -> 2.02 h, from seconds."""
+    """A time in its largest unit, from seconds: 7,260 -> 2.02 h."""
     if value >= 3600:
         return f"{value / 3600:.3g} h"
     return f"{value / 60:.3g} min" if value >= 60 else seconds(value)
 
 
 def moment(time: str) -> str:
-    """2026-11-23T23:27:33+00:00 -> 2026-11-23 23:27:33 UTC; a text that is no such time stays as it is."""
+    """A time of ISO 8601 in UTC: 2026-11-23T23:27:33+00:00 -> 2026-11-23 23:27:33 UTC. Other texts are unchanged."""
     try:
         return f"{datetime.fromisoformat(time).astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError):
@@ -310,4 +310,5 @@ def moment(time: str) -> str:
 
 
 def gibibytes(value: float) -> str:
+    """A number of bytes in GiB."""
     return f"{value / 2**30:.3g} GiB"

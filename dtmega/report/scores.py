@@ -1,7 +1,7 @@
-"""Evaluations of a run's checkpoints: scores of `dtmega evaluate` in `evaluations/`, losses of `eval.only` beside them.
+"""Evaluations of a run's checkpoints: scores by `dtmega evaluate`, and losses measured with `eval.only`.
 
-Both may be damaged, or somebody else's: what is no number of a checkpoint is left out, and files that cannot be read
-are named.
+The files may be damaged or come from elsewhere: rows without a checkpoint or a number are left out of the scores, and
+files that cannot be read are named.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from dtmega.files.untrusted_json import read_object
 from dtmega.report import record
 from dtmega.report.record import Event, Series
 
-FOLDER = "evaluations"  # of a run directory; one file for a checkpoint and its tasks
-LOSSES = "evaluation.jsonl"  # of a run directory; what a start with [eval] only has measured
-OF_LOSSES = "[eval] only"
-MAX_BYTES = 16 * 2**20  # of a file of scores; those of all of MMLU are 1 MB
-MOST_FILES = 500  # the newest by name, which begins with the step
-MOST_SCORES = 5000
+FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoint and set of tasks
+LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that starts with [eval] only have measured
+OF_LOSSES = "[eval] only"  # stands in the place of the task's name for these losses
+MAX_BYTES = 16 * 2**20  # largest file of scores that is read; one with all of MMLU has 1 MB
+MOST_FILES = 500  # most files that are read, the last ones by name, which begins with the step
+MOST_SCORES = 5000  # most scores that are kept
 
 
 class Score(NamedTuple):
-    """A number that a checkpoint was given.
+    """The score of a checkpoint in one metric of one task.
 
     Attributes:
-        task: of lm-evaluation-harness, or `OF_LOSSES`.
-        metric: its name there, with the filter of the answers where there is one.
-        error: its standard error; None where none is known.
-        about: what it was asked with, in words.
+        step: step of the checkpoint.
+        task: name of the task in lm-evaluation-harness, or OF_LOSSES.
+        metric: name of the metric, with the filter of the answers in brackets if there is one.
+        value: the score.
+        error: standard error of the score; None if it is not known.
+        about: conditions of the evaluation in words: examples before each question, number of questions, date.
     """
 
     step: int
@@ -45,35 +47,50 @@ class Score(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """All evaluations of a run: by task, metric and step, and the names of files that could not be read."""
+    """All evaluations of a run.
 
-    found: list[Score]
+    Attributes:
+        scores: the scores, ordered by task, metric and step.
+        unreadable: names of the files that cannot be read.
+    """
+
+    scores: list[Score]
     unreadable: list[str]
 
     @property
     def events(self) -> list[Event]:
-        """One for each step and task."""
-        said: dict[tuple[int, str], list[str]] = {}
-        for score in self.found:
-            said.setdefault((score.step, score.task), []).append(f"{score.metric} {written(score)}")
-        return [Event(step, "score", f"{task}: {', '.join(words)}") for (step, task), words in said.items()]
+        """An event for each step and task, with all its metrics."""
+        words_by_task: dict[tuple[int, str], list[str]] = {}
+        for score in self.scores:
+            words_by_task.setdefault((score.step, score.task), []).append(f"{score.metric} {written(score)}")
+        return [Event(step, "score", f"{task}: {', '.join(words)}") for (step, task), words in words_by_task.items()]
 
     @property
     def series(self) -> dict[str, Series]:
-        """The scores of several checkpoints over their steps, by a title."""
-        points: dict[str, list[tuple[int, float]]] = {}
-        for score in self.found:
+        """Title of a panel -> the scores of several checkpoints in one metric, over their steps."""
+        points_by_title: dict[str, list[tuple[int, float]]] = {}
+        for score in self.scores:
             if score.task != OF_LOSSES:
-                points.setdefault(f"Score: {score.task}, {score.metric}", []).append((score.step, score.value))
-        return {
-            title: Series(np.array([step for step, _ in found], np.int64), np.array([value for _, value in found]))
-            for title, found in points.items()
-            if len(found) > 1
-        }
+                title = f"Score: {score.task}, {score.metric}"
+                points_by_title.setdefault(title, []).append((score.step, score.value))
+        series = {}
+        for title, points in points_by_title.items():
+            if len(points) > 1:
+                steps = np.array([step for step, _ in points], np.int64)
+                values = np.array([value for _, value in points])
+                series[title] = Series(steps, values)
+        return series
 
 
 def read(directory: Path, last_step: int) -> Scores:
-    """The evaluations in a run directory, up to a step: later ones are of a run that was there before."""
+    """Read the evaluations in a run directory.
+
+    If a checkpoint was evaluated twice in the same metric, the file whose name comes last wins.
+
+    Args:
+        directory: the run directory.
+        last_step: the run's last step. Scores of later steps belong to a run that was in the directory before.
+    """
     newest: dict[tuple[int, str, str], Score] = {}
     unreadable = []
     for path in sorted((directory / FOLDER).glob("*.json"))[-MOST_FILES:]:
@@ -87,13 +104,13 @@ def read(directory: Path, last_step: int) -> Scores:
     for key, series in record.read(directory / LOSSES).series.items():
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
             newest[step, OF_LOSSES, key] = Score(step, OF_LOSSES, key, value, None, "")
-    found = [score for score in newest.values() if score.step <= last_step]
-    found.sort(key=lambda score: (score.task, score.metric, score.step))
-    return Scores(found[:MOST_SCORES], unreadable)
+    scores = [score for score in newest.values() if score.step <= last_step]
+    scores.sort(key=lambda score: (score.task, score.metric, score.step))
+    return Scores(scores[:MOST_SCORES], unreadable)
 
 
 def written(score: Score) -> str:
-    """0.5123 ± 0.011"""
+    """The score with its standard error: 0.5123 ± 0.011."""
     return f"{score.value:.4g}" + (f" ± {score.error:.2g}" if score.error is not None else "")
 
 
@@ -111,13 +128,14 @@ def _of_harness(content: Mapping[str, Any]) -> Iterator[Score]:
             metric, _, of_filter = name.partition(",")
             if metric.endswith("_stderr") or not _is_number(value):
                 continue
-            told = values.get(f"{metric}_stderr,{of_filter}")
-            error = float(told) if _is_number(told) else None
+            stderr = values.get(f"{metric}_stderr,{of_filter}")
+            error = float(stderr) if _is_number(stderr) else None
             metric += f" ({of_filter})" if of_filter not in ("", "none") else ""
             yield Score(step, task, metric, float(value), error, about)
 
 
 def _about(content: Mapping[str, Any], task: str) -> str:
+    """The conditions of the evaluation of a task, in words, as far as they are known."""
     n_shots = _inside(content, "n-shot", task)
     n_questions = _inside(content, "n-samples", task, "effective")
     words = [
@@ -129,12 +147,14 @@ def _about(content: Mapping[str, Any], task: str) -> str:
 
 
 def _inside(content: Any, *keys: str) -> Any:
+    """The value at a path of keys in nested tables; None if there is no such value."""
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
     return content
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
+    """True for a finite number, within bounds that leave room to compute with it."""
     if type(value) is not int and type(value) is not float:
         return False
     return abs(value) < 1e300 and math.isfinite(value)

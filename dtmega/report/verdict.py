@@ -1,6 +1,6 @@
-"""The verdict on a run, in one line: how it stands, whether its loss rises, and what it has come to.
+"""The verdict on a run, in one line: its state, whether its loss is rising, and what it has reached.
 
-docs/report.md says the rules in words.
+docs/report.md explains the rules.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from dtmega.report.curves import plain
 from dtmega.report.record import Record, validation_name
 from dtmega.report.run import Run, best_validation, duration, loss_in_words, percentile, short
 
-LEAST_WINDOW = 10  # steps of the smallest mean that is compared
+# A loss is taken for diverging if its newest mean lies above its best mean by more than each of these: a share of the
+# fall from the first mean to the best one, a share of the best one, and a number of standard errors of the best one.
 SHARE_OF_FALL = 0.1
 SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
-NEWEST_STEPS = 10
-MOST_NOT_FINITE = 4  # of the newest steps; float16 finds its scale in fewer
-SILENT_STEPS = 20
-TIMEOUT_S = 600.0  # the default of [run] timeout_s, for a configuration that does not say it
-MOST_LETTERS = 300  # of a reason
+LEAST_WINDOW = 10  # smallest number of steps that a mean is taken over
+NEWEST_STEPS = 10  # steps among which those without a finite loss are counted
+MOST_NOT_FINITE = 4  # most such steps that are no divergence: float16 finds its loss scale in fewer
+SILENT_STEPS = 20  # a run is stalled after the time of this many median steps, if that is longer than its timeout
+TIMEOUT_S = 600.0  # default of [run] timeout_s, for a configuration that does not set it
+MOST_LETTERS = 300  # longest reason that is quoted
 
 
 class Verdict(NamedTuple):
-    """How a run stands.
+    """The verdict on a run.
 
     Attributes:
         state: "finished", "stopped", "killed", "stalled", "going on" or "not begun".
-        why: the step it has come to, and what is known about its end.
-        diverging: the reason to take its loss for diverging, or ''.
+        why: the step that the run has reached, and what is known about its end.
+        diverging: reason to take its loss for diverging; '' if there is none.
     """
 
     state: str
@@ -42,33 +44,38 @@ class Verdict(NamedTuple):
 
 
 def judge(run: Run, now: datetime) -> Verdict:
-    """The verdict on a run at this moment."""
+    """The verdict on a run.
+
+    Args:
+        run: the run.
+        now: the time, with a time zone; a run that has been silent for long is taken for stalled.
+    """
     state, why = _state(run, now)
     return Verdict(state, why, diverging(run.record))
 
 
 def facts(run: Run) -> list[str]:
-    """Best validation loss and its step, time spent, tokens and speed, as far as the record has them."""
-    found = []
+    """What a run has reached: best validation loss, time, tokens and speed, as far as the record has them."""
+    words = []
     best = best_validation(run)
     if best is not None:
-        found.append(f"best {validation_name(best.key)} loss {loss_in_words(run, best.loss)} at step {best.step:,}")
+        words.append(f"best {validation_name(best.key)} loss {loss_in_words(run, best.loss)} at step {best.step:,}")
     series = run.record.series
     if "step_time_s" in series:
-        found.append(f"{duration(float(series['step_time_s'].values.sum()))} of steps")
+        words.append(f"{duration(float(series['step_time_s'].values.sum()))} of steps")
     if run.record.tokens.values.size:
-        found.append(f"{short(run.record.tokens.values[-1])} tokens")
+        words.append(f"{short(run.record.tokens.values[-1])} tokens")
     if "tokens_per_s" in series:
-        found.append(f"{short(percentile(series['tokens_per_s'], 50))} tokens/s")
-    return found
+        words.append(f"{short(percentile(series['tokens_per_s'], 50))} tokens/s")
+    return words
 
 
 def _state(run: Run, now: datetime) -> tuple[str, str]:
-    """The state, and the words behind it."""
+    """The state of a run, and the words that follow it in the verdict (`Verdict.why`)."""
     last_step, ended = run.record.last_step, run.ended
     progress = f"step {last_step:,} of {run.end:,}" if run.end else f"step {last_step:,}"
     if run.refused:
-        # That start has changed nothing, so the run stands as it stood before.
+        # The refused start has changed nothing, so the run is finished or stopped as it was before.
         refused = plain(run.refused, MOST_LETTERS)
         return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
     if ended is not None:
@@ -90,7 +97,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
 
 
 def patience_s(run: Run) -> float:
-    """The seconds without a new line after which a run without exit.json is taken for stalled."""
+    """How long a run without exit.json may write nothing before it is taken for stalled, in seconds."""
     timeout_s = run.config.get("run", {}).get("timeout_s")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
         timeout_s = TIMEOUT_S
@@ -100,7 +107,7 @@ def patience_s(run: Run) -> float:
 
 
 def diverging(record: Record) -> str:
-    """The reason to take the loss of this record for diverging, or ''."""
+    """The reason to take the loss of a record for diverging; '' if there is none."""
     newest = [step for step in record.not_finite if step > record.last_step - NEWEST_STEPS]
     if len(newest) > MOST_NOT_FINITE:
         return f"of the last {NEWEST_STEPS} steps {len(newest)} had a loss or gradient norm that is not finite"
@@ -111,22 +118,23 @@ def diverging(record: Record) -> str:
     window = max(losses.values.size // 10, LEAST_WINDOW)
     if losses.values.size < 2 * window:
         return ""
-    # A loss beyond all bounds would leave no digits of the others in their sum.
+    # Means are differences of running sums. A huge loss would leave the sums no digits for the other losses.
     values = np.clip(losses.values, -1e6, 1e6)
     means = _means(values, window)
     last = float(means[-1])
-    earlier = means[: values.size - 2 * window + 1]  # those that share no step with the last one
+    # The means that share no step with the last one.
+    earlier = means[: values.size - 2 * window + 1]
     place = int(np.argmin(earlier))
     best, first = float(earlier[place]), float(earlier[0])
     standard_error = float(np.std(values[place : place + window])) / window**0.5
-    clearly = max(SHARE_OF_FALL * (first - best), SHARE_OF_BEST * abs(best), STANDARD_ERRORS * standard_error)
-    if last - best <= clearly:
+    tolerance = max(SHARE_OF_FALL * (first - best), SHARE_OF_BEST * abs(best), STANDARD_ERRORS * standard_error)
+    if last - best <= tolerance:
         return ""
     best_step = losses.steps[place + window - 1]
     return f"the mean loss of the last {window} steps is {last:.4g}, up from {best:.4g} at step {best_step:,}"
 
 
 def _means(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """The mean of each `window` values that follow each other, [n - window + 1]."""
+    """The mean of each `window` consecutive values of n, [n - window + 1]."""
     sums = np.cumsum(np.append(0.0, values))
     return (sums[window:] - sums[:-window]) / window

@@ -1,4 +1,4 @@
-"""Runs in, files out."""
+"""Write the files of `dtmega report`: the page and, if asked for, the picture."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 from dtmega.files import atomic, optional_imports
 from dtmega.report import run
 
-MOST_NAME_BYTES = 200  # a file system's 255, less what is put before it while the page is written
+MOST_NAME_BYTES = 200  # file systems allow 255; a prefix is added while the page is written
 
 
 def default_output(directories: Sequence[str]) -> Path:
-    """report.html in the directory of a run; for several runs a page beside it, named after the others."""
+    """The default path of the page.
+
+    That is report.html in the run directory; for several runs, report-with-OTHERS.html in the directory of the first.
+    """
     first, *others = directories
     name = "-".join(Path(other).resolve().name for other in others)
     name = f"report-with-{name}.html" if others else "report.html"
@@ -23,23 +26,32 @@ def default_output(directories: Sequence[str]) -> Path:
 
 
 def write(directories: Sequence[str], output: Path, png: bool = False) -> list[Path]:
-    """Write the page of these runs to `output`, and with `png` the picture beside it; returns what was written.
+    """Write the page of these runs.
+
+    Args:
+        directories: run directories.
+        output: path of the page.
+        png: True to write the curves also as a picture, with the same name and the suffix .png.
+
+    Returns:
+        The paths of the written files.
 
     Raises:
-        ValueError: not a run directory; plotly, or with `png` matplotlib, is not installed.
+        ValueError: a directory is not a run directory, or plotly (for `png` also matplotlib) is not installed.
         OSError: a file cannot be read or written.
     """
     optional_imports.check("plotly", "report", "the page")
     if png:
         optional_imports.check("matplotlib", "png", "a picture (--png)")
     runs = run.read(directories)
+    # Optional libraries, and modules that need them, are imported after the checks.
     from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingImports]  # an extra
 
     from dtmega.report import page, plots
     from dtmega.report.colours import colour
 
     figures = {"curves": plots.over_steps(runs)}
-    if any(plots.has_tail(of_run) for of_run in runs):
+    if any(plots.has_tail(each) for each in runs):
         figures["tail"] = plots.tail(runs)
     colours = [colour(number) for number in range(len(runs))]
     with atomic.replaced(output) as file:

@@ -67,7 +67,7 @@ def test_a_score_has_the_error_and_the_name_of_its_own_filter(tmp_path: Path):
     (tmp_path / "evaluations").mkdir()
     content = {"step": 3, "results": {"sums": values | {"acc,none": 1, "bleu": 7.5}}}
     (tmp_path / "evaluations" / "one.json").write_text(json.dumps(content))
-    found = {score.metric: (score.value, score.error) for score in scores.read(tmp_path, 3).found}
+    found = {score.metric: (score.value, score.error) for score in scores.read(tmp_path, 3).scores}
     assert found == {
         **{"exact (strict)": (0.5, 0.125), "exact (loose)": (0.75, 0.25)},
         **{"acc": (1.0, None), "bleu": (7.5, None)},
@@ -96,8 +96,8 @@ def test_the_slow_tail_is_drawn_as_shares_of_all_steps(tmp_path: Path):
 def test_steps_beyond_32_bits_are_drawn_where_they_are():
     steps = np.array([1, 2**31 - 1, 2**31, 2**40])
     for n in range(1, 5):
-        assert np.array_equal(plots._whole(steps[:n]), steps[:n])
-    assert np.array_equal(plots._whole(Series(steps[:0], steps[:0]).steps), [])
+        assert np.array_equal(plots._packable(steps[:n]), steps[:n])
+    assert np.array_equal(plots._packable(Series(steps[:0], steps[:0]).steps), [])
 
 
 def test_of_more_events_than_are_listed_the_newest_are(tmp_path: Path):
