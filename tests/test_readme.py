@@ -22,7 +22,7 @@ from tools import configuration_page
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
-GUIDE = "\n".join([README, *(text for name, text in PAGES.items() if name != "decisions.md")])
+GUIDE = "\n".join([README, *PAGES.values()])
 
 
 def tree() -> list[str]:

@@ -1,7 +1,7 @@
 """FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
 
 gloo implements reduce-scatter as an all-reduce of everything and then keeps one part, and gathers through a buffer. As
-messages both move the least possible, (n - 1) / n of the payload, in a third of the CPU time (docs/decisions.md).
+messages both move the least possible, (n - 1) / n of the payload, in a third of the CPU time (benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations

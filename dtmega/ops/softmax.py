@@ -1,8 +1,8 @@
 """The passes of cross-entropy over logits, a few rows at a time: peak and sum of each row first, then its derivatives.
 
 On a CPU a few rows stay in the core's cache from one pass to the next, with one scratch buffer in fp32. Such plain
-passes are faster there than torch's softmax and than Inductor's kernels (docs/decisions.md). On a GPU two kernels of
-Inductor read the logits of a whole chunk, so that no fp32 tensor as large as the logits exists.
+passes are faster there than torch's softmax and than Inductor's kernels (benchmarks/TIMINGS.md). On a GPU two kernels
+of Inductor read the logits of a whole chunk, so that no fp32 tensor as large as the logits exists.
 """
 
 from __future__ import annotations

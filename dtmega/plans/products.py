@@ -1,7 +1,7 @@
 """The matrix product of every style: keeps no gathered input, and computes while gradients are communicated.
 
 Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read it. Kept for
-backward, it would be a quarter of all that a layer keeps at tp 4 (docs/decisions.md). So no product keeps it, and
+backward, it would be a quarter of all that a layer keeps at tp 4 (docs/design.md). So no product keeps it, and
 backward gathers it once more from this rank's part:
 
 1. In forward each product returns a *ticket* beside its output, a tensor of zeros that takes no memory.

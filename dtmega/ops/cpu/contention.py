@@ -1,7 +1,7 @@
 """A check whether a run on a CPU has its cores to itself.
 
 An operation on several threads is done when the last thread is. If another process uses one of the cores, the thread
-that shares it is late each time, and the other threads keep their cores busy with waiting (docs/decisions.md).
+that shares it is late each time, and the other threads keep their cores busy with waiting (benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 By default glibc takes a buffer of more than 32 MiB, and often a smaller one, from the system and gives it back when it
 is freed, and the system fills it with zeros in pages of 4 KiB each time. For a chunk's logits and the gradient of the
-head's weight this took a sixth of the time of their products, and a tenth of a step (docs/decisions.md).
+head's weight this took a sixth of the time of their products, and a tenth of a step (benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations

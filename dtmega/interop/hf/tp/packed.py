@@ -3,7 +3,7 @@
 The weight of a fused projection is several matrices side by side, each of which is cut, so a rank's part is not
 contiguous. DTensor's placement for that is `_StridedShard`: `full_tensor()` has the columns in transformers' order on
 any layout (in torch 2.11 it raises an error; `shards.full_tensor` works there too). A checkpoint must not treat such a
-shard as one box; see `docs/decisions.md`.
+shard as one box; see `docs/log/2026-11.md`.
 """
 
 from __future__ import annotations
