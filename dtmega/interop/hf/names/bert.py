@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,20 +17,21 @@ ACTIVATIONS = {"erf": ("gelu",), "tanh": ("gelu_pytorch_tanh", "gelu_new")}
 
 
 def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [model] for the feed-forward's and the head's GELU, which config.json gives one name.
+    """The keys of [model] for the GELU of the feed-forward and that of the head; config.json has one key for both.
 
     Raises:
         ValueError: the activation is not a GELU.
     """
-    said = theirs.get("hidden_act", "gelu")
+    activation = theirs.get("hidden_act", "gelu")
     for form, names in ACTIVATIONS.items():
-        if said in names:
+        if activation in names:
             return {"gelu": form, "head_gelu": form}
-    every = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-    raise ValueError(f"config.json has hidden_act={said!r:.80}, expected one of {every} ([model] gelu)")
+    known_names = ", ".join(itertools.chain(*ACTIVATIONS.values()))
+    raise ValueError(f"config.json has hidden_act={activation!r:.80}, expected one of {known_names} ([model] gelu)")
 
 
-def _described(model: config.Model) -> dict[str, Any]:
+def _config_entries(model: config.Model) -> dict[str, Any]:
+    """The entry of a config.json that we write for the GELU of the feed-forward."""
     assert isinstance(model, config.Bert)
     return {"hidden_act": ACTIVATIONS[model.gelu][0]}
 
@@ -94,7 +96,7 @@ def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ..
         ),
         refuse=_refuse,
         to_section=_activation,
-        from_section=_described,
+        from_section=_config_entries,
     )
 
 

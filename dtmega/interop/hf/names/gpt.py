@@ -10,7 +10,7 @@ from dtmega.formats.rules import Rule
 from dtmega.interop.hf.names.gated import refuse_gated
 
 
-def _described(model: config.Model) -> dict[str, Any]:
+def _config_entries(model: config.Model) -> dict[str, Any]:
     """The embedding's dropout rate, which config.json keeps under a key of its own."""
     assert isinstance(model, config.GPT)
     return {"embd_pdrop": model.hidden_dropout}
@@ -49,6 +49,6 @@ HF = Format(
         Key("attention_dropout", ("attn_pdrop",), 0.1, free=True),
         Key("init_std", ("initializer_range",), 0.02, free=True),
     ),
-    from_section=_described,
+    from_section=_config_entries,
     refuse=refuse_gated,
 )

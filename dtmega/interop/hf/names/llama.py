@@ -9,7 +9,7 @@ from dtmega import config
 from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 
-# Keys of [model] -> their names in config.json where it scales rotary positions.
+# Keys of [model] for scaled rotary positions -> their names in config.json.
 SCALING = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -30,21 +30,21 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has head_dim={theirs['head_dim']!r:.80}, expected hidden_size / num_attention_heads = "
             f"{head_dim} ([model] name)"
         )
-    # transformers 5 has one object for all of it; earlier versions keep theta outside.
-    said = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    theta = {"rope_theta": said.get("rope_theta", theirs.get("rope_theta", 10_000.0))}
-    kind = said.get("rope_type", said.get("type", "default"))
+    # transformers 5 has one object for all of these values; earlier versions keep theta outside of it.
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    theta = {"rope_theta": rope.get("rope_theta", theirs.get("rope_theta", 10_000.0))}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta | {"rope_factor": 1.0}
-    if kind != "llama3" or not said.keys() >= {*SCALING.values()}:
+    if kind != "llama3" or not rope.keys() >= {*SCALING.values()}:
         raise ValueError(
-            f"config.json scales rotary positions by {said!r:.200}, expected rope_type 'llama3' with "
+            f"config.json scales rotary positions by {rope!r:.200}, expected rope_type 'llama3' with "
             f"{', '.join(SCALING.values())} ([model] name)"
         )
-    return theta | {ours: said[name] for ours, name in SCALING.items()}
+    return theta | {ours: rope[name] for ours, name in SCALING.items()}
 
 
-def _described(model: config.Model) -> dict[str, Any]:
+def _config_entries(model: config.Model) -> dict[str, Any]:
     """The entries for rotary positions of a config.json that we write, which transformers 4 reads too."""
     assert isinstance(model, config.Llama)
     scaling = {name: getattr(model, ours) for ours, name in SCALING.items()}
@@ -89,5 +89,5 @@ HF = Format(
         Key("init_std", ("initializer_range",), 0.02, free=True),
     ),
     to_section=_positions,
-    from_section=_described,
+    from_section=_config_entries,
 )

@@ -31,13 +31,13 @@ def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an unknown kind of feed-forward.
     """
-    said = theirs.get("feed_forward_proj", "relu")
-    if said not in FEED_FORWARDS:
+    feed_forward = theirs.get("feed_forward_proj", "relu")
+    if feed_forward not in FEED_FORWARDS:
         raise ValueError(
-            f"config.json has feed_forward_proj={said!r:.80}, expected one of {', '.join(FEED_FORWARDS)} "
+            f"config.json has feed_forward_proj={feed_forward!r:.80}, expected one of {', '.join(FEED_FORWARDS)} "
             f"([model] activation, [model] gated)"
         )
-    activation, gated = FEED_FORWARDS[said]
+    activation, gated = FEED_FORWARDS[feed_forward]
     scaled = theirs.get("scale_decoder_outputs", theirs.get("tie_word_embeddings") is not False)
     return {"activation": activation, "gated": gated, "scale_head": scaled}
 
@@ -45,21 +45,21 @@ def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _of_tensors(stored: Source) -> dict[str, Any]:
     """The key of [model] for a tied head: tied unless the tensors hold other values for the head.
 
-    config.json does not tell, because transformers 5 writes `tie_word_embeddings` = true for every T5, and ties what it
-    loads by this rule (`tie_weights` in its modeling_utils.py).
+    config.json does not say which: transformers 5 writes `tie_word_embeddings` = true for every T5, and decides by this
+    rule when it loads one (`tie_weights` in its modeling_utils.py).
     """
-    words, head = "shared.weight", "lm_head.weight"
-    if head not in stored.tensors or words not in stored.tensors:
+    embedding, head = "shared.weight", "lm_head.weight"
+    if head not in stored.tensors or embedding not in stored.tensors:
         return {"tied": head not in stored.tensors}
-    return {"tied": torch.equal(stored.read(words).float(), stored.read(head).float())}
+    return {"tied": torch.equal(stored.read(embedding).float(), stored.read(head).float())}
 
 
-def _described(model: config.Model) -> dict[str, Any]:
+def _config_entries(model: config.Model) -> dict[str, Any]:
     """The same entries of a config.json that we write, and the id with which transformers' `generate` begins."""
     assert isinstance(model, config.T5)
-    known = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
+    names = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
     return {
-        "feed_forward_proj": known[model.activation, model.gated],
+        "feed_forward_proj": names[model.activation, model.gated],
         "tie_word_embeddings": model.tied,
         "scale_decoder_outputs": model.scale_head,
         "decoder_start_token_id": 0,
@@ -145,5 +145,5 @@ HF = Format(
     refuse=_refuse,
     to_section=_section,
     section_from_tensors=_of_tensors,
-    from_section=_described,
+    from_section=_config_entries,
 )
