@@ -37,7 +37,8 @@ for step in range(3):
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.full_tensor().item():.3f}")
 
-weights = {name: full_tensor(parameter).cpu() for name, parameter in model.state_dict().items()}  # collective
+# `full_tensor` is a collective, so every rank calls it.
+weights = {name: full_tensor(parameter).cpu() for name, parameter in model.state_dict().items()}
 if dist.get_rank() == 0:
     model.save_pretrained(target, state_dict=weights)
 dist.barrier()

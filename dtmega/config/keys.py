@@ -472,9 +472,10 @@ class Recompute(Section):
     )
     method: Literal["uniform", "block"] = key(
         "uniform",
-        "which layers to recompute; uniform: all, in groups of `layers`; block: the first `layers` of each stage",
+        "which layers to recompute; uniform: all, in groups of `layers`, keeping only the input of each group; "
+        "block: the first `layers` of each stage",
     )
-    layers: int = key(1, "see method; only the input of a group's first layer is kept in memory", ge=1)
+    layers: int = key(1, "number of layers in a group or from the start of a stage, as method says", ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Recompute:

@@ -1,8 +1,8 @@
 """Reading of sections: TOML and `--section.key value` options become typed, frozen sections, or errors in plain words.
 
-This file knows no key of dtmega: `config/` declares them, and suggests the key that an unknown one may have meant.
-Reading is strict: a string is never taken for a number. Each error names the place of its value, the file or the
-option.
+This file knows no key of dtmega: `keys.py` and `model_keys.py` declare them, and `neighbours.py` suggests the key that
+an unknown one may have meant. Reading is strict: a string is never taken for a number. Each error names the place of
+its value, the file or the option.
 """
 
 from __future__ import annotations

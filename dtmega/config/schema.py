@@ -1,8 +1,8 @@
 """Declarations of keys: sections, the classes that a section may have, and the text that `--help` prints of them.
 
-A section has one class, or several of which one of its keys chooses: [model] has a class for each family, chosen by
-`name` (in pydantic's words a union with a discriminator). This file knows no key of dtmega. `config/` declares the
-keys, `config/reading.py` reads their values.
+A section has one class, or several, one of which is chosen by the value of a key: [model] has a class for each family,
+chosen by `name` (pydantic calls such a key the discriminator of a union). This file knows no key of dtmega: `keys.py`
+and `model_keys.py` declare them, `reading.py` reads their values.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class SectionClasses:
 
 
 class Group(NamedTuple):
-    """Keys of a section that the same of its classes declare in the same way.
+    """Keys that a section's help lists together: the same classes of the section have them, with equal declarations.
 
     Attributes:
         section: the section's name.
-        title: heading of the group: the section, and the classes that have these keys unless all of them do.
+        title: heading in the help: the section, and if only some of its classes have these keys, which ones.
         fields: key -> its declaration.
     """
 
