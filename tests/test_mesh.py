@@ -73,19 +73,6 @@ def test_a_group_is_the_ranks_that_differ_in_its_axes_only():
         assert sorted(lists[name]) == sorted(together.values()), name
 
 
-def test_each_axis_is_in_every_place_that_the_guide_names_and_so_are_its_tests():
-    text = (REPO / "docs" / "adding-an-axis.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    places = [place.strip("`") for place, _, _ in rows]
-    assert len(places) == 12
-    for place in places[:5]:  # the first table
-        content = (REPO / place).read_text()
-        assert [axis for axis in mesh.AXES if not re.search(rf"\b{axis}\b", content)] == [], place
-    for _, _, test in rows[:-1]:
-        file, _, function = test.strip("` ").partition("::")
-        assert f"def {function}(" in (REPO / file).read_text(), test
-
-
 def test_the_number_of_a_data_rank_counts_shards_within_replicas():
     expected = [(place["dp_replicate"] * FIVE["dp_shard"] + place["dp_shard"], 2 * 3) for place in PLACES]
     assert [mesh.data_coordinate(FIVE, rank) for rank in range(len(PLACES))] == expected

@@ -30,12 +30,11 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "running.md").read_text()
 CODES = {"DONE": 0, "FAILED": 1, "REFUSED": 2, "DAMAGED": 3, "PREEMPTED": 75, "STUCK": 76, "HUNG": 77}
 
 
-def test_the_exit_codes_are_those_of_their_table_and_of_the_readme():
+def test_the_exit_codes_are_those_that_the_pages_name():
     assert {name: getattr(exit_codes, name) for name in CODES} == CODES
     rows = re.findall(r"^\| (\d+) \| ([A-Z]+) \|", exit_codes.__doc__ or "", re.MULTILINE)
     assert {name: int(code) for code, name in rows} == CODES
-    (sentence,) = re.findall(r"`train\.py` exits with (.*?)\. torchrun", PAGE, re.DOTALL)
-    assert [int(code) for code in re.findall(r"\b\d+\b", sentence)] == sorted(CODES.values())
+    assert [code for code in CODES.values() if not re.search(rf"\b{code}\b", PAGE)] == []
 
 
 def test_torchruns_summary_ends_with_the_reason_of_whoever_left_first(tmp_path: Path, monkeypatch):
