@@ -50,8 +50,8 @@ class _DrawRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = func.overloadpacket.__name__
         if args and operation.endswith("_") and (name := self._names.get(id(args[0]))):
-            known = {"normal_": args[1:3], "fill_": (*args[1:2], 0.0), "zero_": (0.0, 0.0)}
+            distributions = {"normal_": args[1:3], "fill_": (*args[1:2], 0.0), "zero_": (0.0, 0.0)}
             # Mean and std that are both nonzero become None, and so does any other operation, such as uniform_.
-            mean, std = known.get(operation, (1.0, 1.0))
+            mean, std = distributions.get(operation, (1.0, 1.0))
             self.draws[name] = None if mean and std else (float(mean), float(std))
         return func(*args, **(kwargs or {}))

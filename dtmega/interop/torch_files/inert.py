@@ -147,21 +147,21 @@ class _Decoder:
 
     def call(self, arg: Any) -> None:
         """Note a call of the last value but one, with the last value as its arguments."""
-        made, args = self.pop(2)
-        if type(made) is not PickledObject or made.args is not None or type(args) is not tuple:
+        function, args = self.pop(2)
+        if type(function) is not PickledObject or function.args is not None or type(args) is not tuple:
             raise ValueError("refused: the pickle calls something that is not a plain name")
-        self.stack.append(PickledObject(made.name, args))
+        self.stack.append(PickledObject(function.name, args))
 
     def set_state(self, arg: Any) -> None:
         """Note the last value as the state of the object before it."""
-        made, state = self.pop(2)
-        if type(made) is not PickledObject or made.args is None or made.state is not None:
+        instance, state = self.pop(2)
+        if type(instance) is not PickledObject or instance.args is None or instance.state is not None:
             raise ValueError("refused: the pickle sets the state of something that is not a new object")
-        made.state = state
-        self.stack.append(made)
+        instance.state = state
+        self.stack.append(instance)
 
 
-# Opcode -> what it does to a decoder, given the opcode's argument. No others are allowed.
+# Opcode -> its action on a decoder, given the opcode's argument. No other opcodes are allowed.
 ACTIONS: dict[str, Callable[[_Decoder, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), _Decoder.skip),
     "MARK": _Decoder.mark,

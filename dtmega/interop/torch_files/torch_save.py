@@ -285,7 +285,7 @@ def read_bytes(fd: int, at: int, n: int) -> bytearray:
     """Read n bytes from byte `at`.
 
     Raises:
-        ValueError: the file ends before them.
+        ValueError: the file is too short.
     """
     data = bytearray(n)
     unread = memoryview(data)

@@ -66,8 +66,8 @@ class TensorFiles:
                 raise ValueError(f"{self.path / file} is not a safetensors file: {error}") from None
             for name in sorted(safetensors_file.keys()):
                 self._add(name, safetensors_file.get_slice(name), file)
-        if lost := sorted(name for name, file in weight_map.items() if self.file_of.get(name) != file):
-            raise ValueError(f"{self.path / weight_map[lost[0]]} has no '{lost[0]}', which {INDEX} says it has")
+        if missing := sorted(name for name, file in weight_map.items() if self.file_of.get(name) != file):
+            raise ValueError(f"{self.path / weight_map[missing[0]]} has no '{missing[0]}', which {INDEX} says it has")
 
     def _add(self, name: str, part: Any, file: str) -> None:
         if not name.isprintable():
@@ -155,7 +155,9 @@ def other_weights(directory: Path) -> str:
     """End of a message about a folder without readable weights: which file it has instead, and what to do about it."""
 
     def first(*patterns: str) -> str | None:
-        names = [path.name for pattern in patterns for path in directory.glob(pattern)]
+        names: list[str] = []
+        for pattern in patterns:
+            names += [path.name for path in directory.glob(pattern)]
         return min(names, default=None)
 
     if file := first("*.safetensors"):

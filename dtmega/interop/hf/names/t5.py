@@ -83,7 +83,7 @@ def _refuse(model: config.Model) -> None:
 
 def _attention(ours: str, theirs: str) -> tuple[Rule, ...]:
     names = {"q": "q", "k": "k", "v": "v", "out": "o"}
-    return tuple(Rule(f"{ours}.{here}.", f"{theirs}.{there}.") for here, there in names.items())
+    return tuple(Rule(f"{ours}.{our_name}.", f"{theirs}.{their_name}.") for our_name, their_name in names.items())
 
 
 def _stack(stack: str, feed_forward: int) -> tuple[Rule, ...]:

@@ -84,11 +84,12 @@ class Parts(NamedTuple):
 class VocabLogits(torch.Tensor):
     """Logits [..., V], cut over the ranks of a group, that are computed when they are used.
 
-    Use means any operation that needs their values; all ranks must use them together. An operation that changes them in
-    place computes them whole, on every rank, and later operations see the changed values.
+    All ranks must run an operation that needs their values together. One that changes the logits in place computes them
+    whole on every rank first, and later operations see the changed values.
 
     Raises:
-        RuntimeError: used after the weight was changed or freed, so later than the optimizer's step.
+        RuntimeError: the logits are first used after the head's weight was changed or freed, as the optimizer's step
+            and FSDP2 do.
     """
 
     _parts: Parts
@@ -193,7 +194,7 @@ def _scale_or_tanh(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) ->
         return logits._with(softcap=1.0)
     if func in _MULTIPLIES | _DIVIDES and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
         number = float(args[0])
-        # 0 or less is left to the whole logits: a softcap multiplied by it would be no bound.
+        # A factor of 0 or less is applied to the whole logits, because a softcap times it would not be a bound.
         if number <= 0:
             return None
         factor = number if func in _MULTIPLIES else 1.0 / number

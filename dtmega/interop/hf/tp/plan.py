@@ -60,10 +60,11 @@ class HFPlan:
             cost = getattr(style, "cost", ("", ""))[self.sequence_parallel]
             if where or cost:
                 lines.append((pattern or "(the model)", where, cost))
-        widths = [max(len(line[i]) for line in lines) for i in range(2)]
+        module_width = max(len(module) for module, _, _ in lines)
+        where_width = max(len(where) for _, where, _ in lines)
         cut = ", sequence parallel" if self.sequence_parallel else ""
         head = f"{self.family}, tp={self.tp}{cut}"
-        rows = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in lines]
+        rows = [f"{a:<{module_width}}  {b:<{where_width}}  {c}".rstrip() for a, b, c in lines]
         return "\n".join([head, *rows, *self.notes])
 
 

@@ -82,9 +82,9 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
     raised: list[str] = []
     for case, length, padded in (("plain", 4 * tp, False), ("padded", 4 * tp, True), ("odd length", 4 * tp + 1, False)):
         truth, ours = (tiny.build(type(model), config, attention).to(mesh.device_type) for _ in range(2))
-        if lost := sorted(_classes(model) - _classes(truth)):
+        if missing := sorted(_classes(model) - _classes(truth)):
             raise ValueError(
-                f"the plan of '{model.config.model_type}' cannot be proven: its small clone has no {', '.join(lost)}"
+                f"the plan of '{model.config.model_type}' cannot be proven: its small clone has no {', '.join(missing)}"
             )
         inputs = {k: v.to(mesh.device_type) for k, v in tiny.batch(truth, length, padded).items()}
         ours = parallelize(ours, mesh)
@@ -100,7 +100,8 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
 
 def _classes(model: nn.Module) -> set[str]:
     """Names of the classes of modules that have parameters."""
-    return {type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(recurse=False))}
+    with_parameters = [module for module in model.modules() if list(module.parameters(recurse=False))]
+    return {type(module).__name__ for module in with_parameters}
 
 
 def deviations(ours: Any, truth: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
