@@ -128,7 +128,7 @@ class HF(Model):
         owner = self.hf.base_model.get_submodule(facts.owner)
         for name in facts.ends.last:
             module = getattr(owner, name, None)
-            # `Model` counts modules registered before the blocks as the embedding, and a few of those belong to the head.
+            # `Model` counts modules registered before the blocks as embedding, and some of those belong to the head.
             if module in modules_of["embed"]:
                 modules_of["embed"].remove(module)
                 modules_of["head"].append(module)
