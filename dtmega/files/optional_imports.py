@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(extra: str, who: str) -> Iterator[None]:
-    """Turn an import in this block that fails into a message that says what to install.
+    """Turn a failed import inside the `with` block into a message that says what to install.
 
     Args:
         extra: name of the extra of pyproject.toml that contains the library.

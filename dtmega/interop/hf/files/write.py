@@ -204,7 +204,7 @@ def header(tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Deal tensors out to files in their order; a new file begins where the next tensor would make one too large.
+    """Deal tensors out to files in their order; a new file begins when the next tensor would make the last too large.
 
     Args:
         n_bytes: name of each tensor -> its size.

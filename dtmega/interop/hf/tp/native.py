@@ -20,7 +20,7 @@ from dtmega.interop.hf.tp.styles import GatheredColumn, SplitRow, Stack
 from dtmega.plans.styles import Column, KVColumn, Row, Whole, check_kv_heads
 from dtmega.plans.vocabulary import VocabEmbedding
 
-# String of transformers' plans -> a function that makes the style that it means.
+# String of transformers' plans -> a function that makes the style it stands for.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": lambda: Column(Stack()).entering(),
     "rowwise": lambda: Row(Stack()),
