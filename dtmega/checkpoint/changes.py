@@ -57,8 +57,8 @@ PRINTED: dict[str, tuple[str, ...]] = {
         *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
 }
-# Paths. Files may move, so their names are not compared: the identity of the data and the digest of the model directory
-# notice other content, and `resume.check_same` refuses it.
+# Keys whose values are not compared: files may move, and order_samples = 0 stands for a number that follows from other
+# keys. `resume.check_same` compares what they lead to: the identity of the data, and the digest of the model directory.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_samples", "tokenizer"), "model": ("path",)}
 
 
@@ -105,7 +105,13 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
 
 def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
-    """The changes of this kind, in all sections."""
+    """The changes of all sections that are treated as `kind`.
+
+    Args:
+        then: the configuration recorded in the checkpoint, by section.
+        now: the present configuration.
+        kind: treatment of the changed keys.
+    """
     changes: list[Change] = []
     for section in Config.model_fields:
         for change in differing(section, then.get(section, {}), getattr(now, section)):
@@ -135,11 +141,11 @@ def lines(
             float16 could not hold a gradient.
     """
     printed = changed(then, now, "printed")
-    of_course = [change for change in printed if change.within(COURSE)]
+    course_changes = [change for change in printed if change.within(COURSE)]
     change_lines = []
     for change in printed:
         line = f"changed since the checkpoint: {change.section}.{change.key} {change.was} → {change.now}"
-        if change in of_course[-1:]:
+        if change in course_changes[-1:]:
             consequences = "; ".join(_consequences(printed, now, steps, samples, overflowed))
             line += f": {consequences}" if consequences else ""
         change_lines.append(line)
@@ -149,7 +155,7 @@ def lines(
 def _consequences(
     printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
 ) -> list[str]:
-    """What these changes do to the number of remaining steps and to the learning rate, in words."""
+    """The effects of these changes on the number of remaining steps and on the learning rate, in words."""
     # The present configuration with the old recipe put back: its end and its rate are those that the run had.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:

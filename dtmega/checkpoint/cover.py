@@ -26,12 +26,15 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     Raises:
         ValueError: the tensor is cut along more than MAX_CUT_DIMS dims, each of which doubles the work.
     """
-    cut = [d for d, n in enumerate(shape) if any((offsets[d], sizes[d]) != (0, n) for offsets, sizes in boxes)]
+    cut = []
+    for d, n in enumerate(shape):
+        if any((offsets[d], sizes[d]) != (0, n) for offsets, sizes in boxes):
+            cut.append(d)
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"expected a tensor cut along at most {MAX_CUT_DIMS} dims, got {len(cut)}")
-    whole = ((0,) * len(shape), shape)
+    whole_tensor = ((0,) * len(shape), shape)
     # All corners cancel if the boxes make the tensor: those of the boxes are added, those of the tensor subtracted.
-    signed_boxes = [*((1, box) for box in boxes), (-1, whole)]
+    signed_boxes = [*((1, box) for box in boxes), (-1, whole_tensor)]
     corners: Counter[Sizes] = Counter()
     for sign, (offsets, sizes) in signed_boxes:
         for ends in itertools.product((0, 1), repeat=len(cut)):

@@ -109,19 +109,19 @@ def block_digests(data: memoryview) -> tuple[str, ...]:
 
 def dump(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`: the content, followed by its own digest."""
+    tensors = {}
+    for name, entry in manifest.tensors.items():
+        tensors[name] = {
+            "dtype": str(entry.dtype).removeprefix("torch."),
+            "shape": entry.shape,
+            "chunks": [[c.offsets, c.sizes, c.file, c.start, c.digests] for c in entry.chunks],
+        }
     content = {
         "format": FORMAT,
         "step": manifest.step,
         "state": manifest.state,
         "files": manifest.files,
-        "tensors": {
-            name: {
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                "shape": entry.shape,
-                "chunks": [[c.offsets, c.sizes, c.file, c.start, c.digests] for c in entry.chunks],
-            }
-            for name, entry in manifest.tensors.items()
-        },
+        "tensors": tensors,
     }
     # NaN is refused: JSON has none, and strict readers in other languages must be able to read this.
     body = b'{"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -144,7 +144,7 @@ def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
             bytes.
         OtherFormat: another version of dtmega has written the manifest.
     """
-    # All digests are equally long, so the tail of any content has the length of the tail of none.
+    # Digests have a fixed length, so the tail of an empty body is as long as the tail of this one.
     body = raw[: -len(_tail(b""))]
     if raw != body + _tail(body):
         raise Damaged(f"{NAME}: its digest does not match its content")

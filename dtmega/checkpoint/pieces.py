@@ -41,18 +41,21 @@ class Pieces:
         ]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The part of this rank in the box that begins at the index's offset."""
+        """The content of the box that begins at the offset of the index."""
         assert index.offset is not None
         return self._parts[index.offset]
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The same tensors, with those that are held in several boxes as `Pieces`."""
-    return {n: Pieces(t) if isinstance(t, DTensor) and in_parts(t) else t for n, t in tensors.items()}
+    replaced: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        replaced[name] = Pieces(tensor) if isinstance(tensor, DTensor) and in_parts(tensor) else tensor
+    return replaced
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """torch's planner of a save, which also plans `Pieces`."""
+    """torch's planner for saving, extended to `Pieces`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -68,7 +71,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """torch's planner of a load, which also plans `Pieces`."""
+    """torch's planner for loading, extended to `Pieces`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -50,7 +50,7 @@ ELSEWHERE = {"origin": "another program"}
 
 
 class State(BaseModel):
-    """What a checkpoint records about its run, besides the tensors.
+    """The record of a run in its checkpoint, besides the tensors.
 
     Attributes:
         progress: counts of steps and samples done.
@@ -321,8 +321,8 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
 
     # Another model or recipe is refused in any case. Other data or another seed may be allowed, so they come last.
     refused = changes.changed(state.config, cfg, "refused")
-    of_data = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
-    others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in of_data]
+    data_changes = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
+    others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in data_changes]
     if state.digest != digest:
         others.append(f"the digest of config.json in [model] path was '{state.digest}', is '{digest}'")
     if others:
@@ -342,8 +342,8 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
             f"number {order}: the order of samples has changed, so finish that run with the version that wrote it "
             f"({how_to_start_anew})"
         )
-    differing = {change.name: (change.was, change.now) for change in of_data}
-    # The keys of both: a part of the identity may be new, and another may be gone.
+    differing = {change.name: (change.was, change.now) for change in data_changes}
+    # The keys of both identities: a key may be new, and another may be gone.
     for key in {**state.identity, **identity}:
         was, now = state.identity.get(key), identity.get(key)
         if was != now:

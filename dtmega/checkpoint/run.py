@@ -1,4 +1,4 @@
-"""The checkpoints of a running training: complete or absent, the newest few kept, readable on any layout.
+"""The checkpoints that a run saves while it trains: complete or absent, the newest few kept, readable on any layout.
 
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
@@ -48,14 +48,14 @@ class SaveOutcome(NamedTuple):
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run, one at a time, and loads one. All ranks call every method at the same step.
+    """Saving of a run's checkpoints, one at a time, and loading. All ranks call every method at the same step.
 
     With [checkpoint] mode "async", `save` copies the tensors, a thread writes the copies while training continues, and
     `poll` publishes the checkpoint between two later steps.
 
     Args:
         cfg: the run's configuration.
-        device: device of the tensors that the default process group communicates.
+        device: device of tensors that are sent through the default process group.
 
     Attributes:
         newest: path of the run's newest complete checkpoint that was loaded or saved here; '' while there is none.
@@ -198,7 +198,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         n_updates: int,
     ) -> dict[str, list[Tensor]]:
-        """The tensors to fill, as `_targets` returns them.
+        """The tensors to fill, by the names of `tensors_of`; arguments as of the function `_targets`.
 
         Raises:
             ValueError: on all ranks, if any rank cannot take its tensors from this checkpoint. Otherwise the others
@@ -233,7 +233,7 @@ class Checkpoints:
         self._thread.shutdown()
 
     def _unpublished(self, step: int) -> str:
-        """The name under which the checkpoint of a step is written, until it is published."""
+        """The name of the folder in which the checkpoint of a step is written before it is published."""
         return f".tmp-{name(step)}" if isinstance(self._files, Disk) else name(step)
 
     def _publish(self, written: Manifest) -> str:
@@ -243,8 +243,8 @@ class Checkpoints:
             Reason why a power cut may undo that; '' as a rule.
 
         Raises:
-            Failed: for any exception of the disk or of the library behind a URL. The other ranks wait for the outcome,
-                so that nothing else may leave this method.
+            Failed: in place of any exception of the disk or of the library behind a URL, because the other ranks
+                wait for the outcome.
         """
         files, unpublished = self._files, self._unpublished(written.step)
         try:

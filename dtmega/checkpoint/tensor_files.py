@@ -38,7 +38,10 @@ T = TypeVar("T")
 
 
 class Pace(Protocol):
-    """Signs of life of a rank that reads for long, without which the others would give it up: `startup.Startup`."""
+    """Signs of life of a rank that reads for long: without them the other ranks would give it up.
+
+    `distributed.agreement.Startup` is one.
+    """
 
     def at_work(self, items: Iterable[T]) -> Iterator[T]: ...
 
@@ -240,16 +243,12 @@ class _Reader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The manifest's tensors and chunks, in torch's types."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=entry.dtype),
-                    torch.Size(entry.shape),
-                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
-                )
-                for name, entry in self._checkpoint.manifest.tensors.items()
-            }
-        )
+        tensors: dict[str, Any] = {}
+        for name, entry in self._checkpoint.manifest.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+            properties = TensorProperties(dtype=entry.dtype)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        return Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass

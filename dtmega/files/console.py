@@ -1,5 +1,5 @@
-"""Lines for people, who may have left: a full disk, a closed pipe or a dead terminal must neither end a
-run nor change its exit code.
+"""Text for people, who may have left: a full disk, a closed pipe or a dead terminal must neither end a run nor change
+its exit code.
 
 with guarded():      # from here on print, tqdm, warnings and tracebacks cannot fail
     print("a line")
@@ -26,7 +26,7 @@ class Guarded:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        # The terminal's encoding lacks a character, for instance of a sample.
+        # The terminal's encoding lacks a character of the text, such as a letter in a generated sample.
         except UnicodeEncodeError:
             self.write(text.encode("ascii", "backslashreplace").decode())
         # The stream is not writable, is closed or is None, in this order.

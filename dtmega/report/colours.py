@@ -11,7 +11,7 @@ def colour(number: int) -> str:
 
 
 def faint(hexadecimal: str) -> str:
-    """A lighter shade for the curve of single steps, on which their mean is drawn, in CSS notation."""
+    """A transparent shade in CSS notation, for the curve of single steps under their running mean."""
     red, green, blue = (int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.32)"
 

@@ -147,7 +147,7 @@ def panels(series: Iterable[str]) -> list[Panel]:
 
 
 def marked_steps(run: Run) -> list[int]:
-    """The steps of the events that are drawn, which no curve leaves out."""
+    """The steps of the events that are drawn. Thinned curves keep these steps."""
     steps = []
     for kind in {event.kind for event in run.events}:
         drawn = few([event for event in run.events if event.kind == kind])
@@ -156,7 +156,7 @@ def marked_steps(run: Run) -> list[int]:
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was restarted, at most the newest MOST_LINES: lines through all panels."""
+    """The steps after which the run was restarted; if there are more than MOST_LINES, the last ones."""
     return sorted({start.step for start in run.starts[1:]})[-MOST_LINES:]
 
 

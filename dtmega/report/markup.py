@@ -28,10 +28,10 @@ def breakable(value: object) -> str:
     """Escape a path or a key so that a narrow window breaks it after a slash or a dot, not within step-00000120."""
     # Cut after each slash or dot, but not before digits (1.5), nor at the start of a path or between two dots (../).
     pieces = re.split(r"(?<=[^\s/.][/.])(?=[^\s\d/.])", str(value))
-    return "<wbr>".join(text(piece) if re.search(r"\s", piece) else whole(piece) for piece in pieces)
+    return "<wbr>".join(text(piece) if re.search(r"\s", piece) else unbroken(piece) for piece in pieces)
 
 
-def whole(value: str) -> str:
+def unbroken(value: str) -> str:
     """Escape a text that stays on one line, if it is short enough for a narrow window."""
     return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_LETTERS else text(value)
 
@@ -73,5 +73,9 @@ def swatch(colour: str) -> str:
 def table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     """The HTML of a table, from headings and cells that are HTML already."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    body_rows = []
+    for row in rows:
+        cells = "".join(f"<td>{cell}</td>" for cell in row)
+        body_rows.append(f"<tr>{cells}</tr>")
+    body = "\n".join(body_rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -19,7 +19,7 @@ import tomli_w
 
 from dtmega import mesh
 from dtmega.report import compare, layout, scores, verdict
-from dtmega.report.markup import breakable, cut, json_in_html, names, swatch, table, text, times, whole
+from dtmega.report.markup import breakable, cut, json_in_html, names, swatch, table, text, times, unbroken
 from dtmega.report.run import Part, Run, duration, layout_in_words, moment, numbers, percentile, seconds, short
 
 HERE = Path(__file__).parent
@@ -110,7 +110,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
     state = f'<strong class="{tone}">{judged.state.capitalize()}</strong>'
     if judged.diverging:
         state += ' and <strong class="bad">diverging</strong>'
-    facts = "".join(f" · {whole(fact)}" for fact in verdict.facts(run))
+    facts = "".join(f" · {unbroken(fact)}" for fact in verdict.facts(run))
     line = f'<p class="verdict">{who}{state} {times(text(judged.why))}{facts}</p>'
     return [line, f'<p class="bad">Diverging: {text(judged.diverging)}.</p>'] if judged.diverging else [line]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,11 @@ def over_steps(runs: Sequence[Run]) -> str:
     Returns:
         JSON of a plotly figure. Its key "narrow" holds a second layout for phones, with the panels in one column.
     """
-    panels = curves.panels(key for run in runs for key in run.record.series)
-    kinds = [kind for kind in SYMBOLS if any(event.kind == kind for run in runs for event in run.events)]
+    panels = curves.panels(chain.from_iterable(run.record.series for run in runs))
+    recorded_kinds = set()
+    for run in runs:
+        recorded_kinds.update(event.kind for event in run.events)
+    kinds = [kind for kind in SYMBOLS if kind in recorded_kinds]
     figure = _empty(runs, panels, kinds, columns=2)
     for number, run in enumerate(runs):
         _add_losses(figure, run, number, alone=len(runs) == 1)
@@ -169,7 +173,7 @@ def _add_losses(figure: go.Figure, run: Run, number: int, *, alone: bool) -> Non
 
 
 def _add_test_loss(figure: go.Figure, run: Run, number: int, *, alone: bool) -> None:
-    """Add the test loss to the first panel, as a star; arguments as of `_add_losses`."""
+    """Add the test loss to the first panel, as a star; arguments like those of `_add_losses`."""
     series = curves.thinned(run.record.series["test_loss"])
     figure.add_scatter(
         x=_packable(series.steps),
@@ -272,7 +276,7 @@ def _add_restarts(figure: go.Figure, run: Run, number: int) -> None:
 
 
 def has_tail(run: Run) -> bool:
-    """True if at least two steps of this run have a step time, so that slow ones can be told."""
+    """True if at least two steps of this run have a step time, so that a tail can be drawn."""
     return "step_time_s" in run.record.series and run.record.series["step_time_s"].steps.size > 1
 
 

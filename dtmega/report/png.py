@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]  # an extra
@@ -28,7 +29,7 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    panels = curves.panels(key for run in runs for key in run.record.series)
+    panels = curves.panels(chain.from_iterable(run.record.series for run in runs))
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(WIDTH, LOSS_HEIGHT + ROW_HEIGHT * rows), dpi=DPI, layout="constrained")
     grid = figure.add_gridspec(1 + rows, 2, height_ratios=[LOSS_HEIGHT, *[ROW_HEIGHT] * rows])

@@ -145,7 +145,7 @@ def _is_not_finite(record: Mapping[str, Any]) -> bool:
 
 
 def _events(record: Mapping[str, Any]) -> Iterator[Event]:
-    """The events that a line tells: a skipped step, a checkpoint that was saved or failed, an evaluation."""
+    """The events recorded in a line: a skipped step, a checkpoint that was saved or failed, an evaluation."""
     step = record["step"]
     if record.get("skipped") is True:
         reason = record.get("reason") or f"a spike: loss {record.get('loss')}, grad_norm {record.get('grad_norm')}"

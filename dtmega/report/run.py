@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
     Attributes:
         first, last: numbers of the first and the last step.
-        start: the start that did them; None if `starts.jsonl` does not tell.
+        start: the start that did them; None if `starts.jsonl` does not say which.
     """
 
     first: int
@@ -142,9 +142,9 @@ def names(directories: Sequence[str]) -> list[str]:
 
 
 def _read(directory: Path, name: str) -> Run:
-    is_claimed = exit_codes.is_claimed(
-        directory
-    )  # before exit.json is read: a run gives the claim back after writing it
+    # The claim is looked at before exit.json. A run writes exit.json, then gives its claim back: read the other way
+    # round, a run that ends in between would have neither, and seem to have been killed.
+    is_claimed = exit_codes.is_claimed(directory)
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
         raise ValueError(f"{directory} is not a run directory: it has no metrics.jsonl and no config.toml")
@@ -190,7 +190,7 @@ def _config(directory: Path) -> Config:
 
 
 def _sample(directory: Path, last_step: int) -> str:
-    """The text in sample.json; '' if there is none, or if it was written at a step before which the run went back."""
+    """The text in sample.json; '' if there is none, or if the run has gone back to an earlier step since."""
     try:
         sample = read_object(directory / "sample.json")
     except ValueError:
@@ -216,7 +216,7 @@ def _restarted(start: Start) -> str:
 
 
 def layout_in_words(layout: Mapping[str, int]) -> str:
-    """The number of processes, and the axes of the mesh that are larger than 1: 4 processes: dp_shard 2 × tp 2."""
+    """The number of processes and the axes larger than 1, such as "4 processes: dp_shard 2 × tp 2"."""
     n = layout.get("processes", 1)
     axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if axis != "processes" and size > 1)
     return f"{n} process{'es' if n != 1 else ''}" + (f": {axes}" if axes else "")
@@ -277,7 +277,7 @@ def loss_in_words(run: Run, loss: float) -> str:
 
 
 def percentile(series: Series, percent: float) -> float:
-    """The smallest of the values that at least `percent` percent of the values do not exceed."""
+    """A percentile of a series, always one of its values: at least `percent` % of the values are not above it."""
     return float(np.percentile(series.values, percent, method="inverted_cdf"))
 
 

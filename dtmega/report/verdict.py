@@ -55,7 +55,7 @@ def judge(run: Run, now: datetime) -> Verdict:
 
 
 def facts(run: Run) -> list[str]:
-    """What a run has reached: best validation loss, time, tokens and speed, as far as the record has them."""
+    """Facts about a run: best validation loss, time, tokens and speed, as far as the record has them."""
     words = []
     best = best_validation(run)
     if best is not None:
@@ -97,7 +97,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
 
 
 def patience_s(run: Run) -> float:
-    """How long a run without exit.json may write nothing before it is taken for stalled, in seconds."""
+    """Seconds for which a run without exit.json may write nothing before it is taken for stalled."""
     timeout_s = run.config.get("run", {}).get("timeout_s")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
         timeout_s = TIMEOUT_S

@@ -10,7 +10,7 @@ what its options need, so that `--help` and refusals of options do not wait for 
     arguments.py      types of options, and refusals in one line
     conversation.py   conversations of `dtmega generate --interactive`
     endings.py        message and exit code of an error that ends a command
-    used.py           options and opening of the trained model that a command works with
+    used.py           options and loading of the trained model that a command works with
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def encoding(text: str) -> str:
 
 
 def places_to_cut(text: str) -> str | int:
-    """Where to cut a text into documents: BLANK_LINES, or the number of tokens of a document."""
+    """The rule that cuts a text into documents: BLANK_LINES, or the number of tokens of a document."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

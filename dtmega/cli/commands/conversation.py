@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Conversation:
-    """A conversation with a model. Each message is answered with the whole conversation before it in view.
+    """A conversation with a model, which sees all earlier messages and answers when it answers a new one.
 
     Args:
         trained: the model.
@@ -75,10 +75,10 @@ def _read_line() -> str:
 
 
 def _utf8(text: str) -> str:
-    """The same text.
+    """Return the text unchanged if it came from valid UTF-8.
 
     Raises:
-        ValueError: the text came from bytes that are not UTF-8.
+        ValueError: the text came from other bytes; names the first of them.
     """
     try:
         text.encode()

@@ -116,7 +116,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     """Check that the options name one run, and a prompt or a conversation.
 
     Raises:
-        ValueError: they do not.
+        ValueError: no run is named or two are, or there is no prompt.
     """
     if (args.path is None) == (args.run is None):
         raise ValueError("expected one run: dtmega generate RUN, or --run PATH")

@@ -1,4 +1,4 @@
-"""The trained model that a command works with: options that name its checkpoint and mesh, and its opening."""
+"""The trained model that a command works with: the options that choose its checkpoint and mesh, and its loading."""
 
 from __future__ import annotations
 
