@@ -1,6 +1,6 @@
 """Configuration keys that may change when a run resumes: each key is free, printed or refused.
 
-free      no number of the run depends on it: paths, intervals, speed, layout
+free      paths, intervals, speed and layout, which do not change the run's numbers
 printed   the recipe, which people change on purpose: the run resumes and prints each change
 refused   every other key: with another model, data or seed it would be a different run. A new key
           is refused until somebody adds it to one of the tables below.

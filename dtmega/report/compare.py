@@ -11,7 +11,7 @@ import tomli_w
 from dtmega.report.markup import breakable, names, table, text
 from dtmega.report.run import Config, Run, numbers
 
-SHOWN_ROWS = 12  # most differences that are shown unfolded; two runs of different model families have 50
+SHOWN_ROWS = 12  # number of differences shown unfolded; two runs of different model families have 50
 ABSENT = "–"
 
 

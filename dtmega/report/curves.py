@@ -13,12 +13,12 @@ from dtmega.report.record import Event, Series, is_validation
 from dtmega.report.run import Run
 
 BUCKETS = 2000  # stretches of steps that a curve is thinned to, with two points each: a screen has fewer columns
-MEAN_POINTS = 1000  # most points of a running mean
+MEAN_POINTS = 1000  # maximum number of points of a running mean
 MEANS = 50  # number of windows of a running mean that fit side by side
-CIRCLES = 100  # most validations that are drawn with a marker each
-MOST_LINES = 30  # most restarts of a run that are drawn as lines
-MOST_LETTERS = 40  # longest name
-MARKS = 1000  # most events of one kind that are drawn
+CIRCLES = 100  # maximum number of validations that are drawn with markers
+MAX_LINES = 30  # maximum number of restarts drawn per run
+MAX_CHARACTERS = 40  # maximum length of a name
+MARKS = 1000  # maximum number of events drawn per kind
 
 
 def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) -> Series:
@@ -127,7 +127,7 @@ PANELS = (
     Panel("step_time_s", "Step time (s)", log=True),
     Panel("peak_memory_bytes", "Peak memory of rank 0", BYTES, mean=False),
 )
-MOST_OTHERS = 8  # most panels of numbers that only some runs have, such as the parts of a loss, or [log] params_norm
+MAX_OTHERS = 8  # maximum number of panels for other numbers, such as the parts of a loss, or [log] params_norm
 
 
 def panels(series: Iterable[str]) -> list[Panel]:
@@ -142,7 +142,7 @@ def panels(series: Iterable[str]) -> list[Panel]:
     others = sorted(key for key in recorded - known if key != "loss" and not is_validation(key) and key != "test_loss")
     return [
         *(panel for panel in PANELS if panel.key in recorded),
-        *(Panel(key, key, mean=False) for key in others[:MOST_OTHERS]),
+        *(Panel(key, key, mean=False) for key in others[:MAX_OTHERS]),
     ]
 
 
@@ -156,11 +156,11 @@ def marked_steps(run: Run) -> list[int]:
 
 
 def restarted_after(run: Run) -> list[int]:
-    """The steps after which the run was restarted; if there are more than MOST_LINES, the last ones."""
-    return sorted({start.step for start in run.starts[1:]})[-MOST_LINES:]
+    """The steps after which the run was restarted; if there are more than MAX_LINES, the last ones."""
+    return sorted({start.step for start in run.starts[1:]})[-MAX_LINES:]
 
 
-def plain(text: str, most: int = MOST_LETTERS) -> str:
+def plain(text: str, most: int = MAX_CHARACTERS) -> str:
     """A name on one line, cut to `most` characters, with control and invisible characters escaped."""
     text = console.printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"

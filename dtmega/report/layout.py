@@ -13,9 +13,9 @@ from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table, simulate
 from dtmega.training.parallelize import with_micro_batch_size
 
-MOST_RANKS = 256  # most ranks of a mesh that is drawn
-MOST_ACTIONS = 3000  # most actions of a schedule that is drawn
-MOST_SIMULATED = 100_000  # most forward passes of a schedule that is simulated, to know how much of its time is bubble
+MAX_RANKS = 256  # ranks of the largest mesh that is drawn
+MAX_ACTIONS = 3000  # actions of the longest schedule that is drawn
+MAX_SIMULATED = 100_000  # forward passes of the longest schedule that is simulated, to compute its bubble
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
 INK, FAINT = "#1d2733", "#5b6673"
@@ -93,11 +93,11 @@ def schedule(values: Mapping[str, Mapping[str, object]], sizes: Mapping[str, int
         data_size = sizes["dp_replicate"] * sizes["dp_shard"]
         n_microbatches = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
         name = cfg.pipeline.csv or cfg.pipeline.schedule
-        if n_microbatches * sizes["pp"] > MOST_SIMULATED:
+        if n_microbatches * sizes["pp"] > MAX_SIMULATED:
             return "", f"{name}: {sizes['pp']:,} stages and {n_microbatches:,} microbatches are too many to draw"
         table = make_table(cfg.pipeline, sizes["pp"], n_microbatches)
         n_actions = sum(map(len, table))
-        if n_actions > MOST_ACTIONS:
+        if n_actions > MAX_ACTIONS:
             bubble = simulate(table).bubble
             return "", f"{name}: {n_actions:,} actions are too many to draw; {bubble:.1%} of the time is bubble"
         return draw.svg(table, ""), draw.describe(table, name)

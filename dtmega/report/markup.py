@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dtmega.files import console
 from dtmega.report.run import Run
 
-SHOWN_LETTERS, SHOWN_LINES = 1000, 15  # part of a long text that is shown unfolded
-MOST_LETTERS = 100_000  # part of a long text that is in the page at all
-WORD_LETTERS = 30  # longest text that fits on one line of a narrow window
+SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # part of a long text that is shown unfolded
+MAX_CHARACTERS = 100_000  # part of a long text that is in the page at all
+WORD_CHARACTERS = 30  # longest text that fits on one line of a narrow window
 
 
 def text(value: object, keep: str = "") -> str:
@@ -33,7 +33,7 @@ def breakable(value: object) -> str:
 
 def unbroken(value: str) -> str:
     """Escape a text that stays on one line, if it is short enough for a narrow window."""
-    return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_LETTERS else text(value)
+    return f'<span class="word">{text(value)}</span>' if len(value) <= WORD_CHARACTERS else text(value)
 
 
 def times(html_text: str) -> str:
@@ -43,15 +43,15 @@ def times(html_text: str) -> str:
 
 def cut(value: str, keep: str = "") -> str:
     """Escape a long text: its beginning is shown, more of it is folded away, and what is too long is left out."""
-    lines = value[:SHOWN_LETTERS].splitlines(keepends=True)[:SHOWN_LINES]
+    lines = value[:SHOWN_CHARACTERS].splitlines(keepends=True)[:SHOWN_LINES]
     beginning = "".join(lines)
     shown = f'<pre class="sample">{text(beginning, keep)}</pre>'
-    folded = value[len(beginning) : MOST_LETTERS]
+    folded = value[len(beginning) : MAX_CHARACTERS]
     if not folded:
         return shown
-    summary = f"{len(value) - len(beginning):,} more letters"
-    if len(value) > MOST_LETTERS:
-        summary += f", the last {len(value) - MOST_LETTERS:,} not in this page"
+    summary = f"{len(value) - len(beginning):,} more characters"
+    if len(value) > MAX_CHARACTERS:
+        summary += f", the last {len(value) - MAX_CHARACTERS:,} not in this page"
     return f'{shown}<details><summary>{summary}</summary><pre class="sample">{text(folded, keep)}</pre></details>'
 
 

@@ -31,10 +31,10 @@ FOOTER = (
     "Written by <code>dtmega report</code>. Zoom by dragging, back by a double click; the panels over the steps move "
     "together. A curve of many steps is drawn by the smallest and the largest value of each stretch."
 )
-MOST_EVENTS = 50  # most events that are listed per run
+MAX_EVENTS = 50  # maximum number of events listed per run
 NOTABLE = ("restart", "skipped", "failed checkpoint", "end", "refused start")
 WHAT_IS_NOTABLE = "Restarts, refused starts, skipped steps, failed checkpoints, an end before the last step"
-MOST_SCORES = 300  # most scores that are listed
+MAX_SCORES = 300  # maximum number of scores listed
 # CSS class of a run's state. Other states, such as "stopped", may be good or bad, and are coloured "unsure".
 TONES = {"finished": "good", "going on": "neutral", "not begun": "neutral", "killed": "bad", "stalled": "bad"}
 
@@ -189,7 +189,7 @@ def _layout(part: Part) -> list[str]:
     sizes = layout.sizes_of(start.layout)
     if sizes is None or start.layout["processes"] == 1:
         return out
-    if start.layout["processes"] <= layout.MOST_RANKS:
+    if start.layout["processes"] <= layout.MAX_RANKS:
         out.append(f'<div class="wide drawing">{layout.mesh_svg(sizes)}</div>')
         groups = text(mesh.describe_groups(sizes), keep="\n")
         out.append(f"<details><summary>the ranks of every group</summary><pre>{groups}</pre></details>")
@@ -215,12 +215,12 @@ def _changes(runs: Sequence[Run]) -> list[str]:
 
 
 def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of events that a person may have to look at, the newest MOST_EVENTS of each run."""
+    """The section of events that a person may have to look at, the newest MAX_EVENTS of each run."""
     rows, left_out = [], 0
     for number, run in enumerate(runs):
         events = [event for event in run.events if event.kind in NOTABLE]
-        left_out += max(len(events) - MOST_EVENTS, 0)
-        for event in events[-MOST_EVENTS:]:
+        left_out += max(len(events) - MAX_EVENTS, 0)
+        for event in events[-MAX_EVENTS:]:
             who = [swatch(colours[number]) + text(run.name)] if len(runs) > 1 else []
             rows.append([*who, f"{event.step:,}", text(event.kind), times(text(event.text))])
     if not rows:
@@ -239,7 +239,7 @@ def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
         return []
     numbered.sort(key=lambda row: (row[0].task, row[0].metric, row[0].step, row[1]))
     rows = []
-    for score, number in numbered[:MOST_SCORES]:
+    for score, number in numbered[:MAX_SCORES]:
         who = [swatch(colours[number]) + text(runs[number].name)] if len(runs) > 1 else []
         cells = [score.task, score.metric, f"{score.step:,}", scores.written(score), score.about]
         rows.append([*map(text, cells[:2]), *who, *map(text, cells[2:])])

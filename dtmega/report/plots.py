@@ -37,7 +37,7 @@ SYMBOLS = {
 }
 PLAIN = "~g"  # number format of d3: 0.05, 0.5, 5000, 1e-7
 FEW_STEPS = 8  # below this many steps the ticks are at whole steps, where plotly would put some in between
-NARROW_LETTERS = 29  # longest title of a panel in a window of 390 pixels, next to the longest name of a lane
+NARROW_CHARACTERS = 29  # longest title of a panel in a window of 390 pixels, next to the longest name of a lane
 LANES = {"skipped": "skipped steps"}  # names of lanes that are not the event's kind with an s
 
 
@@ -83,7 +83,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
     if len(panels) < rows * columns:
         cells[-1][-1] = None
     loss_title = LOSS.title if columns > 1 else LOSS.title.partition(":")[0]
-    letters = curves.MOST_LETTERS if columns > 1 else NARROW_LETTERS
+    max_characters = curves.MAX_CHARACTERS if columns > 1 else NARROW_CHARACTERS
     figure = make_subplots(
         rows=len(heights),
         cols=columns,
@@ -91,7 +91,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
         row_heights=heights,
         vertical_spacing=GAP / inner,
         horizontal_spacing=COLUMN_GAP if columns > 1 else 0,
-        subplot_titles=[loss_title, "Events", *(written(panel.title, letters) for panel in panels)],
+        subplot_titles=[loss_title, "Events", *(written(panel.title, max_characters) for panel in panels)],
     )
     _style(figure, inner + 2 * EDGE)
     click = "toggleitem" if len(runs) == 1 else "togglegroup"
@@ -377,7 +377,7 @@ def _log_ticks(values: Sequence[np.ndarray], most_decades: float) -> int | str |
     return "D2" if decades > 0.6 else None
 
 
-def written(text: str, most: int = curves.MOST_LETTERS) -> str:
+def written(text: str, most: int = curves.MAX_CHARACTERS) -> str:
     """Escape a name from a file or a user: plotly would interpret <b>, <a href> and entities in it."""
     return html.escape(curves.plain(text, most), quote=False)
 

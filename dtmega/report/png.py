@@ -46,7 +46,7 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
-    """Draw a number of a run into its panel, and a dashed line at each restart. The loss comes with its validations.
+    """Draw a number of a run into its panel, with a dashed line at each restart. The loss panel shows validations too.
 
     Args:
         axes: the panel's axes.

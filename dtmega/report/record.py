@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dtmega.training.metrics import parse_line
 
 MAX_LINE_BYTES = 16 * 2**20  # longer lines are read in pieces, so that a file without line ends does not fill memory
-MAX_KEYS = 200  # most numbers that are read; a damaged file could have another name on each line
+MAX_KEYS = 200  # maximum number of keys that are read; a damaged file could have another name on each line
 NOT_CURVES = ("step", "checkpoint", "checkpoint_stall_s", "tokens")  # numbers of a line that are not drawn as curves
 
 
@@ -96,7 +96,7 @@ def read(path: Path) -> Record:
             except OverflowError:
                 continue
             steps.append(step)
-        # Most lines are plain steps, which have no event: this test saves the time to look into them.
+        # Most lines are plain steps, which have no event: this test skips them, which saves time.
         if "checkpoint" in record or "skipped" in record or "loss" not in record:
             events += _events(record)
         if _is_not_finite(record):

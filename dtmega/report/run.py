@@ -282,7 +282,7 @@ def percentile(series: Series, percent: float) -> float:
 
 
 def short(value: float) -> str:
-    """A large number with three digits and a letter: 1,234 -> 1.23 K."""
+    """A number with three significant digits, and a letter for its magnitude: 1,234 -> 1.23 K."""
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= factor:
             return f"{value / factor:.3g} {letter}"

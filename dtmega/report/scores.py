@@ -22,8 +22,8 @@ FOLDER = "evaluations"  # folder in a run directory, with one file per checkpoin
 LOSSES = "evaluation.jsonl"  # file in a run directory, with the losses that starts with [eval] only have measured
 OF_LOSSES = "[eval] only"  # stands in the place of the task's name for these losses
 MAX_BYTES = 16 * 2**20  # largest file of scores that is read; one with all of MMLU has 1 MB
-MOST_FILES = 500  # most files that are read, the last ones by name, which begins with the step
-MOST_SCORES = 5000  # most scores that are kept
+MAX_FILES = 500  # maximum number of files read: the last ones by name, which begins with the step
+MAX_SCORES = 5000  # maximum number of scores kept
 
 
 class Score(NamedTuple):
@@ -93,7 +93,7 @@ def read(directory: Path, last_step: int) -> Scores:
     """
     newest: dict[tuple[int, str, str], Score] = {}
     unreadable = []
-    for path in sorted((directory / FOLDER).glob("*.json"))[-MOST_FILES:]:
+    for path in sorted((directory / FOLDER).glob("*.json"))[-MAX_FILES:]:
         try:
             content = read_object(path, MAX_BYTES)
         except ValueError:
@@ -106,7 +106,7 @@ def read(directory: Path, last_step: int) -> Scores:
             newest[step, OF_LOSSES, key] = Score(step, OF_LOSSES, key, value, None, "")
     scores = [score for score in newest.values() if score.step <= last_step]
     scores.sort(key=lambda score: (score.task, score.metric, score.step))
-    return Scores(scores[:MOST_SCORES], unreadable)
+    return Scores(scores[:MAX_SCORES], unreadable)
 
 
 def written(score: Score) -> str:

@@ -21,12 +21,12 @@ from dtmega.report.run import Run, best_validation, duration, loss_in_words, per
 SHARE_OF_FALL = 0.1
 SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
-LEAST_WINDOW = 10  # smallest number of steps that a mean is taken over
+MIN_WINDOW = 10  # minimum number of steps in a mean
 NEWEST_STEPS = 10  # steps among which those without a finite loss are counted
-MOST_NOT_FINITE = 4  # most such steps that are no divergence: float16 finds its loss scale in fewer
+MAX_NOT_FINITE = 4  # more such steps are taken for divergence; float16 finds its loss scale within fewer
 SILENT_STEPS = 20  # a run is stalled after the time of this many median steps, if that is longer than its timeout
 TIMEOUT_S = 600.0  # default of [run] timeout_s, for a configuration that does not set it
-MOST_LETTERS = 300  # longest reason that is quoted
+MAX_CHARACTERS = 300  # maximum length of a quoted reason
 
 
 class Verdict(NamedTuple):
@@ -76,12 +76,12 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
     progress = f"step {last_step:,} of {run.end:,}" if run.end else f"step {last_step:,}"
     if run.refused:
         # The refused start has changed nothing, so the run is finished or stopped as it was before.
-        refused = plain(run.refused, MOST_LETTERS)
+        refused = plain(run.refused, MAX_CHARACTERS)
         return "finished" if run.is_done else "stopped", f"after {progress}; {refused}"
     if ended is not None:
         if run.is_done and ended.code == exit_codes.DONE:
             return "finished", f"after {progress}"
-        return "stopped", f"after {progress}: {plain(ended.reason, MOST_LETTERS)} (exit code {ended.code})"
+        return "stopped", f"after {progress}: {plain(ended.reason, MAX_CHARACTERS)} (exit code {ended.code})"
     if run.is_done and not run.is_claimed:
         return "finished", f"after {progress}"
     if run.written is None:
@@ -109,13 +109,13 @@ def patience_s(run: Run) -> float:
 def diverging(record: Record) -> str:
     """The reason to take the loss of a record for diverging; '' if there is none."""
     newest = [step for step in record.not_finite if step > record.last_step - NEWEST_STEPS]
-    if len(newest) > MOST_NOT_FINITE:
+    if len(newest) > MAX_NOT_FINITE:
         return f"of the last {NEWEST_STEPS} steps {len(newest)} had a loss or gradient norm that is not finite"
 
     losses = record.series.get("loss")
     if losses is None:
         return ""
-    window = max(losses.values.size // 10, LEAST_WINDOW)
+    window = max(losses.values.size // 10, MIN_WINDOW)
     if losses.values.size < 2 * window:
         return ""
     # Means are differences of running sums. A huge loss would leave the sums no digits for the other losses.

@@ -9,7 +9,7 @@ from pathlib import Path
 from dtmega.files import atomic, optional_imports
 from dtmega.report import run
 
-MOST_NAME_BYTES = 200  # file systems allow 255; a prefix is added while the page is written
+MAX_NAME_BYTES = 200  # file systems allow 255; a prefix is added while the page is written
 
 
 def default_output(directories: Sequence[str]) -> Path:
@@ -20,7 +20,7 @@ def default_output(directories: Sequence[str]) -> Path:
     first, *others = directories
     name = "-".join(Path(other).resolve().name for other in others)
     name = f"report-with-{name}.html" if others else "report.html"
-    if len(os.fsencode(name)) > MOST_NAME_BYTES:
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
         name = f"report-with-{len(others)}-others.html"
     return Path(first, name)
 

@@ -55,7 +55,7 @@ def test_a_run_is_the_newest_that_began_anew_and_a_start_that_wrote_no_step_has_
 
 
 def test_of_more_restarts_than_are_drawn_the_newest_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(curves, "MOST_LINES", 2)
+    monkeypatch.setattr(curves, "MAX_LINES", 2)
     for step in (0, 5, 10, 15):
         start(tmp_path, step)
     (found,) = run.read([str(write(tmp_path, [step_line(step) for step in range(1, 21)]))])

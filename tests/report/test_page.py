@@ -150,7 +150,7 @@ def test_a_file_with_a_name_a_line_does_not_become_a_panel_a_line(tmp_path: Path
     lines = [step_line(1), *({"step": step, f"x{step}": 1.0} for step in range(2, 2000))]
     found = record.read(write(tmp_path, lines) / "metrics.jsonl")
     assert len(found.series) <= record.MAX_KEYS
-    assert len(curves.panels(found.series)) == 6 + curves.MOST_OTHERS
+    assert len(curves.panels(found.series)) == 6 + curves.MAX_OTHERS
 
 
 def test_what_happened_is_told_with_its_step(tmp_path: Path):
@@ -294,9 +294,9 @@ def test_a_long_sample_is_cut_and_the_rest_is_behind_a_click(tmp_path: Path):
     write(tmp_path, [step_line(1)])
     (tmp_path / "sample.json").write_text(json.dumps({"step": 1, "text": words}))
     said = drawn(tmp_path).said
-    left_out = len(words) - markup.MOST_LETTERS
-    assert f"{len(words) - 1000:,} more letters, the last {left_out:,} not in this page" in said
-    shown, rest = words[:1000], words[1000 : markup.MOST_LETTERS]
+    left_out = len(words) - markup.MAX_CHARACTERS
+    assert f"{len(words) - 1000:,} more characters, the last {left_out:,} not in this page" in said
+    shown, rest = words[:1000], words[1000 : markup.MAX_CHARACTERS]
     assert shown in said
     assert rest in said
 
@@ -305,7 +305,7 @@ def test_a_sample_of_many_lines_is_cut_after_some_of_them():
     tags = Tags(markup.cut("\n".join("abcdefghijklmnopqrstuvwxyz"), keep="\n"))
     assert [text for text in tags.said if text.strip()] == [
         "\n".join("abcdefghijklmno") + "\n",
-        "21 more letters",
+        "21 more characters",
         "\n".join("pqrstuvwxyz"),
     ]
     assert [tag for tag, _ in tags.tags] == ["pre", "details", "summary", "pre"]
@@ -364,7 +364,7 @@ def test_scores_of_checkpoints_are_listed_and_those_of_several_make_a_curve(tmp_
 
 
 def test_of_more_files_of_scores_than_are_read_the_newest_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scores, "MOST_FILES", 2)
+    monkeypatch.setattr(scores, "MAX_FILES", 2)
     for step in (9, 10, 100):
         scored(tmp_path, step)
     assert [score.step for score in scores.read(tmp_path, 100).scores] == [10, 100]

@@ -17,7 +17,7 @@ from dtmega.cli.commands.used import add_checkpoint_options, open_run, startup_o
 from dtmega.distributed import exit_codes
 from dtmega.files import atomic, optional_imports
 
-LONGEST_NAME = 100  # most characters of a file name that list the tasks
+LONGEST_NAME = 100  # maximum length of the list of tasks in a file name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
