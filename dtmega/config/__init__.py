@@ -12,7 +12,7 @@ Nothing here imports torch, so that a bad configuration is refused within a frac
     schema.py      what a declaration of a key is, and how `--help` prints it
     mixtures.py    the notation of mixtures in [data]
     reading.py     from TOML and options to sections, or an error in plain words
-    neighbours.py  suggestions for unknown keys, from the table in synonyms.py
+    suggestions.py  suggestions for unknown keys, from the table in synonyms.py
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from dtmega.config.model_keys import GPT, T5, Bert, Bloom, Llama, Transformers
 from dtmega.config.model_keys import DropoutModel as DropoutModel
 from dtmega.config.model_keys import Model as Model
 from dtmega.config.model_keys import NativeModel as NativeModel
-from dtmega.config.neighbours import Neighbours
 from dtmega.config.reading import ConfigError, Override
 from dtmega.config.schema import Section
+from dtmega.config.suggestions import SimilarKeys
 from dtmega.config.synonyms import SECTIONS, SYNONYMS
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -144,7 +144,7 @@ class Config(Section):
         return tomli_w.dumps(self.model_dump())
 
 
-NEIGHBOURS = Neighbours(Config, SYNONYMS, SECTIONS)
+NEIGHBOURS = SimilarKeys(Config, SYNONYMS, SECTIONS)
 
 
 def load(argv: list[str]) -> Config:

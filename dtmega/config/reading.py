@@ -1,6 +1,6 @@
 """Reading of sections: TOML and `--section.key value` options become typed, frozen sections, or errors in plain words.
 
-This file knows no key of dtmega: `keys.py` and `model_keys.py` declare them, and `neighbours.py` suggests the key that
+This file knows no key of dtmega: `keys.py` and `model_keys.py` declare them, and `suggestions.py` suggests the key that
 an unknown one may have meant. Reading is strict: a string is never taken for a number. Each error names the place of
 its value, the file or the option.
 """
@@ -30,7 +30,7 @@ class ConfigError(ValueError):
 
 
 class Suggester(Protocol):
-    """Suggestions for keys and sections that do not exist, as the ends of messages (`config/neighbours.py`)."""
+    """Suggestions for keys and sections that do not exist, as the ends of messages (`config/suggestions.py`)."""
 
     def of_key(self, section: str, key: str, families: Mapping[str, str], option: bool = False) -> str: ...
 

@@ -1,7 +1,7 @@
 """Other trainers' names for the keys of dtmega, so that the message about an unknown key can name the right one.
 
 The names are those of transformers' `TrainingArguments` and `config.json`, torchtitan, Megatron-LM, DeepSpeed, axolotl,
-Lightning, nanoGPT and nanochat. `neighbours.py` looks them up.
+Lightning, nanoGPT and nanochat. `suggestions.py` looks them up.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ LIKENESS = 0.75
 LISTED = 25  # a section with more keys than this is not listed where no key resembles the wrong one
 
 
-class Neighbours:
+class SimilarKeys:
     """Suggestions for keys and sections that do not exist.
 
     Args:
