@@ -144,7 +144,7 @@ class Config(Section):
         return tomli_w.dumps(self.model_dump())
 
 
-NEIGHBOURS = SimilarKeys(Config, SYNONYMS, SECTIONS)
+SIMILAR_KEYS = SimilarKeys(Config, SYNONYMS, SECTIONS)
 
 
 def load(argv: list[str]) -> Config:
@@ -166,7 +166,7 @@ def load(argv: list[str]) -> Config:
             following = argv[position + 1 : position + 2]
             print(help_text(*(word for word in following if not word.startswith("-"))))
             sys.exit(0)
-    name, overrides = reading.read_argv(argv, USAGE, NEIGHBOURS)
+    name, overrides = reading.read_argv(argv, USAGE, SIMILAR_KEYS)
     return read(find_file(name), overrides)
 
 
@@ -242,7 +242,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
         # A warm-up on the command line replaces the file's, even if the file sets the other one of the two keys;
         # together they would be refused.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
-    return reading.validate(Config, {"train": {}, **values}, source, NEIGHBOURS, overrides)
+    return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:

@@ -12,7 +12,7 @@ import tomli
 import tomli_w
 
 from dtmega import config
-from dtmega.config import NEIGHBOURS, Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers, schema
+from dtmega.config import SIMILAR_KEYS, Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers, schema
 from dtmega.config.synonyms import SECTIONS, SYNONYMS
 from dtmega.interop.megatron import flags
 from tests import keys
@@ -159,7 +159,7 @@ def test_a_key_of_another_trainer_leads_to_the_key_here(trainer: str):
     wrong = {}
     for written, key in zip(words[::2], words[1::2], strict=True):
         section, _, k = written.rpartition(".")
-        answer = NEIGHBOURS.of_key(section, k, {}, option=True)
+        answer = SIMILAR_KEYS.of_key(section, k, {}, option=True)
         if not re.search(rf"did you mean (--\S+ or )*--{re.escape(key)}\b", answer):
             wrong[written] = answer
     assert wrong == {}
@@ -168,7 +168,7 @@ def test_a_key_of_another_trainer_leads_to_the_key_here(trainer: str):
 @pytest.mark.parametrize("name", [name for name, flag in flags.by_name().items() if flag.same])
 def test_a_flag_of_megatrons_leads_to_the_key_that_it_is_translated_to(name: str):
     key = flags.by_name()[name].keys[0]
-    assert re.search(rf"--{key}\b", NEIGHBOURS.of_key("", name.removeprefix("--"), {}, option=True))
+    assert re.search(rf"--{key}\b", SIMILAR_KEYS.of_key("", name.removeprefix("--"), {}, option=True))
 
 
 def test_every_synonym_stands_once_leads_to_declared_keys_and_is_no_key_of_its_section_itself():
