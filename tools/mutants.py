@@ -3,11 +3,9 @@
     make mutants ARGS="--only ops/cross_entropy.py"
     python tools/mutants.py --only ops/cross_entropy.py [--tests tests/ops/test_cross_entropy.py ...] [--jobs N]
 
-mutmut makes the changes and runs the tests in `.mutants/`, a copy of this repository that git ignores. The tests are
-those of the file that mirrors the module (tests/ops/test_cross_entropy.py for dtmega/ops/cross_entropy.py), or if there
-is none, those of every file that imports the module. mutmut changes the bodies of functions only, not constants of a
-module or a class.
-
+mutmut makes the changes, of function bodies only, in `.mutants/`, a copy of this repository that git ignores. The tests
+are those of the file that mirrors the module (tests/ops/test_cross_entropy.py for dtmega/ops/cross_entropy.py), or if
+there is none, those of every file that imports the module.
 mutmut runs twice. In the first run each function gets the tests that called it in mutmut's own process. Many tests call
 the code in forked ranks, which mutmut does not see, so in the second run each change that survived gets all tests.
 """
@@ -113,8 +111,8 @@ def main(argv: list[str]) -> int:
         stats["tests_by_mangled_function_name"] |= {name: [*stats["duration_by_test"]] for name in functions}
         STATS.write_text(json.dumps(stats))
         run_mutmut("--max-children", args.jobs, *names)
-    print(*(describe(name, module) for name in unnoticed(module)), sep="\n")
-    print(f"no test noticed {len(unnoticed(module))} of the changes")
+    survivors = [describe(name, module) for name in unnoticed(module)]
+    print(*survivors, f"no test noticed {len(survivors)} of the changes", sep="\n")
     return 0
 
 

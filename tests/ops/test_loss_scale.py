@@ -18,7 +18,7 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.models import layers
 from dtmega.ops import optim
 from dtmega.ops.cross_entropy import linear_cross_entropy
-from dtmega.ops.loss_scale import LossScale
+from dtmega.ops.loss_scale import LossScale, ScaleState
 from dtmega.ops.shards import local
 from dtmega.training.parallelize import ShardedModel, check
 from tests import ranks
@@ -98,6 +98,13 @@ def test_a_new_scale_doubles_after_one_whole_window_without_an_overflow():
         ours.update(overflowed=False)
         scales.append(ours.scale)
     assert scales == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0]
+
+
+def test_a_scale_that_goes_on_with_a_shorter_window_doubles_at_the_next_step():
+    precision = config.Precision(params="float16", initial_loss_scale=64.0, loss_scale_window=3)
+    ours = LossScale(precision, ScaleState(scale=64.0, growth=10, hysteresis=2))
+    ours.update(overflowed=False)
+    assert ours.state == ScaleState(scale=128.0, growth=0, hysteresis=precision.hysteresis)
 
 
 def test_the_defaults_are_megatrons():
