@@ -55,7 +55,6 @@ from dtmega.config.synonyms import SECTIONS, SYNONYMS
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS_DIR = PACKAGE / "config" / "shipped"  # in a clone of the repository, a link to the folder next to the package
 USAGE = "torchrun [--nproc-per-node N] train.py --config NAME.toml [--section.key value ...], or dtmega train ..."
-RETIRED_MODEL_KEYS = ("elements", "digest")  # earlier versions wrote them into [model] of every config.toml
 WARMUP_KEYS = ("warmup", "warmup_fraction")  # the two keys of [optim] that set the length of the warm-up
 HELP = """usage: python train.py --config NAME.toml [--section.key value ...]
 
@@ -234,9 +233,6 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     Raises:
         ConfigError: as `load`.
     """
-    model = values.get("model")
-    if isinstance(model, dict):
-        values = {**values, "model": {k: value for k, value in model.items() if k not in RETIRED_MODEL_KEYS}}
     optim = values.get("optim")
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
         # A warm-up on the command line replaces the file's, even if the file sets the other one of the two keys;

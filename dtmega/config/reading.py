@@ -219,10 +219,10 @@ def _choose_class(
 def _known_keys(
     tables: Mapping[str, dict[str, Any]], chosen: Chosen, source: str, suggester: Suggester, refusals: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """The tables of the file without keys that say nothing; unknown sections and keys go to `refusals`."""
+    """Copies of the tables of the file. Refusals of unknown sections and keys are appended to `refusals`."""
     merged: dict[str, dict[str, Any]] = {}
     for section, table in tables.items():
-        merged[section] = {k: v for k, v in table.items() if not _says_nothing(chosen, section, k, v)}
+        merged[section] = dict(table)
         if section not in chosen and not table:
             refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggester.of_section(section)}")
         for k in merged[section]:
@@ -274,18 +274,6 @@ def _unknown(chosen: Chosen, section: str, k: str, source: str, suggester: Sugge
         )
     suggestion = suggester.of_key(section, k, families, option)
     return f"{source}: unknown key '{k:.{SHOWN}}' in [{section}]{suggestion}"
-
-
-def _says_nothing(chosen: Chosen, section: str, k: str, value: Any) -> bool:
-    """True if a key belongs only to other classes of its section and has its default there.
-
-    Earlier versions wrote the keys of all families into every config.toml, and those files must still load.
-    """
-    if section not in chosen:
-        return False
-    kinds, chosen_value = chosen[section]
-    declarations = kinds.declarations(k)
-    return chosen_value not in declarations and any(field.default == value for field in declarations.values())
 
 
 def as_list(text: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import tomli
-import tomli_w
 
 from dtmega import config
 from dtmega.config import SIMILAR_KEYS, Batch, Bloom, Config, ConfigError, Data, Optim, Run, Train, Transformers, schema
@@ -255,15 +254,6 @@ def test_a_key_of_another_family_is_refused_with_whose_it_is(
 )
 def test_keys_of_a_family_may_come_before_its_name(tmp_path: Path, argv: list[str]):
     assert load(tmp_path, "[model]\nname = 'bloom'", "--train.steps", "1", *argv).model == Transformers(path="x")
-
-
-@pytest.mark.parametrize("name", ["bloom", "hf"])
-def test_a_model_section_that_an_earlier_version_wrote_out_is_read(tmp_path: Path, name: str):
-    """All keys of all families stood in every config.toml, beside two that were counted."""
-    own = {"bloom": {"layer_norm_eps": 1e-6}, "hf": {"path": "x", "elements": [1000, 9000], "digest": "0123456789ab"}}
-    written = {"elements": [], "digest": ""} | {row.key: row.default for row in TABLE if row.section == "model"}
-    read = load(tmp_path, tomli_w.dumps({"model": written | {"name": name} | own[name]})).model
-    assert read == {"bloom": Bloom(layer_norm_eps=1e-6), "hf": Transformers(path="x")}[name]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Record(BaseModel):
     fingerprint: str
     eod_id: int
     append_eod: bool
-    sentences: bool = False  # missing in the records of earlier versions, which could not split into sentences
+    sentences: bool
     documents: int
     tokens: int
 
