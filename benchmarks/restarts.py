@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from dtmega import config, mesh
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 
 def note(name, text):
     with open(name, "a") as file:
@@ -55,7 +55,7 @@ if died < deaths:
         os._exit(1)
     dist.all_reduce(torch.ones(1))
 dist.barrier()
-exit_codes.leave(exit_codes.DONE)
+process.leave(exit_codes.DONE)
 """
 
 

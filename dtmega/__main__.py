@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dtmega.cli import commands, entry
 from dtmega.cli.commands import endings
-from dtmega.distributed import exit_codes
+from dtmega.distributed import process
 from dtmega.files import console
 
 
@@ -23,7 +23,7 @@ def run() -> NoReturn:
     if sys.argv[1:2] == ["train"]:
         entry.train(sys.argv[2:])
     entry.tell_of_faults()
-    exit_codes.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
+    process.leave(main(sys.argv[1:]))  # Python's own exit would write again what could not be written
 
 
 def main(argv: list[str]) -> int:
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError, KeyboardInterrupt) as error:
         message, code = endings.explained(error)
     console.say(f"dtmega {args.command}: {message}")
-    exit_codes.tell_agent(message)
+    process.tell_agent(message)
     return code
 
 

@@ -26,9 +26,9 @@ from dtmega.checkpoint.resume import Progress, State
 from dtmega.checkpoint.run import SaveOutcome, tensors_of
 from dtmega.config import RunEnd
 from dtmega.data.loader import StepBatch
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 from dtmega.distributed.agreement import Refused, Startup
-from dtmega.distributed.exit_codes import Ending
+from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import SAVING, Watch
 from dtmega.files import console
 from dtmega.mesh import World
@@ -55,13 +55,13 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code.
     """
-    exit_codes.die_with_parent()
-    ending = Ending()
+    process.die_with_parent()
+    exit_status = ExitStatus()
     with ExitStack() as closing:
         try:
-            run, at = begin(argv, Startup(), closing, ending)
+            run, at = begin(argv, Startup(), closing, exit_status)
         except Refused as refused:
-            return ending.because(refused.exit_code, refused.reason)
+            return exit_status.set(refused.exit_code, refused.reason)
         if run.world.device.type == "cpu":
             huge_pages.keep_freed_memory()
         try:
@@ -71,36 +71,36 @@ def main(argv: list[str]) -> int:
             # over a moment before the watch would have ended this rank, too.
             if run.watch.signals:
                 return run.watch.stuck(f"before this: {error}")
-            if run.watch.leaving_alone(exit_codes.FAILED, exit_codes.described(error)):
+            if run.watch.leaving_alone(exit_codes.FAILED, exit_codes.error_summary(error)):
                 raise
             return run.watch.followed(error)
         except Exception as error:
-            run.watch.leaving_alone(exit_codes.FAILED, exit_codes.described(error))
+            run.watch.leaving_alone(exit_codes.FAILED, exit_codes.error_summary(error))
             raise
 
 
-def begin(argv: list[str], startup: Startup, closing: ExitStack, ending: Ending) -> tuple[Run, Progress]:
+def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: ExitStatus) -> tuple[Run, Progress]:
     """Start a run, in steps that all ranks take together.
 
     Args:
         argv: the command line.
         startup: meeting of the ranks, at the end of each step.
         closing: stack that closes whatever is opened here.
-        ending: record of how the run ends.
+        exit_status: record of how the run ends.
 
     Returns:
         The run, and its progress: of the checkpoint that it resumes from, or of a new run.
     """
     # Nothing is claimed yet: a refusal here is recorded in a run directory only if it holds a run already.
-    with found.early_end_recorded(config.run_dir_of(argv), ending, first=startup.rank == 0):
+    with found.early_end_recorded(config.run_dir_of(argv), exit_status, first=startup.rank == 0):
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
-    paths = start.claim_run_directory(settings, text, startup, closing, ending)
+    paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
 
     world = start.join_processes(settings, startup)
-    watch = start_watch(cfg, world, startup, closing, ending)
+    watch = start_watch(cfg, world, startup, closing, exit_status)
     closing.callback(batches.close)
     if not origin.candidates and not cfg.eval.only:
         # A new run knows its first sample: the workers come up while the model is built.
@@ -112,8 +112,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, ending: Ending)
     batches.load_state_dict({"samples": at.samples})
     # An evaluation leaves the run where it is, and writes nothing into its files.
     if not cfg.eval.only:
-        ending.step = at.step
-        ending.checkpoint = checkpoints.newest
+        exit_status.step = at.step
+        exit_status.checkpoint = checkpoints.newest
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
             start.write_files(settings, world, checkpoints, loaded, at, end)
@@ -134,16 +134,18 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, ending: Ending)
         checkpoints=checkpoints,
         metrics=metrics,
         watch=watch,
-        ending=ending,
+        exit_status=exit_status,
         digest=settings.digest,
         loss_scale=loss_scale_of(cfg, loaded),
     )
     return run, at
 
 
-def start_watch(cfg: config.Config, world: World, startup: Startup, closing: ExitStack, ending: Ending) -> Watch:
+def start_watch(
+    cfg: config.Config, world: World, startup: Startup, closing: ExitStack, exit_status: ExitStatus
+) -> Watch:
     """Start the watchdog, which from here on hears signals and ends a rank that hangs."""
-    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, ending)
+    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status)
     # Registered before whatever takes time to close, and so closed after it: until then it hears a second signal.
     closing.callback(watch.close)
     watch.share(mesh.store(), world.size)
@@ -179,7 +181,7 @@ def train(run: Run, at: Progress) -> int:
         if at.step == first_step:
             check_same_batch(batch, run.world)
         at, faulty = one_step(run, batch, at, end, step_started)
-        run.ending.step = at.step
+        run.exit_status.step = at.step
         if faulty is not None:
             skipped_in_a_row = skipped_in_a_row + 1 if faulty else 0
         check_learns(cfg, skipped_in_a_row, batch, at)
@@ -195,7 +197,7 @@ def train(run: Run, at: Progress) -> int:
         for outcome in save_if_due(run, at, stopping != "", last):
             run.metrics.saved(at.step, *outcome)
             unsaved = outcome.error
-            run.ending.checkpoint = run.checkpoints.newest
+            run.exit_status.checkpoint = run.checkpoints.newest
 
     if at.step >= end.steps:
         whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
@@ -283,12 +285,12 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
         metrics.message(f"stopped after step {at.step} of {end.steps}: {stopping}; {how}")
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
-        return run.ending.because(exit_codes.STUCK, f"not saved: {unsaved}")
+        return run.exit_status.set(exit_codes.STUCK, f"not saved: {unsaved}")
     checkpoint = f", {run.checkpoints.newest}" if run.checkpoints.newest else ""
     metrics.message(f"written: config.toml and metrics.jsonl in {run.cfg.run.dir}{checkpoint}")
     metrics.message(f"to look at it: dtmega report {shlex.quote(run.cfg.run.dir)}")
     code = exit_codes.PREEMPTED if stopping == SIGNALLED else exit_codes.DONE
-    return run.ending.because(code, stopping or FINISHED)
+    return run.exit_status.set(code, stopping or FINISHED)
 
 
 def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: float) -> tuple[Progress, bool | None]:
@@ -337,8 +339,8 @@ def evaluate_only(run: Run, at: Progress) -> int:
     """
     whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test")
     if whole:
-        return run.ending.because(exit_codes.DONE, EVALUATED)
-    return run.ending.because(exit_codes.PREEMPTED, SIGNALLED)
+        return run.exit_status.set(exit_codes.DONE, EVALUATED)
+    return run.exit_status.set(exit_codes.PREEMPTED, SIGNALLED)
 
 
 def reason_to_stop(run: Run, step: int, minutes: float) -> str:
@@ -382,4 +384,4 @@ def run_and_leave(argv: list[str]) -> NoReturn:
         except Exception:
             traceback.print_exc()
             code = exit_codes.FAILED
-        exit_codes.leave(code)
+        process.leave(code)

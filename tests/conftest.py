@@ -15,7 +15,7 @@ LONGEST = (
     "interop/hf/tp/test_plan.py",
     "distributed/test_torchrun.py",
     "interop/hf/test_training.py",
-    "distributed/test_exit_codes.py",
+    "distributed/test_process.py",
     "plans/test_plans.py",
     "test_resume.py",
     "test_train.py",

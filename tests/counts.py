@@ -45,7 +45,9 @@ def begin(cfg: config.Config, device: torch.device = CPU) -> Run:
     model = parallelize(cfg, world)
     model.draw(cfg.run.seed)
     optimizer = build_optimizer(model.named_parameters(), cfg.optim)
-    nobody: dict[str, Any] = {name: Mock() for name in ("text", "batches", "checkpoints", "metrics", "watch", "ending")}
+    nobody: dict[str, Any] = {
+        name: Mock() for name in ("text", "batches", "checkpoints", "metrics", "watch", "exit_status")
+    }
     return Run(cfg, cfg, world, model=model, optimizer=optimizer, spikes=Spikes(0), **nobody)
 
 

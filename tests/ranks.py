@@ -35,7 +35,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from dtmega.distributed.exit_codes import PR_SET_PDEATHSIG
+from dtmega.distributed.process import PR_SET_PDEATHSIG
 
 # How the server starts: clean, whatever this process has loaded. `planted.py` forks it, from a process that has loaded
 # other projects only.

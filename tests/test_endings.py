@@ -181,14 +181,14 @@ def test_a_run_that_is_stopped_says_why_and_is_saved_there(tmp_path, keys, capsy
     assert checkpoints(tmp_path) == [f"step-{after:08}"]
     reason = why.partition(";")[0] or "finished"
     newest = f"{tmp_path}/checkpoints/step-{after:08}"
-    assert exit_codes.Ended.read(tmp_path) == (code, reason, after, newest, ANY)
+    assert exit_codes.ExitRecord.read(tmp_path) == (code, reason, after, newest, ANY)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped")]
     assert said == ([f"stopped after step {after} of 4: {why}"] if why else [])
 
 
 def test_a_start_that_fails_says_why_and_when_and_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys, capsys):
     assert alone(keys, tmp_path) == 0
-    finished = exit_codes.Ended.read(tmp_path)
+    finished = exit_codes.ExitRecord.read(tmp_path)
     assert finished is not None
     path = tmp_path / "exit.json"
     for was_killed in (False, True):
@@ -202,7 +202,7 @@ def test_a_start_that_fails_says_why_and_when_and_leaves_the_run_its_step_and_it
                 path.unlink()
             before = datetime.now(timezone.utc).replace(microsecond=0)
             assert alone(keys | wrong, tmp_path) == exit_codes.REFUSED
-            told = exit_codes.Ended.read(tmp_path)
+            told = exit_codes.ExitRecord.read(tmp_path)
             assert told is not None
             assert (told.code, told.step, told.checkpoint) == (exit_codes.REFUSED, 4, finished.checkpoint)
             assert why in told.reason
@@ -210,7 +210,13 @@ def test_a_start_that_fails_says_why_and_when_and_leaves_the_run_its_step_and_it
             assert before <= datetime.fromisoformat(told.time) <= datetime.now(timezone.utc)
     with replaced(start, "open_text", no_memory), pytest.raises(MemoryError):
         alone(keys, tmp_path)
-    assert exit_codes.Ended.read(tmp_path) == (exit_codes.FAILED, "MemoryError: 3 TiB", 4, finished.checkpoint, ANY)
+    assert exit_codes.ExitRecord.read(tmp_path) == (
+        exit_codes.FAILED,
+        "MemoryError: 3 TiB",
+        4,
+        finished.checkpoint,
+        ANY,
+    )
 
 
 def no_memory(*_: object) -> None:
@@ -221,7 +227,7 @@ def test_an_evaluation_leaves_the_run_its_step_and_its_checkpoint(tmp_path, keys
     assert alone(keys, tmp_path) == 0
     older = f"{tmp_path}/checkpoints/step-00000002"
     assert alone(keys | {"eval.only": True, "checkpoint.resume": older}, tmp_path) == 0
-    assert exit_codes.Ended.read(tmp_path) == (0, "[eval] only", 4, f"{tmp_path}/checkpoints/step-00000004", ANY)
+    assert exit_codes.ExitRecord.read(tmp_path) == (0, "[eval] only", 4, f"{tmp_path}/checkpoints/step-00000004", ANY)
 
 
 def test_a_checkpoint_that_a_killed_save_did_not_delete_is_deleted_at_the_next_start(tmp_path, keys):

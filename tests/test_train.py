@@ -164,7 +164,7 @@ def test_a_run_stopped_by_sigterm_goes_on_with_the_bits_it_would_have_had(tmp_pa
     assert len(losses(tmp_path / "cut")) == 4
     newest = f"{tmp_path}/cut/checkpoints/step-00000004"
     reason = "a signal asked for it"
-    assert exit_codes.Ended.read(tmp_path / "cut") == (75, reason, 4, newest, ANY)
+    assert exit_codes.ExitRecord.read(tmp_path / "cut") == (75, reason, 4, newest, ANY)
     assert run(tmp_path / "cut", corpus, **keys) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert [line["step"] for line in metrics(tmp_path / "cut") if "loss" in line] == list(range(1, 8))
@@ -280,7 +280,7 @@ def params_of_a_group(argv: list[str]) -> str:
     """The dtype that this rank computes in, where only the machine of rank 0 is fast in bfloat16."""
     mesh.has_fast_bfloat16 = lambda device: dist.get_rank() == 0
     with contextlib.ExitStack() as closing:
-        begun, _ = train.begin(argv, Startup(), closing, exit_codes.Ending())
+        begun, _ = train.begin(argv, Startup(), closing, exit_codes.ExitStatus())
         return begun.cfg.precision.params
 
 
@@ -344,7 +344,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_key(tmp_path, corpus,
     assert run(tmp_path, corpus, model__hidden_size=64) == 2
     refusal = capsys.readouterr().err
     assert "[model] hidden_size was 32, is 64" in refusal
-    assert exit_codes.Ended.read(tmp_path) == (2, ANY, 10, f"{tmp_path}/checkpoints/step-00000010", ANY)
+    assert exit_codes.ExitRecord.read(tmp_path) == (2, ANY, 10, f"{tmp_path}/checkpoints/step-00000010", ANY)
     assert refusal.endswith(f"dtmega: {ending(tmp_path)['reason']}\n")
 
 
@@ -385,7 +385,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, corpus, monkeypa
     with pytest.raises(RuntimeError, match=r"4 steps in a row .* samples 40 to 47"):
         run(tmp_path, corpus, batch__micro_batch_size=8, train__max_skipped=3)
     reason = "RuntimeError: 4 steps in a row had a loss or gradient that is not finite"
-    told = exit_codes.Ended.read(tmp_path)
+    told = exit_codes.ExitRecord.read(tmp_path)
     assert told is not None
     assert told.reason.startswith(reason)
     assert told == (1, ANY, 6, "", ANY)
@@ -398,14 +398,14 @@ def test_an_error_before_the_first_step_is_told_too(tmp_path, corpus, monkeypatc
         run(tmp_path, corpus, eval__interval=0)
     newest = f"{tmp_path}/checkpoints/step-00000002"
     why = "ZeroDivisionError: division by zero"
-    assert exit_codes.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
+    assert exit_codes.ExitRecord.read(tmp_path) == (1, why, 2, newest, ANY)
     monkeypatch.setattr(start, "Metrics", lambda *args, **keywords: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, corpus, eval__interval=0)
-    assert exit_codes.Ended.read(tmp_path) == (1, why, 2, newest, ANY)
+    assert exit_codes.ExitRecord.read(tmp_path) == (1, why, 2, newest, ANY)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, corpus, eval__interval=0, checkpoint__resume="none")
-    assert exit_codes.Ended.read(tmp_path) == (1, why, 0, "", ANY)
+    assert exit_codes.ExitRecord.read(tmp_path) == (1, why, 0, "", ANY)
 
 
 def test_generate_continues_a_prompt_from_the_last_checkpoint(tmp_path, corpus, capsys):

@@ -153,7 +153,7 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
                 "checkpoints": Mock(),
                 "metrics": Mock(),
                 "watch": Mock(signals=[]),
-                "ending": exit_codes.Ending(),
+                "exit_status": exit_codes.ExitStatus(),
             }
             nobody["checkpoints"].poll.return_value = []
             run = train.Run(cfg, cfg, world, text, model, optimizer, batches, spikes=Spikes(0), **nobody)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dtmega import train
 from dtmega.data.loader import StepBatch
 from dtmega.distributed.agreement import Startup
-from dtmega.distributed.exit_codes import Ending
+from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.training.step import Run, StepResult, train_step
 
 # Keys that a step alone does not need, whatever a configuration says of them.
@@ -38,7 +38,7 @@ def begin(config: str, keys: Mapping[str, Any], closing: ExitStack) -> Run:
         folders = [folder]
         dist.broadcast_object_list(folders)
         (folder,) = folders
-    run, _ = train.begin(arguments(config, ALONE | {"run.dir": folder} | dict(keys)), Startup(), closing, Ending())
+    run, _ = train.begin(arguments(config, ALONE | {"run.dir": folder} | dict(keys)), Startup(), closing, ExitStatus())
     return run
 
 

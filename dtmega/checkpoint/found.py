@@ -20,9 +20,10 @@ from dtmega.checkpoint.files import Disk, Remote, open_root
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.reader import Checkpoint
 from dtmega.checkpoint.weights import Weights
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 from dtmega.distributed.agreement import Refused
-from dtmega.distributed.exit_codes import Claim
+from dtmega.distributed.exit_codes import ExitStatus
+from dtmega.distributed.process import Claim
 from dtmega.files import console
 from dtmega.formats.sources import Source
 
@@ -56,28 +57,28 @@ def claims(cfg: config.Config) -> Iterator[Claim]:
 
 
 @contextlib.contextmanager
-def early_end_recorded(run_dir: Path | None, ending: exit_codes.Ending, *, first: bool) -> Iterator[None]:
+def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: bool) -> Iterator[None]:
     """Record an exception of this block in the run's `exit.json`, although the run directory is not claimed yet.
 
     Nothing is written if the directory has never held a run, or while another process has claimed it.
 
     Args:
         run_dir: the run directory; None if the command line does not say which it is.
-        ending: takes the exit code and the reason.
+        exit_status: takes the exit code and the reason.
         first: True on the first rank, which writes for all.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, Refused):
-            ending.because(error.exit_code, error.reason)
+            exit_status.set(error.exit_code, error.reason)
         else:
-            ending.because(exit_codes.FAILED, exit_codes.described(error))
+            exit_status.set(exit_codes.FAILED, exit_codes.error_summary(error))
         # A lock file shows that a run has been here. A ValueError of `Claim` means that another process runs here now.
-        if first and run_dir is not None and (run_dir / exit_codes.LOCK).exists():
+        if first and run_dir is not None and (run_dir / process.LOCK).exists():
             with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
-                ending.go_on_from(run_dir, partial(resume.newest_of_run, run_dir))
-                ending.write()
+                exit_status.attach(run_dir, partial(resume.newest_of_run, run_dir))
+                exit_status.write()
         raise
 
 

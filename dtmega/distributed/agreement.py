@@ -30,7 +30,7 @@ import xxhash
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 from dtmega import __version__, config, mesh
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 from dtmega.distributed.rendezvous import GivenUp
 from dtmega.files import console
 
@@ -269,7 +269,7 @@ class Startup:
         """What to raise, once the reason is said to people, unless it is already, and to torchrun."""
         if not said:
             console.say(f"{self._program}: {reason}")
-        exit_codes.tell_agent(reason)
+        process.tell_agent(reason)
         return Refused(exit_code, reason)
 
     def _not_there(self, store: Store, absent: list[int], what: str) -> Refused:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 from dtmega.files import console
 
 if TYPE_CHECKING:
@@ -80,12 +80,14 @@ class Watch:
             `--shutdown-timeout` (30 s unless set) and timeout_s.
         timeout_s: longer than anything between two beats, the first step's compilation included; 0 = no limit.
         rank: of this process.
-        ending: what to tell of the end, if the thread makes it.
+        exit_status: what to tell of the end, if the thread makes it.
     """
 
-    def __init__(self, grace_s: float, timeout_s: float, rank: int, ending: exit_codes.Ending | None = None) -> None:
+    def __init__(
+        self, grace_s: float, timeout_s: float, rank: int, exit_status: exit_codes.ExitStatus | None = None
+    ) -> None:
         self.signals: list[int] = []
-        self._ending = exit_codes.Ending() if ending is None else ending
+        self._exit_status = exit_codes.ExitStatus() if exit_status is None else exit_status
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
         self._placed: Beat | None = None  # whose place in the code has been published
@@ -96,7 +98,7 @@ class Watch:
         self._alarm.setblocking(False)
         # The C half of a signal handler writes the signal's number here at once, whatever the main thread is doing.
         self._fd_before = signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
-        heard = [n for n in exit_codes.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        heard = [n for n in process.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         self._before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in heard}
         self._farewell: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -161,14 +163,14 @@ class Watch:
         return exit_codes.STUCK
 
     def leaving_alone(self, code: int, reason: str) -> bool:
-        """Set the ending of a rank that leaves while others may not know it: the first one's is that of the job.
+        """Set the exit_status of a rank that leaves while others may not know it: the first one's is that of the job.
 
         What a rank meets later, a broken collective or a launcher that ends it, follows from that.
 
         Returns:
             False if another rank is known to have left before.
         """
-        self._ending.because(code, reason)
+        self._exit_status.set(code, reason)
         if self._reader is None:
             return True
         mine = f"{code} rank {self.rank}: {reason}"
@@ -178,14 +180,14 @@ class Watch:
             return True
         if first != mine:
             its_code, its_reason = first.split(" ", 1)
-            self._ending.because(int(its_code), its_reason)
+            self._exit_status.set(int(its_code), its_reason)
         return first == mine
 
     def followed(self, error: RuntimeError) -> int:
         """Say that this rank leaves because another one has; returns the exit code, which is that one's."""
-        code, why = self._ending.code, self._ending.reason
+        code, why = self._exit_status.code, self._exit_status.reason
         assert code is not None
-        console.say(self._leaving(code, f"leaving after {why.partition(': ')[0]} ({exit_codes.described(error)})"))
+        console.say(self._leaving(code, f"leaving after {why.partition(': ')[0]} ({exit_codes.error_summary(error)})"))
         return code
 
     def close(self) -> None:
@@ -246,7 +248,7 @@ class Watch:
                 arrived = self._inbox.recv(4096)
                 if CLOSE in arrived:
                     return
-                signalled = signalled or any(number in exit_codes.SIGNALS for number in arrived)
+                signalled = signalled or any(number in process.SIGNALS for number in arrived)
             # Seconds in which this thread ran too: a process that was stopped (Ctrl-Z, a debugger) did not hang.
             now = time.monotonic()
             passed_s = min(now - before, 5 * POLL_S)
@@ -272,10 +274,10 @@ class Watch:
         # A C thread ends the process with code 1 if the report hangs too: in the store, or in a full stdout.
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         try:
-            self._ending.because(code, why)
-            self._ending.write()  # before the store, which may not answer
+            self._exit_status.set(code, why)
+            self._exit_status.write()  # before the store, which may not answer
             self.leaving_alone(code, why)
-            self._ending.write()
+            self._exit_status.write()
             self._publish_place()
             text = self._leaving(code, why)
             first = code == exit_codes.HUNG and self._is_first()
@@ -287,7 +289,7 @@ class Watch:
                 faulthandler.dump_traceback_later(FAREWELL_S, exit=True)
                 self._farewell()
         finally:
-            exit_codes.leave(code)
+            process.leave(code)
 
     def _leaving(self, code: int, why: str) -> str:
         return f"rank {self.rank}: {why}, at step {self._last.step} in {self._last.phase} (exit code {code})"

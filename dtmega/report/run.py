@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dtmega.config.reading import read_toml
-from dtmega.distributed import exit_codes
-from dtmega.distributed.exit_codes import MAX_STEP, Ended
+from dtmega.distributed import exit_codes, process
+from dtmega.distributed.exit_codes import MAX_STEP, ExitRecord
 from dtmega.files.untrusted_json import read_object
 from dtmega.report import record, scores
 from dtmega.report.record import Event, Record, Series, is_validation
@@ -66,7 +66,7 @@ class Run(NamedTuple):
         sample: text that the finished model generated; '' if there is none.
         scores: evaluations of the run's checkpoints.
         written: time of the last write to the record, the starts or the lock; None if there are no such files.
-        is_claimed: True if a process is writing in the directory, None if it is not known (`exit_codes.is_claimed`).
+        is_claimed: True if a process is writing in the directory, None if it is not known (`process.is_claimed`).
     """
 
     directory: Path
@@ -76,7 +76,7 @@ class Run(NamedTuple):
     starts: list[Start]
     parts: list[Part]
     end: int
-    ended: Ended | None
+    ended: ExitRecord | None
     sample: str
     scores: Scores
     written: datetime | None
@@ -144,7 +144,7 @@ def names(directories: Sequence[str]) -> list[str]:
 def _read(directory: Path, name: str) -> Run:
     # The claim is looked at before exit.json. A run writes exit.json, then gives its claim back: read the other way
     # round, a run that ends in between would have neither, and seem to have been killed.
-    is_claimed = exit_codes.is_claimed(directory)
+    is_claimed = process.is_claimed(directory)
     path = directory / "metrics.jsonl"
     if not path.exists() and not (directory / "config.toml").exists():
         raise ValueError(f"{directory} is not a run directory: it has no metrics.jsonl and no config.toml")
@@ -166,10 +166,10 @@ def _read(directory: Path, name: str) -> Run:
         starts=all_starts[first:],
         parts=_parts(all_starts, run_record.last_step),
         end=all_starts[-1].steps if all_starts else planned_steps,
-        ended=Ended.read(directory),
+        ended=ExitRecord.read(directory),
         sample=_sample(directory, run_record.last_step),
         scores=run_scores,
-        written=_written(path, directory / history.NAME, directory / exit_codes.LOCK),
+        written=_written(path, directory / history.NAME, directory / process.LOCK),
         is_claimed=is_claimed,
     )
 

@@ -23,7 +23,7 @@ from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import Text, open_text, repetition_notes
 from dtmega.distributed.agreement import Startup, same_job
-from dtmega.distributed.exit_codes import Ending
+from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.files import atomic
 from dtmega.formats.sources import Source
 from dtmega.mesh import World
@@ -117,7 +117,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
 
 
 def claim_run_directory(
-    settings: Settings, text: Text, startup: Startup, closing: ExitStack, ending: Ending
+    settings: Settings, text: Text, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> found.CandidatePaths:
     """Claim the folders of the run on rank 0, and tell all ranks which checkpoints are there."""
     cfg = settings.cfg
@@ -128,7 +128,7 @@ def claim_run_directory(
             run_dir_claim = next(claims)
             closing.callback(run_dir_claim.close)
             # exit.json is written after the other claims are closed and before this one is.
-            closing.enter_context(ending.told_in(run_dir, partial(resume.newest_of_run, run_dir)))
+            closing.enter_context(exit_status.recorded_in(run_dir, partial(resume.newest_of_run, run_dir)))
             for claim in claims:
                 closing.callback(claim.close)
             paths = found.find_candidates(cfg, text.identity, settings.digest)

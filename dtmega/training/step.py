@@ -17,7 +17,7 @@ from dtmega.data.objectives.objective import Objective
 from dtmega.data.objectives.sums import divisors, loss_of, means_of
 from dtmega.data.text import Text
 from dtmega.distributed import replica_check
-from dtmega.distributed.exit_codes import Ending
+from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import Watch
 from dtmega.mesh import World
 from dtmega.ops import optim
@@ -43,7 +43,7 @@ class Run(NamedTuple):
         checkpoints: writer of the run's checkpoints.
         metrics: output for people and files.
         watch: guard that ends a run that hangs, and hears signals.
-        ending: record of how the run ends.
+        exit_status: record of how the run ends.
         digest: digest of the directory that the model is read from; '' if it is not read from one.
         loss_scale: dynamic loss scale of float16; None in other precisions.
     """
@@ -59,7 +59,7 @@ class Run(NamedTuple):
     checkpoints: Checkpoints
     metrics: Metrics
     watch: Watch
-    ending: Ending
+    exit_status: ExitStatus
     digest: str = ""
     loss_scale: LossScale | None = None
 

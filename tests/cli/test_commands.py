@@ -36,7 +36,7 @@ from dtmega.distributed.agreement import Startup
 from dtmega.interop.hf.files import export as hf_export
 from dtmega.models.generate import Sampling
 from tests import ranks
-from tests.distributed.test_exit_codes import free_port
+from tests.distributed.test_process import free_port
 from tests.interop.hf.files.test_ours import Memory
 from tests.test_train import run
 

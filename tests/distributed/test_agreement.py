@@ -30,13 +30,13 @@ from dtmega.checkpoint import found, manifest
 from dtmega.checkpoint.files import Disk, Remote
 from dtmega.checkpoint.manifest import Damaged
 from dtmega.checkpoint.resume import open_checkpoint
-from dtmega.distributed import agreement, exit_codes
+from dtmega.distributed import agreement, exit_codes, process
 from dtmega.distributed.agreement import Startup
 from dtmega.distributed.watchdog import Watch
 from dtmega.training import start as start_steps
 from tests import keys as table_of_keys
 from tests import ranks
-from tests.distributed.test_exit_codes import free_port
+from tests.distributed.test_process import free_port
 from tests.layouts import write_text
 from tests.resumed import KEYS, flags
 
@@ -325,7 +325,7 @@ def full_disk() -> None:
     def ftruncate(fd: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    exit_codes.os.ftruncate = ftruncate
+    process.os.ftruncate = ftruncate
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, text):
@@ -351,7 +351,7 @@ def test_a_checkpoint_that_the_run_before_publishes_before_it_ends_is_the_one_to
     assert alone(tmp_path / "run", text) == 0
     newest = tmp_path / "run" / "checkpoints" / "step-00000002"
     newest.rename(tmp_path / "being saved")
-    first = exit_codes.Claim(tmp_path / "run")
+    first = process.Claim(tmp_path / "run")
 
     def publish_and_leave() -> None:
         (tmp_path / "being saved").rename(newest)
@@ -373,7 +373,7 @@ def configuration(**values: Any) -> config.Config:
 
 @pytest.mark.parametrize("shared", ["elsewhere", "a/checkpoints"])
 def test_two_runs_on_one_folder_of_checkpoints_are_refused(tmp_path, monkeypatch, shared):
-    monkeypatch.setattr(found, "Claim", partial(exit_codes.Claim, patience_s=0))
+    monkeypatch.setattr(found, "Claim", partial(process.Claim, patience_s=0))
     monkeypatch.chdir(tmp_path)
     first = {"run__dir": "a"} if shared == "a/checkpoints" else {"run__dir": "a", "checkpoint__dir": shared}
     claims = [*found.claims(configuration(**first))]

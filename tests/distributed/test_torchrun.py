@@ -23,8 +23,8 @@ import torch.distributed as dist
 from dtmega import train
 from dtmega.checkpoint import found
 from dtmega.data.loader import TrainBatches
-from dtmega.distributed import exit_codes
-from tests.distributed.test_exit_codes import TORCHRUN, alive, started, wait_for
+from dtmega.distributed import exit_codes, process
+from tests.distributed.test_process import TORCHRUN, alive, started, wait_for
 from tests.layouts import ROOT, write_text
 from tests.ranks import forks
 from tests.resumed import KEYS, LAYOUTS, Record, Training, flags, train_all, whole
@@ -155,7 +155,7 @@ def test_sigterm_saves_at_the_step_boundary_and_all_are_gone_and_the_next_start_
     newest = ended.folder / "run" / "checkpoints" / "step-00000010"
     assert newest.exists()
     # Torchrun itself does not tell.
-    assert exit_codes.Ended.read(ended.folder / "run") == (75, "a signal asked for it", 10, str(newest), ANY)
+    assert exit_codes.ExitRecord.read(ended.folder / "run") == (75, "a signal asked for it", 10, str(newest), ANY)
     assert same_bits(go_on(ended.folder, base), base.truth)
 
 
@@ -175,14 +175,14 @@ def stop_for_ever(argv: list[str], folder: str, leaves: bool) -> None:
             for pid in everyones.tolist():
                 os.kill(pid, signal.SIGTERM)
             if leaves:
-                exit_codes.leave(exit_codes.STUCK)
+                process.leave(exit_codes.STUCK)
             while True:
                 time.sleep(1)
         return honest(self)
 
     TrainBatches.__next__ = stopping
     with Path(folder, f"stderr-{rank}").open("w") as file, contextlib.redirect_stderr(file):
-        exit_codes.leave(train.main(argv))
+        process.leave(train.main(argv))
 
 
 def test_a_signal_while_a_rank_waits_in_a_collective_ends_both_within_their_grace_time(tmp_path, base):
@@ -211,8 +211,8 @@ def test_after_a_signal_a_collective_that_fails_because_another_rank_left_is_no_
 
 
 def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):
-    monkeypatch.setattr(found, "Claim", partial(exit_codes.Claim, patience_s=0))
-    first = exit_codes.Claim(tmp_path / "run")
+    monkeypatch.setattr(found, "Claim", partial(process.Claim, patience_s=0))
+    first = process.Claim(tmp_path / "run")
     (tmp_path / "run" / "exit.json").write_text("of the first")
     alone = base.keys | {"mesh.dp_shard": 1}
     assert train.main(flags(alone, tmp_path / "run")) == exit_codes.REFUSED
@@ -222,13 +222,13 @@ def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):
     first.close()
 
 
-@pytest.mark.full  # distributed/test_exit_codes.py says it of small workers
+@pytest.mark.full  # distributed/test_process.py says it of small workers
 def test_a_second_writer_is_refused_and_a_killed_agent_leaves_no_orphan_and_a_run_that_goes_on(
     tmp_path, base, capsys, monkeypatch
 ):
     with torchrun(tmp_path, WAITING, base.keys) as agent:
         pids = workers(tmp_path, agent)
-        monkeypatch.setattr(found, "Claim", partial(exit_codes.Claim, patience_s=0))
+        monkeypatch.setattr(found, "Claim", partial(process.Claim, patience_s=0))
         alone = base.keys | {"mesh.dp_shard": 1}
         assert train.main(flags(alone, tmp_path / "run")) == exit_codes.REFUSED
         assert re.search(r"is being written by process \d+ on .* since", capsys.readouterr().err)

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from dtmega import config, train
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 from dtmega.distributed.watchdog import CodePlace, Watch, place_of
 from dtmega.models.bloom import Block
 from dtmega.ops import optim
 from dtmega.training import trackers
-from tests.distributed.test_exit_codes import PATIENCE_S, ROOT, TORCHRUN, script, started
+from tests.distributed.test_process import PATIENCE_S, ROOT, TORCHRUN, script, started
 from tests.layouts import DEBUG, write_text
 from tests.ranks import forks
 from tests.resumed import flags
@@ -101,27 +101,27 @@ def test_a_store_that_is_gone_ends_no_run_and_is_said_once(watches, capsys):
 
 def test_the_ending_of_a_job_is_that_of_the_rank_that_leaves_first():
     store = HashStore()
-    endings = [exit_codes.Ending() for _ in range(3)]
+    statuses = [exit_codes.ExitStatus() for _ in range(3)]
     for rank, why in (
         (2, "OutOfMemoryError: 3 GiB"),
         (0, "RuntimeError: peer closed"),
         (1, "RuntimeError: peer closed"),
     ):
-        watch = Watch(grace_s=60, timeout_s=0, rank=rank, ending=endings[rank])
+        watch = Watch(grace_s=60, timeout_s=0, rank=rank, exit_status=statuses[rank])
         watch.leaving_alone(exit_codes.STUCK, "before others are known")
         watch.share(store, 3)
         watch.leaving_alone(exit_codes.FAILED if rank == 2 else exit_codes.STUCK, why)
         watch.close()
     first = (exit_codes.FAILED, "OutOfMemoryError: 3 GiB")
     others = (exit_codes.FAILED, f"rank 2: {first[1]}")
-    assert [(ending.code, ending.reason) for ending in endings] == [others, others, first]
+    assert [(status.code, status.reason) for status in statuses] == [others, others, first]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), KeyError("its own")])
 def test_a_rank_whose_collective_breaks_because_another_one_hung_leaves_in_one_line(monkeypatch, capsys, error):
     store = HashStore()
-    ending = exit_codes.Ending()
-    watches = [Watch(grace_s=60, timeout_s=0, rank=rank, ending=ending) for rank in (0, 1)]
+    status = exit_codes.ExitStatus()
+    watches = [Watch(grace_s=60, timeout_s=0, rank=rank, exit_status=status) for rank in (0, 1)]
     for watch in watches:
         watch.share(store, 2)
     watches[1].leaving_alone(exit_codes.HUNG, "nothing for 6 s")
@@ -181,7 +181,7 @@ def stuck(folder: str) -> None:
         Path(folder, "saved").touch()
         watch.beat(3, "leaving")
         watch.close()
-        exit_codes.leave(exit_codes.PREEMPTED)
+        process.leave(exit_codes.PREEMPTED)
 
 
 def test_a_signal_ends_a_process_that_sits_in_a_collective_and_leaves_one_that_saves_in_peace(tmp_path):
@@ -250,16 +250,16 @@ watch.close()
 
 WARNED = """
 import time
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 from dtmega.distributed.watchdog import Watch
-exit_codes.die_with_parent()
+process.die_with_parent()
 watch = Watch(grace_s=60, timeout_s=0, rank=0)
 print("trains", flush=True)
 while not watch.signals:
     time.sleep(0.02)
 time.sleep(1)  # in which the agent's own comes
 print("saved", flush=True)
-exit_codes.leave(exit_codes.PREEMPTED)
+process.leave(exit_codes.PREEMPTED)
 """
 
 

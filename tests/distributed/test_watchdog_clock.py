@@ -93,7 +93,7 @@ def clock(monkeypatch) -> Clock:
     monkeypatch.setattr(watchdog, "time", made)
     monkeypatch.setattr(watchdog, "select", made)
     monkeypatch.setattr(watchdog, "faulthandler", faulthandler)
-    monkeypatch.setattr(watchdog.exit_codes, "leave", made.leave)
+    monkeypatch.setattr(watchdog.process, "leave", made.leave)
     monkeypatch.setattr(threading, "excepthook", made.thread_ended)
     return made
 

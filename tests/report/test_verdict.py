@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtmega.distributed import exit_codes
+from dtmega.distributed import process
 from dtmega.report import record, run, verdict
 from tests.report.test_page import start, step_line, write
 
@@ -55,7 +55,7 @@ def test_a_run_that_writes_nothing_for_its_timeout_and_for_twenty_steps_is_stall
 
 
 def locked_by(folder: Path, host: str) -> None:
-    (folder / exit_codes.LOCK).write_text(json.dumps({"pid": 1, "host": host, "since": "2026-11-23"}))
+    (folder / process.LOCK).write_text(json.dumps({"pid": 1, "host": host, "since": "2026-11-23"}))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_run_whose_process_on_this_machine_is_gone_and_has_told_nothing_was_ki
 
 @pytest.mark.parametrize(("silent_s", "state"), [(5.0, "going on"), (5000.0, "stalled")])
 def test_a_run_whose_process_is_there_was_not_killed(tmp_path: Path, silent_s: float, state: str):
-    claim = exit_codes.Claim(going(tmp_path))
+    claim = process.Claim(going(tmp_path))
     try:
         found = judged(tmp_path, silent_s)
     finally:

@@ -42,7 +42,7 @@ from dtmega.ops.shards import full_tensor
 from dtmega.plans import load_hf, parallelize_hf, plan_for, verify_plan
 from dtmega.plans.styles import Enter, Whole
 from tests import hf_models, ranks
-from tests.distributed.test_exit_codes import free_port
+from tests.distributed.test_process import free_port
 from tests.hf_models import MODELS, VARIANTS, Case
 from tests.ranks import message
 

@@ -1,4 +1,4 @@
-"""Claims about exit_codes.py that this process can make by itself: exit codes, the lock of a folder, how it leaves."""
+"""process.py, as far as one process can test it: the claim of a folder, the death of a parent, leaving."""
 
 from __future__ import annotations
 
@@ -17,48 +17,17 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dtmega import __main__, train
 from dtmega.cli import entry
-from dtmega.distributed import exit_codes
+from dtmega.distributed import exit_codes, process
 from dtmega.files import lock
 from tests.ranks import forks
-
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "running.md").read_text()
-# Other people's scripts ask for these.
-CODES = {"DONE": 0, "FAILED": 1, "REFUSED": 2, "DAMAGED": 3, "PREEMPTED": 75, "STUCK": 76, "HUNG": 77}
-
-
-def test_the_exit_codes_are_those_that_the_pages_name():
-    assert {name: getattr(exit_codes, name) for name in CODES} == CODES
-    rows = re.findall(r"^\| (\d+) \| ([A-Z]+) \|", exit_codes.__doc__ or "", re.MULTILINE)
-    assert {name: int(code) for code, name in rows} == CODES
-    assert [code for code in CODES.values() if not re.search(rf"\b{code}\b", PAGE)] == []
-
-
-def test_torchruns_summary_ends_with_the_reason_of_whoever_left_first(tmp_path: Path, monkeypatch):
-    failures = {}
-    for rank, (code, reason) in enumerate(
-        [(exit_codes.HUNG, "rank 1 behind: step 7 in data"), (exit_codes.DONE, "finished")]
-    ):
-        path = tmp_path / f"error-{rank}.json"
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-        assert exit_codes.Ending().because(code, reason) == code
-        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(path))
-    summary = ChildFailedError("train.py", failures).format_msg()
-    assert [path.name for path in tmp_path.iterdir()] == ["error-0.json"]
-    assert summary.partition("Root Cause")[2].count("traceback : rank 1 behind: step 7 in data\n") == 1, summary
-
-
-def test_a_reason_that_the_agent_cannot_be_told_changes_no_code(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
-    assert exit_codes.Ending().because(exit_codes.REFUSED, "no such key") == exit_codes.REFUSED
 
 
 def test_a_lock_says_whose_it_is_and_nothing_of_the_one_before(tmp_path: Path):
     (tmp_path / ".lock").write_text("x" * 1000)
-    claim = exit_codes.Claim(tmp_path)
+    claim = process.Claim(tmp_path)
     said = json.loads((tmp_path / ".lock").read_text())
     assert (said["pid"], said["host"]) == (os.getpid(), socket.gethostname())
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d", said["since"])
@@ -68,7 +37,7 @@ def test_a_lock_says_whose_it_is_and_nothing_of_the_one_before(tmp_path: Path):
 def test_a_folder_is_made_if_need_be_and_its_lock_may_be_taken_by_whoever_may_write_there(tmp_path: Path):
     before = os.umask(0)
     try:
-        exit_codes.Claim(tmp_path / "a" / "b").close()
+        process.Claim(tmp_path / "a" / "b").close()
     finally:
         os.umask(before)
     assert (tmp_path / "a" / "b" / ".lock").stat().st_mode & 0o777 == 0o666
@@ -77,16 +46,16 @@ def test_a_folder_is_made_if_need_be_and_its_lock_may_be_taken_by_whoever_may_wr
 def test_the_name_in_a_lock_is_on_disk_before_the_claim_is_made(tmp_path: Path, monkeypatch):
     on_disk: list[Any] = []
     monkeypatch.setattr(os, "fsync", lambda fd: on_disk.append((tmp_path / ".lock").read_text()))
-    exit_codes.Claim(tmp_path).close()
+    process.Claim(tmp_path).close()
     assert json.loads(on_disk[-1])["pid"] == os.getpid()
 
 
 def test_an_orphan_has_five_seconds_to_die(tmp_path: Path, monkeypatch):
-    claim = exit_codes.Claim(tmp_path)
+    claim = process.Claim(tmp_path)
     naps_s: list[float] = []
     monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=naps_s.append))
     with pytest.raises(ValueError, match="is being written by process"):
-        exit_codes.Claim(tmp_path)
+        process.Claim(tmp_path)
     assert 5.0 < sum(naps_s) < 5.3
     claim.close()
 
@@ -97,12 +66,12 @@ def n_files() -> int:
 
 @pytest.mark.parametrize("content", ["", "not JSON"])
 def test_a_holder_that_has_not_said_who_it_is_is_another_process_and_nothing_stays_open(tmp_path: Path, content: str):
-    claim = exit_codes.Claim(tmp_path)
+    claim = process.Claim(tmp_path)
     (tmp_path / ".lock").write_text(content)
     before = n_files()
     words = f"{tmp_path} is being written by another process ([checkpoint] dir)"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        exit_codes.Claim(tmp_path, patience_s=0, key="[checkpoint] dir")
+        process.Claim(tmp_path, patience_s=0, key="[checkpoint] dir")
     assert n_files() == before
     claim.close()
 
@@ -116,9 +85,9 @@ def test_only_a_file_system_that_has_no_locks_is_used_without(tmp_path: Path, mo
     before = n_files()
     if number == errno.EIO:
         with pytest.raises(ValueError, match=r"^cannot write to .*: some reason \(\[run\] dir\)$"):
-            exit_codes.Claim(tmp_path)
+            process.Claim(tmp_path)
     else:
-        exit_codes.Claim(tmp_path).close()
+        process.Claim(tmp_path).close()
         said = f"{tmp_path}/.lock cannot be locked (some reason): a second writer would not be noticed\n"
         assert capsys.readouterr().err == said
     assert n_files() == before
@@ -127,12 +96,12 @@ def test_only_a_file_system_that_has_no_locks_is_used_without(tmp_path: Path, mo
 def test_only_a_worker_of_torchrun_dies_with_its_parent_and_by_sigkill(monkeypatch):
     asked: list[Any] = []
     libc = type("Libc", (), {"prctl": staticmethod(lambda option, number: asked.append((option, number.value)))})
-    monkeypatch.setattr(exit_codes.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: libc)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    exit_codes.die_with_parent()  # of a shell, which may end while the run goes on
+    process.die_with_parent()  # of a shell, which may end while the run goes on
     assert asked == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    exit_codes.die_with_parent()
+    process.die_with_parent()
     assert asked == [(1, signal.SIGKILL)]  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
@@ -149,7 +118,7 @@ def deeds_of_leaving(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise Left
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(exit_codes.signal, "signal", lambda number, what: done.append((number, what)))
+    monkeypatch.setattr(process.signal, "signal", lambda number, what: done.append((number, what)))
     for name in ("stdout", "stderr"):
         stream = type("Stream", (), {"flush": lambda self, name=name: done.append(name), "write": len})()
         monkeypatch.setattr(sys, name, stream)
@@ -159,7 +128,7 @@ def deeds_of_leaving(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_who_leaves_hears_no_signal_any_more_then_flushes_then_ends(monkeypatch):
     left = deeds_of_leaving(monkeypatch)
     with pytest.raises(Left):
-        exit_codes.leave(7)
+        process.leave(7)
     heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     assert left == [*((number, signal.SIG_IGN) for number in heard), "stdout", "stderr", 7]
 
@@ -169,7 +138,7 @@ def test_another_thread_which_may_not_touch_signals_can_end_the_process_too(monk
 
     def leave() -> None:
         with pytest.raises(Left):
-            exit_codes.leave(7)
+            process.leave(7)
 
     thread = threading.Thread(target=leave)
     thread.start()
@@ -183,7 +152,7 @@ def leave_and_be_asked_to(code: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     sys.stdout = Slow()
-    exit_codes.leave(code)
+    process.leave(code)
 
 
 def test_a_signal_while_a_process_leaves_does_not_change_its_code():
