@@ -149,7 +149,7 @@ def start_watch(
     # Registered before whatever takes time to close, and so closed after it: until then it hears a second signal.
     closing.callback(watch.close)
     watch.share(mesh.store(), world.size)
-    startup.beat = partial(watch.beat, 0, "load")
+    startup.on_heartbeat = partial(watch.beat, 0, "load")
     return watch
 
 

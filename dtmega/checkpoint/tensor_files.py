@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 class Pace(Protocol):
-    """Signs of life of a rank that reads for long: without them the other ranks would give it up.
+    """Heartbeats of a rank that reads for long. Without them the other ranks would give up waiting for it.
 
     `distributed.agreement.Startup` is one.
     """
 
-    def at_work(self, items: Iterable[T]) -> Iterator[T]: ...
+    def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]: ...
 
     def wait_for_all(self) -> None: ...
 
@@ -51,7 +51,7 @@ class Pace(Protocol):
 class NobodyWaits:
     """The pace of a rank that nobody waits for: it reports nothing."""
 
-    def at_work(self, items: Iterable[T]) -> Iterator[T]:
+    def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
         return iter(items)
 
     def wait_for_all(self) -> None:
@@ -261,7 +261,7 @@ class _Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
-            for item in self._pace.at_work(plan.items):
+            for item in self._pace.with_heartbeats(plan.items):
                 self._read_item(item, planner)
         finally:
             # torch's next collective would time out while the slowest rank still reads, so the ranks meet here first.

@@ -1,17 +1,17 @@
-"""The start of a job, by all ranks or by none: what they must share is compared, each refusal is said once.
+"""The start of a job, on all ranks or on none: ranks compare what must be equal, and print each refusal once.
 
     startup = Startup()
     with startup.step("configuration") as step:  # on every rank
         cfg = load(argv)                         # a ValueError on any rank ends all of them
-        step.same = flat(cfg)                    # and so does another value on any rank
+        step.must_match = flat(cfg)              # so does a value that differs between ranks
     with startup.step("checkpoints") as step:
         if startup.rank == 0:
-            step.tell = find(cfg)                # the others have it afterwards
-    paths = step.told
+            step.send = find(cfg)                # all ranks receive it at the end of the step
+    paths = step.received
 
-Ranks meet at the end of each step in the store of the rendezvous, so this works before there is a process group, whose
-making would hang where the ranks disagree. Rank 0 reads what all of them report, prints, and only then tells the
-verdict: a launcher kills the other ranks as soon as one exits, and nothing that is still to be printed must be lost.
+At the end of each step the ranks meet in the store of the rendezvous. This needs no process group, and making one would
+hang where the ranks disagree. Rank 0 reads the reports of all ranks, prints, and only then publishes the verdict: a
+launcher kills the other ranks as soon as one exits, so everything has to be printed before any rank leaves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -31,30 +31,31 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from dtmega import __version__, config, mesh
 from dtmega.distributed import exit_codes, process
-from dtmega.distributed.rendezvous import GivenUp
+from dtmega.distributed.rendezvous import Rank0GaveUp
 from dtmega.files import console
 
-PATIENCE_S = 10.0  # once a rank has refused: how long the others, who may never come, are waited for
+# How long to wait for the reports of the other ranks once a rank has failed. They may never come.
+PATIENCE_S = 10.0
 LONGEST_POLL_S = 0.5
-WORK_S = 1.0  # how often a rank says that it works
+HEARTBEAT_S = 1.0  # shortest time between two heartbeats that a rank publishes
 SHOWN_KEYS = 8
 SHOWN_CHARACTERS = 100
-# Where a node keeps its data; what is in there is compared.
-PLACES = ("[data] path", "[data] tokenizer")
+# Keys that may differ between ranks, because they are paths on a node. The content of the files is compared instead.
+PATH_KEYS = ("[data] path", "[data] tokenizer")
 
 T = TypeVar("T")
 
 
-class Abandoned(Exception):
-    """Raised where this rank waits for another one that refuses in this step, and will not come."""
+class OtherRankFailed(Exception):
+    """Raised on a rank that waits, inside a step, for a rank that has failed in that step and will not come."""
 
 
 class Refused(Exception):
-    """A refusal of some rank to start, which has said why.
+    """The end of a start, or of a command, on every rank. The reason has been printed.
 
     Attributes:
-        exit_code: with which every rank leaves.
-        reason: as it was printed.
+        exit_code: exit code for this process.
+        reason: the reason as it was printed.
     """
 
     def __init__(self, exit_code: int, reason: str) -> None:
@@ -65,125 +66,125 @@ class Refused(Exception):
 
 @dataclass
 class Step:
-    """The things a rank brings to the end of a step, and takes from there.
+    """The data that ranks exchange at the end of a step.
 
     Attributes:
-        same: by key, what must be equal on all ranks; JSON.
-        tell: of rank 0, for the others; JSON.
-        told: what rank 0 told, after the end of the step.
+        must_match: values that must be equal on all ranks, by key; JSON.
+        send: value that rank 0 sends to all ranks; JSON.
+        received: the value that rank 0 sent, set at the end of the step.
     """
 
-    same: Mapping[str, Any] = field(default_factory=dict)
-    tell: Any = None
-    told: Any = None
+    must_match: Mapping[str, Any] = field(default_factory=dict)
+    send: Any = None
+    received: Any = None
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """The reason why a rank does not start, and its exit code."""
+class Failure(NamedTuple):
+    """The reason why this rank failed in a step, and its exit code."""
 
     reason: str
     exit_code: int
 
 
-def explained(error: ValueError | OSError, what: str) -> tuple[str, int]:
-    """Reason and exit code of what a rank has raised in the step `what`; a disk may be full, or not be written to."""
+def explain_error(error: ValueError | OSError, step_name: str) -> tuple[str, int]:
+    """Reason and exit code of an error that a rank raised in a step.
+
+    The system's errors, such as that of a full disk, are put after the name of the step, because their messages do not
+    say what was being done.
+    """
     if isinstance(error, OSError):
-        return f"{what}: {error}", exit_codes.REFUSED
+        return f"{step_name}: {error}", exit_codes.REFUSED
     return str(error), getattr(error, "exit_code", exit_codes.REFUSED)
 
 
 class Startup:
-    """The ranks of a job before they train, or of a command.
+    """The ranks of a job until they train, or those of a command.
 
     Args:
-        program: begins each line that is said.
-        explain: reason and exit code of an error, as `explained`.
+        timeout_s: see the attribute.
+        program: name of the program, with which each printed line begins.
+        explain: function from an error, and the name of the step that raised it, to reason and exit code.
 
     Attributes:
-        rank, size: as the launcher says.
-        store: where the ranks meet, from the end of the first step on.
-        timeout_s: how long a rank waits for the others while none of them says that it works.
-        beat: called when this rank, or one that it waits for, says that it works.
+        rank, size: rank of this process and number of ranks, from the launcher.
+        store: store in which the ranks meet; None before the end of the first step.
+        timeout_s: how long a rank waits for the others without hearing a heartbeat.
+        on_heartbeat: function to call at each heartbeat of this rank, or of one that it waits for.
 
     Raises:
-        Refused: what the launcher says of this process cannot be; it has been printed.
+        Refused: the launcher's variables for this process are wrong; the reason has been printed.
     """
 
     def __init__(
         self,
         timeout_s: float = mesh.TIMEOUT_S,
         program: str = "dtmega",
-        explain: Callable[[ValueError | OSError, str], tuple[str, int]] = explained,
+        explain: Callable[[ValueError | OSError, str], tuple[str, int]] = explain_error,
     ) -> None:
         self._program, self._explain = program, explain
         try:
             self.rank, self.size, self.timeout_s = mesh.rank(), mesh.world_size(), timeout_s
         except ValueError as error:
-            raise self._refuse(exit_codes.REFUSED, str(error)) from None
+            raise self._refused(exit_codes.REFUSED, str(error)) from None
         self.store: Store | None = None
-        self.beat: Callable[[], object] = int
+        self.on_heartbeat: Callable[[], object] = _do_nothing
         self._meeting: Store | None = None
         self._n_steps = 0
         self._n_waits = 0
-        self._worked_at = 0.0
+        self._heartbeat_at = 0.0
 
     @contextmanager
-    def step(self, what: str) -> Iterator[Step]:
-        """A part of the start that all ranks go through; at its end they wait for each other.
+    def step(self, name: str) -> Iterator[Step]:
+        """Run a part of the start, which all ranks go through. They wait for each other at its end.
 
         Args:
-            what: must be the same on all ranks, for the message if `Step.same` is not.
+            name: name of the step, for messages, such as "the ranks do not have the same configuration".
 
         Raises:
-            Refused: on every rank, if any raised in this step, or if they differ, or on those that did come, if not all
-                did; it has been printed.
+            Refused: a rank failed in this step, the ranks do not match, or not all of them came. It is raised on every
+                rank that came, after the reason has been printed.
         """
-        step, refusal = Step(), None
+        step, failure = Step(), None
         try:
             yield step
         except (ValueError, OSError) as error:
-            refusal = Refusal(*self._explain(error, what))
-        except Abandoned:  # the verdict says why
+            failure = Failure(*self._explain(error, name))
+        except OtherRankFailed:
+            # The verdict will have that rank's reason.
             pass
         except Exception:
+            # One process alone has nobody to report to: it leaves with the exception itself.
             if self.size == 1:
                 raise
-            refusal = Refusal(traceback.format_exc(), 1)
-        store = self._next_meeting(refusal)
-        content = json.dumps(step.same, sort_keys=True, default=str)
-        digest = _digest(content)
-        store.set(f"same/{digest}", content)
-        report = {"same": digest, "reason": refusal and refusal.reason, "exit_code": refusal and refusal.exit_code}
-        store.set(f"report/{self.rank}", json.dumps(report))
-        if refusal is not None:
-            store.set("refused", "")
-        if store.add("arrived", 1) == self.size:
-            store.set("complete", "")
-        verdict = self._judge(store, step, what) if self.rank == 0 else self._hear(store, refusal, what)
+            failure = Failure(traceback.format_exc(), exit_codes.FAILED)
+        store = self._open_meeting(failure)
+        self._report(store, step, failure)
+        verdict = self._judge(store, step, name) if self.rank == 0 else self._await_verdict(store, failure, name)
         if verdict["exit_code"]:
             self._leave(store)
-            raise self._refuse(verdict["exit_code"], verdict["reason"], said=True)
-        step.told = verdict["told"]
+            raise self._refused(verdict["exit_code"], verdict["reason"], printed=True)
+        step.received = verdict["sent"]
 
-    def at_work(self, items: Iterable[T]) -> Iterator[T]:
-        """The items; before each, this rank says that it works. For what may take longer than timeout_s."""
+    def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, with a heartbeat before each: for a loop that may take longer than timeout_s."""
         for item in items:
-            self.work()
+            self.heartbeat()
             yield item
 
-    def work(self) -> None:
-        """Say that this rank works."""
-        self.beat()
-        if self._meeting is not None and time.monotonic() - self._worked_at > WORK_S:
-            self._worked_at = time.monotonic()
-            self._meeting.add("work", 1)
+    def heartbeat(self) -> None:
+        """Tell the waiting ranks that this one is still working."""
+        self.on_heartbeat()
+        if self._meeting is not None and time.monotonic() - self._heartbeat_at > HEARTBEAT_S:
+            self._heartbeat_at = time.monotonic()
+            self._meeting.add("heartbeats", 1)
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has come here. Unlike a collective, this does not time out while others are at work.
+        """Wait, inside a step, until every rank has called this.
+
+        Unlike a collective, this does not time out while other ranks send heartbeats.
 
         Raises:
-            Abandoned: one has refused in this step.
+            OtherRankFailed: a rank has failed in this step.
             RuntimeError: not all ranks came.
         """
         assert self._meeting is not None
@@ -193,121 +194,151 @@ class Startup:
         if store.add("arrived", 1) == self.size:
             store.set("complete", "")
 
-        def patient() -> bool:
-            # A rank that refused after all had come here has come, too: then nobody waits in vain.
-            if this_step.check(["refused"]) and not store.check(["complete"]):
-                raise Abandoned
+        def is_patient() -> bool:
+            # A rank may fail after all ranks have come here. Then this wait is over, and ends well.
+            if this_step.check(["failed"]) and not store.check(["complete"]):
+                raise OtherRankFailed
             return True
 
-        if not self._wait(store, "complete", patient):
+        if not self._wait(store, "complete", is_patient):
             raise RuntimeError(f"not all ranks came in {self.timeout_s:g} s")
 
     def leave(self) -> None:
-        """Leave after the last step, where no process group follows; rank 0, which may hold the store, as the last."""
+        """Wait until it is safe to exit, after the last step of a program that makes no process group.
+
+        Rank 0 waits for all other ranks, because it may hold the store. The others do not wait.
+        """
         assert self._meeting is not None
         self._leave(PrefixStore("end", self._meeting))
 
-    def _next_meeting(self, refusal: Refusal | None) -> Store:
-        """A part of the store that only this step uses."""
+    def _open_meeting(self, failure: Failure | None) -> Store:
+        """The part of the store in which the ranks meet at the end of this step."""
         try:
             if self._meeting is None:
                 self.store = mesh.rendezvous(self.timeout_s)
-                # A store may see several starts, of a program that calls the trainer twice.
+                # A program that starts a training twice uses one store for both starts.
                 n_starts = self.store.add(f"startup/{self.rank}", 1)
                 self._meeting = PrefixStore(f"startup/{n_starts}", self.store)
-        except (ValueError, RuntimeError) as error:  # torch's are of a store that is gone
-            if refusal is not None:  # what this rank has to say must not be lost because it meets nobody
-                raise self._refuse(refusal.exit_code, refusal.reason) from None
-            said = isinstance(error, GivenUp)
-            raise self._refuse(exit_codes.REFUSED, str(error).partition("\n")[0], said=said) from None
+        # torch raises RuntimeError for a store that is gone.
+        except (ValueError, RuntimeError) as error:
+            # This rank cannot report its failure to anybody, so it prints the reason itself.
+            if failure is not None:
+                raise self._refused(failure.exit_code, failure.reason) from None
+            # Rank 0 prints why it gave up.
+            printed = isinstance(error, Rank0GaveUp)
+            raise self._refused(exit_codes.REFUSED, str(error).partition("\n")[0], printed=printed) from None
         self._n_steps += 1
         return PrefixStore(str(self._n_steps), self._meeting)
 
-    def _judge(self, store: Store, step: Step, what: str) -> dict[str, Any]:
-        """Rank 0: read all reports, print what is wrong, publish what follows."""
-        complete = self._wait(store, "complete", patient=lambda: not store.check(["refused"]))
-        refused = complete or store.check(["refused"])
-        came = [rank for rank in range(self.size) if complete or store.check([f"report/{rank}"])]
-        if not refused:
-            absent = [rank for rank in range(self.size) if rank not in came]
-            raise self._not_there(store, absent, what)
-        texts = store.multi_get([f"report/{rank}" for rank in came])
-        reports = {rank: json.loads(text) for rank, text in zip(came, texts, strict=True)}
-        refusals: dict[tuple[str, int], list[int]] = {}
-        contents: dict[str, list[int]] = {}
-        for rank, report in reports.items():
+    def _report(self, store: Store, step: Step, failure: Failure | None) -> None:
+        """Publish what this rank brings to the end of the step."""
+        # The values are published under their digest: equal ones, as a rule those of all ranks, are stored once.
+        content = json.dumps(step.must_match, sort_keys=True, default=str)
+        digest = _digest(content)
+        store.set(f"values/{digest}", content)
+        report = {"values": digest, "reason": failure and failure.reason, "exit_code": failure and failure.exit_code}
+        store.set(f"report/{self.rank}", json.dumps(report))
+        if failure is not None:
+            store.set("failed", "")
+        if store.add("arrived", 1) == self.size:
+            store.set("complete", "")
+
+    def _judge(self, store: Store, step: Step, name: str) -> dict[str, Any]:
+        """Read all reports, print what is wrong, and publish the verdict. Rank 0 calls this.
+
+        Returns:
+            The verdict: `exit_code`, 0 if the start goes on; `reason`; and the value `sent`.
+        """
+        complete = self._wait(store, "complete", is_patient=lambda: not store.check(["failed"]))
+        failed = complete or store.check(["failed"])
+        present = [rank for rank in range(self.size) if complete or store.check([f"report/{rank}"])]
+        if not failed:
+            absent = [rank for rank in range(self.size) if rank not in present]
+            raise self._absent(store, absent, name)
+        texts = store.multi_get([f"report/{rank}" for rank in present])
+        failures: dict[Failure, list[int]] = {}
+        ranks_by_digest: dict[str, list[int]] = {}
+        for rank, text in zip(present, texts, strict=True):
+            report = json.loads(text)
             if report["reason"] is not None:
-                refusals.setdefault((report["reason"], report["exit_code"]), []).append(rank)
+                failures.setdefault(Failure(report["reason"], report["exit_code"]), []).append(rank)
             else:
-                contents.setdefault(report["same"], []).append(rank)
-        said = []
-        for (reason, _), ranks in refusals.items():
+                ranks_by_digest.setdefault(report["values"], []).append(rank)
+        # If there are several exit codes, that of the lowest rank is the job's.
+        exit_code = next((failure.exit_code for failure in failures), 0)
+        reasons = []
+        for failure, ranks in failures.items():
             who = "" if len(ranks) == self.size else f"{console.name_ranks(ranks)}: "
-            self._say_once(store, reason, who)
-            said.append(who + reason)
-        exit_code = next((code for _, code in refusals), 0)
-        if len(contents) > 1:
-            values = [(json.loads(store.get(f"same/{digest}")), ranks) for digest, ranks in contents.items()]
-            differ = f"the ranks do not have the same {what}: {_differences(values)}"
-            console.say(f"{self._program}: {differ}")
+            self._print_once(store, failure.reason, who)
+            reasons.append(who + failure.reason)
+        if len(ranks_by_digest) > 1:
+            values = [(json.loads(store.get(f"values/{digest}")), ranks) for digest, ranks in ranks_by_digest.items()]
+            mismatch = f"the ranks do not have the same {name}: {_differences(values)}"
+            console.say(f"{self._program}: {mismatch}")
             exit_code = exit_code or exit_codes.REFUSED
-            said.append(differ)
-        verdict = {"exit_code": exit_code, "reason": "; ".join(said), "told": step.tell}
+            reasons.append(mismatch)
+        verdict = {"exit_code": exit_code, "reason": "; ".join(reasons), "sent": step.send}
         store.set("verdict", json.dumps(verdict))
         return verdict
 
-    def _hear(self, store: Store, refusal: Refusal | None, what: str) -> dict[str, Any]:
-        """The other ranks: wait for the verdict."""
-        if not self._wait(store, "verdict", patient=lambda: refusal is None):
-            if refusal is None:
-                raise self._not_there(store, [0], what)
-            self._say_once(store, refusal.reason, f"{console.name_ranks([self.rank])}: ")
-            return {"exit_code": refusal.exit_code, "reason": refusal.reason}
+    def _await_verdict(self, store: Store, failure: Failure | None, name: str) -> dict[str, Any]:
+        """Wait for the verdict of rank 0. All other ranks call this.
+
+        If the verdict does not come, a rank that has failed prints its own reason and leaves with its own code.
+        """
+        if not self._wait(store, "verdict", is_patient=lambda: failure is None):
+            if failure is None:
+                raise self._absent(store, [0], name)
+            self._print_once(store, failure.reason, f"{console.name_ranks([self.rank])}: ")
+            return {"exit_code": failure.exit_code, "reason": failure.reason}
         return json.loads(store.get("verdict"))
 
-    def _refuse(self, exit_code: int, reason: str, *, said: bool = False) -> Refused:
-        """What to raise, once the reason is said to people, unless it is already, and to torchrun."""
-        if not said:
+    def _refused(self, exit_code: int, reason: str, *, printed: bool = False) -> Refused:
+        """The exception to raise. The reason is printed unless it has been, and given to torchrun."""
+        if not printed:
             console.say(f"{self._program}: {reason}")
         process.tell_agent(reason)
         return Refused(exit_code, reason)
 
-    def _not_there(self, store: Store, absent: list[int], what: str) -> Refused:
-        """What to raise where ranks are waited for in vain, of which the first one that waits tells."""
-        reason = f"{console.name_ranks(absent)} did not come to the end of the step '{what}' in {self.timeout_s:g} s"
-        self._say_once(store, reason, "")
-        return self._refuse(exit_codes.FAILED, reason, said=True)
+    def _absent(self, store: Store, absent: list[int], name: str) -> Refused:
+        """The exception to raise if ranks do not come. The first rank that gives up waiting prints the reason."""
+        reason = f"{console.name_ranks(absent)} did not come to the end of the step '{name}' in {self.timeout_s:g} s"
+        self._print_once(store, reason, "")
+        return self._refused(exit_codes.FAILED, reason, printed=True)
 
-    def _say_once(self, store: Store, reason: str, who: str) -> None:
-        """Rank 0 says all there is; a rank that it does not come for says its own."""
-        if store.add(f"said/{_digest(reason)}", 1) == 1:
+    def _print_once(self, store: Store, reason: str, who: str) -> None:
+        """Print a reason unless another rank has printed it: rank 0, or a rank for which rank 0 did not come."""
+        if store.add(f"printed/{_digest(reason)}", 1) == 1:
             console.say(f"{self._program}: {who}{reason}")
 
     def _leave(self, store: Store) -> None:
-        """Rank 0, which may hold the store, leaves after those that have still to read the verdict."""
-        with suppress(RuntimeError):  # the store is gone, and with it whoever held it
+        """Let rank 0, which may hold the store, wait until all other ranks have read the verdict."""
+        # A RuntimeError means that the store is gone, and with it the rank that held it.
+        with suppress(RuntimeError):
             if store.add("read", 1) == self.size:
                 store.set("all read", "")
             if self.rank == 0:
-                self._wait(store, "all read", patient=lambda: False)
+                self._wait(store, "all read", is_patient=lambda: False)
 
-    def _wait(self, store: Store, key: str, patient: Callable[[], bool]) -> bool:
-        """Wait for `key`; False if it did not come.
+    def _wait(self, store: Store, key: str, is_patient: Callable[[], bool]) -> bool:
+        """Wait for `key`; returns False if it did not come.
 
-        The wait lasts as long as others work, and timeout_s longer; or PATIENCE_S from when `patient` is false.
+        The wait ends timeout_s after the last heartbeat of any rank. Once `is_patient` returns False, it ends after
+        PATIENCE_S more at the latest, and heartbeats no longer count.
         """
         assert self._meeting is not None
-        work, poll_s = 0, 0.002
+        n_heartbeats, poll_s = 0, 0.002
         deadline, hurried = time.monotonic() + self.timeout_s, False
-        # Not `store.wait`, which tells a timeout in another way for each kind of store, and a TCPStore on stderr too.
+        # Not `store.wait`: each kind of store reports a timeout in another way, and a TCPStore also prints one.
         while not store.check([key]):
             now = time.monotonic()
-            if not hurried and not patient():
+            if not hurried and not is_patient():
                 deadline, hurried = min(deadline, now + PATIENCE_S), True
-            if not hurried and self._meeting.add("work", 0) > work:
-                work = self._meeting.add("work", 0)
+            # Adding 0 reads the count.
+            if not hurried and self._meeting.add("heartbeats", 0) > n_heartbeats:
+                n_heartbeats = self._meeting.add("heartbeats", 0)
                 deadline = now + self.timeout_s
-                self.beat()
+                self.on_heartbeat()
             if now > deadline:
                 return False
             time.sleep(poll_s)
@@ -316,32 +347,46 @@ class Startup:
 
 
 def same_job(cfg: config.Config, device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """The things, by key, that the ranks of one job share beside their data: configuration, kind of device, versions.
+    """Values that the ranks of one job share besides their data, by key: configuration, kind of device, versions.
 
     Args:
-        libraries: that the model needs, beside torch.
+        cfg: the run's configuration.
+        device: this rank's device.
+        libraries: names of the libraries that the model needs besides torch.
     """
     sections: dict[str, dict[str, Any]] = cfg.model_dump()
-    keys = {f"[{section}] {k}": value for section, values in sections.items() for k, value in values.items()}
+    values: dict[str, Any] = {}
+    for section, keys in sections.items():
+        values |= {f"[{section}] {key}": value for key, value in keys.items()}
     versions = {"dtmega": __version__, "torch": torch.__version__}
     versions |= {library: version(library) for library in libraries}
-    return {k: value for k, value in keys.items() if k not in PLACES} | {"device": device.type} | versions
+    compared = {key: value for key, value in values.items() if key not in PATH_KEYS}
+    return compared | {"device": device.type} | versions
 
 
-def _differences(contents: Iterable[tuple[Mapping[str, Any], list[int]]]) -> str:
-    """`[optim] lr is 0.01 on ranks 0, 2; 0.02 on rank 1`, for each key that differs."""
-    contents = list(contents)
-    found: list[str] = []
-    for key in sorted({key for values, _ in contents for key in values}):
-        places: dict[str, list[int]] = {}
+def _differences(contents: Sequence[tuple[Mapping[str, Any], list[int]]]) -> str:
+    """`[optim] lr is 0.01 on ranks 0, 2; 0.02 on rank 1`, for each key that differs.
+
+    Args:
+        contents: values by key, and the ranks that have them.
+    """
+    all_keys: set[str] = set()
+    for values, _ in contents:
+        all_keys |= values.keys()
+    differences: list[str] = []
+    for key in sorted(all_keys):
+        ranks_by_value: dict[str, list[int]] = {}
         for values, ranks in contents:
             shown = json.dumps(values[key]) if key in values else "not there"
-            places.setdefault(shown, []).extend(ranks)
-        if len(places) > 1:
-            parts = [f"{_short(shown)} on {console.name_ranks(sorted(ranks))}" for shown, ranks in places.items()]
-            found.append(f"{key} is {', '.join(parts)}")
-    more = f"; and {len(found) - SHOWN_KEYS} more" if len(found) > SHOWN_KEYS else ""
-    return "; ".join(found[:SHOWN_KEYS]) + more
+            ranks_by_value.setdefault(shown, []).extend(ranks)
+        if len(ranks_by_value) > 1:
+            values_and_ranks = []
+            for shown, ranks in ranks_by_value.items():
+                values_and_ranks.append(f"{_short(shown)} on {console.name_ranks(sorted(ranks))}")
+            differences.append(f"{key} is {', '.join(values_and_ranks)}")
+    n_more = len(differences) - SHOWN_KEYS
+    more = f"; and {n_more} more" if n_more > 0 else ""
+    return "; ".join(differences[:SHOWN_KEYS]) + more
 
 
 def _digest(text: str) -> str:
@@ -350,3 +395,7 @@ def _digest(text: str) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+
+
+def _do_nothing() -> None:
+    """Ignore a heartbeat."""

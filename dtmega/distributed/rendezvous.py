@@ -29,7 +29,7 @@ LARGEST_WORLD = 2**20
 LARGEST_PORT = 2**16 - 1
 
 
-class GivenUp(ValueError):
+class Rank0GaveUp(ValueError):
     """Raised on a rank that rank 0 has told why the ranks do not meet; rank 0 says it."""
 
 
@@ -185,6 +185,6 @@ def _find_attempt(job: Store, rank: int, timeout: timedelta) -> int:
             job.set(f"{attempt}/here/{rank}", "")
             joined = attempt
         if joined and job.check([f"{joined}/given up"]):
-            raise GivenUp(job.get(f"{joined}/given up").decode())
+            raise Rank0GaveUp(job.get(f"{joined}/given up").decode())
         time.sleep(POLL_S)
     raise ValueError(f"rank {rank}: rank 0 did not bring all ranks together in {timeout.total_seconds():g} s")

@@ -68,9 +68,9 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
         if startup.rank == 0:
             # Its files stay open from here on, because a run that is going on may delete the checkpoint.
             first = open_checkpoint(path, step)
-            search.tell = first.path
+            search.send = first.path
     with startup.step("configuration") as comparison:
-        checkpoint = open_checkpoint(search.told) if first is None else first
+        checkpoint = open_checkpoint(search.received) if first is None else first
         cfg = inference_config(config_of_run(path, checkpoint), axes)
         family = families.of(cfg.model)
         model_section = family.reread_directory(cfg.model, state_of(checkpoint).digest)
@@ -82,7 +82,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
         sizes = mesh.resolve(cfg.mesh, startup.size)
         if startup.size > 1:
             check_mesh(cfg, sizes)
-        comparison.same = {"checkpoint": checkpoint.manifest.step, "tokenizer": tokenizer.fingerprint}
+        comparison.must_match = {"checkpoint": checkpoint.manifest.step, "tokenizer": tokenizer.fingerprint}
     if startup.size == 1:
         with startup.step("model"):
             model = family.build(model_section).to(device)
@@ -93,7 +93,7 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
             world = mesh.start(device, sizes, startup.timeout_s, startup.store)
         with startup.step("model"):
             parallel = parallelize(cfg, world)
-            _read(weights, cfg, startup.at_work(parallel.stored_tensors()))
+            _read(weights, cfg, startup.with_heartbeats(parallel.stored_tensors()))
         model = parallel.stages[0] if sizes["pp"] == 1 else Relay(parallel.stages, world.groups["pp"], device)
     model.eval()
     return TrainedModel(cfg, checkpoint.path, state_of(checkpoint).progress.step, tokenizer, family.show, model)

@@ -90,7 +90,7 @@ def read_configuration(argv: list[str], startup: Startup) -> Settings:
         startup.timeout_s = cfg.run.collective_timeout_s()
         family = families.of(cfg.model)
         digest = family.digest(cfg.model)
-        step.same = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
+        step.must_match = same_job(cfg, device, family.libraries) | {"digest of [model] path": digest}
     return Settings(saved_cfg, cfg, device, sizes, pieces, digest, auto_dtype=cfg.precision.params == "auto")
 
 
@@ -112,7 +112,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
             data_size,
             pin_memory=settings.device.type == "cuda",
         )
-        step.same = text.identity
+        step.must_match = text.identity
     return text, batches
 
 
@@ -133,11 +133,11 @@ def claim_run_directory(
                 closing.callback(claim.close)
             paths = found.find_candidates(cfg, text.identity, settings.digest)
             closing.callback(found.remove_probe, cfg, paths)
-            step.tell = paths._asdict()
+            step.send = paths._asdict()
             if cfg.pipeline.draw:
                 _, data_size = mesh.data_coordinate(settings.sizes, startup.rank)
                 draw_schedule(cfg, settings.sizes["pp"], data_size)
-    return found.CandidatePaths(**step.told)
+    return found.CandidatePaths(**step.received)
 
 
 def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
@@ -146,11 +146,13 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
         candidates = found.open_candidates(settings.cfg, paths)
         if startup.rank == 0:
             # Rank 0 decides for all: the ranks' processors may differ.
-            step.tell = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
+            step.send = found.params_dtype(settings.cfg, candidates, mesh.has_fast_bfloat16(settings.device))
         init = None if candidates else families.of(settings.cfg.model).weights(settings.cfg.model)
-        step.same = found.manifest_digests([*candidates, init])
+        step.must_match = found.manifest_digests([*candidates, init])
+    dtype = step.received
     settings = settings._replace(
-        saved_cfg=with_params_dtype(settings.saved_cfg, step.told), cfg=with_params_dtype(settings.cfg, step.told)
+        saved_cfg=with_params_dtype(settings.saved_cfg, dtype),
+        cfg=with_params_dtype(settings.cfg, dtype),
     )
     return settings, Origin(candidates, init, paths.damage)
 
@@ -187,7 +189,7 @@ def fill(
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(origin.candidates, model.stored_tensors(), optimizer, origin.damage, startup)
         if origin.init is not None:
-            load_weights(origin.init, startup.at_work(model.stored_tensors()), cfg.model.vocab_size)
+            load_weights(origin.init, startup.with_heartbeats(model.stored_tensors()), cfg.model.vocab_size)
         elif loaded is None:
             model.draw(cfg.run.seed)
     return checkpoints, loaded

@@ -574,16 +574,16 @@ def test_ranks_that_see_other_weights_under_one_name_write_nothing(tmp_path, fin
     assert not (tmp_path / "out").exists()
 
 
-def test_a_conversion_says_before_each_tensor_that_it_works(tmp_path, finished, monkeypatch):
-    said: list[Startup] = []
+def test_a_conversion_sends_a_heartbeat_before_each_tensor(tmp_path, finished, monkeypatch):
+    heartbeats: list[Startup] = []
 
-    def work(self: Startup) -> None:
-        said.append(self)
+    def heartbeat(self: Startup) -> None:
+        heartbeats.append(self)
 
-    monkeypatch.setattr(Startup, "work", work)
+    monkeypatch.setattr(Startup, "heartbeat", heartbeat)
     argv = ["convert", "--from", "dtmega", str(finished), "--to", "dtmega", str(tmp_path / "out")]
     assert command(argv) == exit_codes.DONE
-    assert len(said) == len(Weights(open_checkpoint(str(finished))).tensors)
+    assert len(heartbeats) == len(Weights(open_checkpoint(str(finished))).tensors)
 
 
 def test_ranks_write_the_one_checkpoint_that_rank_0_has_found_though_the_run_goes_on(tmp_path, finished):

@@ -35,7 +35,7 @@ def pair(monkeypatch) -> list[Startup]:
 
 def take(one: Startup, same: Mapping[str, Any]) -> None:
     with one.step("step") as step:
-        step.same = same
+        step.must_match = same
 
 
 def both(pair: list[Startup], do: Callable[[Startup], object]) -> list[Exception | None]:
@@ -63,16 +63,17 @@ def late(items: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("how", ["in a step", "in the middle of one"])
 def test_who_works_longer_than_the_timeout_is_waited_for_and_nobody_hangs(pair, monkeypatch, how):
-    monkeypatch.setattr(agreement, "WORK_S", 0.05)
+    monkeypatch.setattr(agreement, "HEARTBEAT_S", 0.05)
     beats = [0, 0]
 
     def beat(rank: int) -> None:
         beats[rank] += 1
 
     def do(one: Startup) -> None:
-        one.beat, one.timeout_s = partial(beat, one.rank), 0.8
+        one.on_heartbeat, one.timeout_s = partial(beat, one.rank), 0.8
         with one.step("step"):
-            late(one.at_work(range(18 if one.rank == 1 else 1)))  # 1.8 s: more than a poll longer than timeout_s
+            # 1.8 s, which is longer than timeout_s by more than a poll.
+            late(one.with_heartbeats(range(18 if one.rank == 1 else 1)))
             if how == "in the middle of one":
                 one.wait_for_all()
 
@@ -165,7 +166,7 @@ def test_why_a_rank_does_not_start_is_said_once_and_all_leave_with_its_code(pair
         with one.step("what they do") as step:
             if (error := raised[one.rank]) is not None:
                 raise error
-            step.same = {"only": one.rank}  # what a rank that refuses would have had is not compared
+            step.must_match = {"only": one.rank}  # what a rank that refuses would have had is not compared
 
     refused = both(pair, do)
     assert [getattr(error, "exit_code", error) for error in refused] == [code, code]
@@ -180,18 +181,18 @@ def test_what_nobody_expected_in_one_process_is_raised_as_it_is(monkeypatch):
 
 
 def test_rank_0_tells_and_the_others_are_told_and_what_a_step_had_is_not_in_the_next_one(pair):
-    told: dict[tuple[int, str], Any] = {}
+    received: dict[tuple[int, str], Any] = {}
 
     def do(one: Startup) -> None:
         for name in ("first", "second"):
             with one.step(name) as step:
-                assert (step.same, step.tell, step.told) == ({}, None, None)
-                step.tell = [name, one.rank]
-                step.same = {"key": name}
-            told[one.rank, name] = step.told
+                assert (step.must_match, step.send, step.received) == ({}, None, None)
+                step.send = [name, one.rank]
+                step.must_match = {"key": name}
+            received[one.rank, name] = step.received
 
     assert both(pair, do) == [None, None]
-    assert told == {(rank, name): [name, 0] for rank in (0, 1) for name in ("first", "second")}
+    assert received == {(rank, name): [name, 0] for rank in (0, 1) for name in ("first", "second")}
 
 
 def test_the_order_of_keys_and_what_json_does_not_know_make_no_difference(pair):
@@ -233,7 +234,7 @@ def test_who_refuses_after_all_have_come_to_a_wait_ends_the_step_and_not_the_wai
 
         def set(self, key: str, value: str) -> None:
             super().set(key, value)
-            if key == "refused":
+            if key == "failed":
                 refused.set()
 
     def do(one: Startup) -> None:
@@ -321,15 +322,15 @@ def test_rank_0_leaves_as_the_last_but_does_not_wait_for_ever(pair, monkeypatch,
 
 
 def test_a_rank_at_work_says_so_before_each_item_and_to_the_others_now_and_then(pair, monkeypatch):
-    monkeypatch.setattr(agreement, "WORK_S", 60.0)
+    monkeypatch.setattr(agreement, "HEARTBEAT_S", 60.0)
     one, deeds = pair[0], []
-    one.beat = lambda: deeds.append("beat")
-    for item in one.at_work(["a", "b"]):
+    one.on_heartbeat = lambda: deeds.append("beat")
+    for item in one.with_heartbeats(["a", "b"]):
         deeds.append(item)
     assert deeds == ["beat", "a", "beat", "b"]
     store = one._meeting
     assert store is not None
-    assert store.add("work", 0) == 1
+    assert store.add("heartbeats", 0) == 1
 
 
 @pytest.mark.parametrize(("refuses", "others_work"), [(True, False), (True, True), (False, False)])
@@ -340,7 +341,7 @@ def test_who_refuses_waits_ten_seconds_for_the_others_and_who_does_not_ten_minut
         naps_s.append(nap_s)
         assert sum(naps_s) < 1000  # by this clock: else one that waits for ever would do so in this test
         assert one._meeting is not None
-        one._meeting.add("work", int(others_work))
+        one._meeting.add("heartbeats", int(others_work))
 
     monkeypatch.setattr(mesh, "rendezvous", lambda timeout_s: HashStore())
     monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: sum(naps_s), sleep=sleep))
@@ -370,8 +371,8 @@ def test_a_program_may_start_twice_on_one_store(pair):
         if one.rank == 0:
             time.sleep(0.05)  # so that rank 1 would find what is there from before
         with one.step("step") as step:
-            step.tell = "anew" if one.rank == 0 else None
-        assert step.told == "anew"
+            step.send = "anew" if one.rank == 0 else None
+        assert step.received == "anew"
 
     assert both(again, do) == [None, None]
 

@@ -53,7 +53,7 @@ def test_rank_0_names_those_that_did_not_come_in_time(together):
     why = r"^ranks \[2, 3\] of 4 did not come in 0.5 s$"
     with pytest.raises(ValueError, match=why):
         met(0, 4, BRIEF)
-    with pytest.raises(rendezvous.GivenUp, match=why):
+    with pytest.raises(rendezvous.Rank0GaveUp, match=why):
         coming.result()
 
 

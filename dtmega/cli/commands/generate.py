@@ -88,7 +88,7 @@ def command(args: argparse.Namespace) -> int:
             _check_arguments(args)
         with startup.step("prompts") as step:
             if startup.rank == 0:
-                step.tell = _prompts(args)
+                step.send = _prompts(args)
         trained = open_run(args.path or args.run, args, startup)
         with startup.step("options of the model"):
             _check_sample_options(sample_options, trained)
@@ -102,7 +102,7 @@ def command(args: argparse.Namespace) -> int:
     def sample(prompts: list[str]) -> list[str]:
         return trained.show.texts(trained.model, trained.tokenizer, prompts, **options)
 
-    _print_samples(sample, step.told, args.batch_size)
+    _print_samples(sample, step.received, args.batch_size)
     if args.interactive:
         try:
             talk((lambda line: sample([line])[0]) if chat is None else Conversation(trained, chat, options))

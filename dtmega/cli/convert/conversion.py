@@ -64,9 +64,9 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
         for note in source.notes:
             print(note)
     with startup.step("output"):
-        # A rank that has nothing to write waits at the end of this step. `startup.work` tells the waiting ranks, before
-        # each tensor, that this one is still at work.
-        stored = Renamed(source.weights, {name: name for name in expected}, startup.work)
+        # A rank that has nothing to write waits at the end of this step. A heartbeat before each tensor tells it that
+        # this rank is still writing.
+        stored = Renamed(source.weights, {name: name for name in expected}, startup.heartbeat)
         unchanged = families.stored_buffers(model)
         weights = Cast(stored, args.source[1], _dtype(args.dtype), args.allow_nonfinite, unchanged=unchanged)
         _write(args, startup, source, family, model, weights)
@@ -127,13 +127,13 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
             raise ValueError("--dtype is for --to hf and megatron; a checkpoint of dtmega keeps the source's dtypes")
         if startup.rank == 0:
             source = READERS[kind](path, args)
-            search.tell = source.path
+            search.send = source.path
     with startup.step("source") as step:
-        source = source or READERS[kind](search.told, args)
+        source = source or READERS[kind](search.received, args)
         model = {f"[model] {key}": value for key, value in source.model.model_dump().items()}
         tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in source.weights.tensors.items()}
         directory = {"digest of [model] path": source.digest}
-        step.same = model | tensors | found.manifest_digests([source.weights]) | directory
+        step.must_match = model | tensors | found.manifest_digests([source.weights]) | directory
     return source
 
 
