@@ -70,12 +70,12 @@ def main(argv: list[str]) -> int:
             # It may be torch's error of a collective whose other ranks have left. After a signal, their grace time was
             # over a moment before the watch would have ended this rank, too.
             if run.watch.signals:
-                return run.watch.stuck(f"before this: {error}")
-            if run.watch.leaving_alone(exit_codes.FAILED, exit_codes.error_summary(error)):
+                return run.watch.report_stuck(f"before this: {error}")
+            if run.watch.record_exit(exit_codes.FAILED, exit_codes.error_summary(error)):
                 raise
-            return run.watch.followed(error)
+            return run.watch.report_first_exit(error)
         except Exception as error:
-            run.watch.leaving_alone(exit_codes.FAILED, exit_codes.error_summary(error))
+            run.watch.record_exit(exit_codes.FAILED, exit_codes.error_summary(error))
             raise
 
 
@@ -119,7 +119,7 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
             start.write_files(settings, world, checkpoints, loaded, at, end)
         metrics = start.open_metrics(settings, world, at, end)
         closing.callback(metrics.close)
-        watch.before_the_end(metrics.abandon)
+        watch.before_exit(metrics.abandon)
     metrics.message(start.announcement(settings, text, world, origin, loaded, end))
 
     run = Run(

@@ -108,9 +108,9 @@ def test_the_ending_of_a_job_is_that_of_the_rank_that_leaves_first():
         (1, "RuntimeError: peer closed"),
     ):
         watch = Watch(grace_s=60, timeout_s=0, rank=rank, exit_status=statuses[rank])
-        watch.leaving_alone(exit_codes.STUCK, "before others are known")
+        watch.record_exit(exit_codes.STUCK, "before others are known")
         watch.share(store, 3)
-        watch.leaving_alone(exit_codes.FAILED if rank == 2 else exit_codes.STUCK, why)
+        watch.record_exit(exit_codes.FAILED if rank == 2 else exit_codes.STUCK, why)
         watch.close()
     first = (exit_codes.FAILED, "OutOfMemoryError: 3 GiB")
     others = (exit_codes.FAILED, f"rank 2: {first[1]}")
@@ -124,7 +124,7 @@ def test_a_rank_whose_collective_breaks_because_another_one_hung_leaves_in_one_l
     watches = [Watch(grace_s=60, timeout_s=0, rank=rank, exit_status=status) for rank in (0, 1)]
     for watch in watches:
         watch.share(store, 2)
-    watches[1].leaving_alone(exit_codes.HUNG, "nothing for 6 s")
+    watches[1].record_exit(exit_codes.HUNG, "nothing for 6 s")
     run: Any = SimpleNamespace(
         watch=watches[0],
         world=SimpleNamespace(device=torch.device("meta")),
@@ -367,7 +367,7 @@ def test_a_thread_waits_if_it_came_to_its_innermost_frame_through_torch_distribu
     assert place(ours, "<frozen os>") == (False, "f (<frozen os>:7), called by f (train.py:7)")
     assert place_of(None) == (False, "")
     installed = "/usr/lib/python3/site-packages/dtmega"
-    monkeypatch.setattr("dtmega.distributed.watchdog.OURS", installed)
+    monkeypatch.setattr("dtmega.distributed.watchdog.OUR_CODE", installed)
     assert place(ours, f"{installed}/data/loader.py") == (False, "f (loader.py:7)")
 
 

@@ -99,7 +99,7 @@ def abandoned(folder: Path, *names: str, wait_for: Callable[[], bool] = lambda: 
     while not wait_for():
         time.sleep(0.01)
     watch = Watch(grace_s=60, timeout_s=0, rank=0)
-    watch.before_the_end(record.abandon)
+    watch.before_exit(record.abandon)
     watch._end(exit_codes.STUCK, "a signal came")
     watch.close()
     faulthandler.cancel_dump_traceback_later()
