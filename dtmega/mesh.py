@@ -27,7 +27,7 @@ from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportP
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtmega import config
-from dtmega.distributed.rendezvous import LARGEST_WORLD, meet, number, place
+from dtmega.distributed.rendezvous import LARGEST_WORLD, launcher_number, meet, rank_and_size
 from dtmega.files.console import counted
 from dtmega.ops.cpu import features
 
@@ -100,12 +100,12 @@ def world_size() -> int:
     Raises:
         ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
     """
-    return dist.get_world_size() if dist.is_initialized() else place()[1]
+    return dist.get_world_size() if dist.is_initialized() else rank_and_size()[1]
 
 
 def rank() -> int:
     """The number of this process, from 0; raises errors like `world_size`."""
-    return dist.get_rank() if dist.is_initialized() else place()[0]
+    return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 
 def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
@@ -171,7 +171,7 @@ def pick_device(configured: str) -> torch.device:
     """
     if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local_rank = number("LOCAL_RANK", 0, 0, LARGEST_WORLD)
+    local_rank = launcher_number("LOCAL_RANK", 0, 0, LARGEST_WORLD)
     n_gpus = torch.cuda.device_count()
     if local_rank >= n_gpus:
         raise ValueError(

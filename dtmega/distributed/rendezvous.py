@@ -1,9 +1,9 @@
-"""The meeting of the processes of one attempt of a job, before there is a process group: a store of that attempt alone.
+"""The rendezvous: how the processes of a job meet before there is a process group, in a store of this attempt alone.
 
-torchrun keeps one store over all restarts, in which the next attempt finds the addresses of dead processes; with gloo,
-17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT cannot tell attempts apart: each node counts its own failures. So
-rank 0 numbers the attempt, waits until all ranks have come, and opens it. An attempt that was open before a rank came
-is an earlier one.
+torchrun keeps one store over all restarts of a job. There, the next attempt would find the addresses of dead processes:
+with gloo, 17 of 28 restarts failed. TORCHELASTIC_RESTART_COUNT does not identify an attempt, because each node counts
+its own failures. So rank 0 numbers the attempts. It waits until all ranks have come to the new one, and then opens it.
+An attempt that was open before a rank came is an earlier one.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.distributed import (  # documented, missing in __all__
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-# How long those that were started by hand wait for the next one to come. torchrun has its workers on all nodes already.
-BY_HAND = timedelta(seconds=20)
+# How long processes that were started by hand wait for the next one. torchrun waits for all nodes before it starts any.
+BY_HAND_PATIENCE = timedelta(seconds=20)
 POLL_S = 0.1
 LARGEST_WORLD = 2**20
 LARGEST_PORT = 2**16 - 1
 
 
 class Rank0GaveUp(ValueError):
-    """Raised on a rank that rank 0 has told why the ranks do not meet; rank 0 says it."""
+    """Raised on the other ranks when rank 0 has given up waiting. The message is that of rank 0, which prints it."""
 
 
-def number(name: str, default: int, low: int, high: int) -> int:
-    """A variable of the launcher's.
+def launcher_number(name: str, default: int, low: int, high: int) -> int:
+    """The number in an environment variable that the launcher sets, or `default` if it is not set.
 
     Raises:
-        ValueError: it is no whole number from `low` to `high`.
+        ValueError: the variable is not a whole number from `low` to `high`.
     """
     text = os.environ.get(name)
     if text is None:
@@ -47,50 +47,59 @@ def number(name: str, default: int, low: int, high: int) -> int:
     return int(text)
 
 
-def place() -> tuple[int, int]:
-    """Rank and number of processes, as the launcher says; (0, 1) without one.
+def rank_and_size() -> tuple[int, int]:
+    """Rank of this process and number of processes, from the launcher; (0, 1) without a launcher.
 
     Raises:
-        ValueError: they are no numbers, or the rank is not one of so many.
+        ValueError: they are not numbers, or the rank is not below the number of processes.
     """
-    size = number("WORLD_SIZE", 1, 1, LARGEST_WORLD)
+    size = launcher_number("WORLD_SIZE", 1, 1, LARGEST_WORLD)
     try:
-        return number("RANK", 0, 0, size - 1), size
+        return launcher_number("RANK", 0, 0, size - 1), size
     except ValueError as error:
         raise ValueError(f"{error}, WORLD_SIZE={size}") from None
 
 
 def meet(rank: int, size: int, timeout: timedelta) -> Store:
-    """The store of this attempt, once all `size` processes that the launcher started have come.
+    """Wait until all processes of the job have come, and return the store of this attempt.
 
     Args:
-        timeout: of what is read in the store; how long to wait for a next rank to come, unless started `BY_HAND`.
+        rank: rank of this process.
+        size: number of processes that the launcher has started.
+        timeout: timeout of the store's operations. It is also how long to wait for the next rank to come, unless the
+            processes were started by hand (`BY_HAND_PATIENCE`).
 
     Raises:
-        ValueError: the launcher has told only half of what there is to know, or what cannot be; nobody can be met
-            there; not all ranks came: rank 0 names those.
+        ValueError: variables of the launcher are missing or wrong; there is no store at the launcher's address; or not
+            all ranks came, in which case rank 0 names the missing ones.
     """
     if "WORLD_SIZE" not in os.environ:
         return HashStore()
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"WORLD_SIZE is set and {', '.join(missing)} not: start with torchrun, or set all four")
-    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    patience = timeout if agent_has_it else min(timeout, BY_HAND)
-    tcp = _connect(rank == 0 and not agent_has_it, timeout, patience)
+    # torchrun's agent serves the store. Without torchrun, rank 0 does.
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    patience = timeout if agent_has_store else min(timeout, BY_HAND_PATIENCE)
+    tcp = _connect(rank == 0 and not agent_has_store, timeout, patience)
     job = PrefixStore("dtmega", tcp)
-    attempt = _open_attempt(job, size, patience, agent_has_it) if rank == 0 else _find_attempt(job, rank, timeout)
+    attempt = _open_attempt(job, size, patience, agent_has_store) if rank == 0 else _join_attempt(job, rank, timeout)
     return PrefixStore(str(attempt), job)
 
 
 def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
-    """The launcher's store, held by this process or by another one that must come to listen in time.
+    """Connect to the store at the launcher's address.
+
+    Args:
+        is_master: True if this process serves the store; otherwise the server has to listen within `patience`.
+        timeout: timeout of the store's operations.
+        patience: how long to wait for the server, and for its answer.
 
     Raises:
-        ValueError: the address cannot be, the port is taken, nobody listens there, or somebody else does.
+        ValueError: the address is unknown, the port is taken, nothing listens there, or another program does.
     """
     address = os.environ["MASTER_ADDR"]
-    port = number("MASTER_PORT", 0, 1, LARGEST_PORT)
+    port = launcher_number("MASTER_PORT", 0, 1, LARGEST_PORT)
     where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     try:
         socket.getaddrinfo(address, port)
@@ -99,33 +108,33 @@ def _connect(is_master: bool, timeout: timedelta, patience: timedelta) -> Store:
     if not is_master:
         _wait_for_listener(address, port, patience)
 
-    found: list[Store | RuntimeError] = []
+    results: list[Store | RuntimeError] = []
 
     def connect() -> None:
         try:
             options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
-            found.append(TCPStore(address, port, is_master=is_master, **options))
+            results.append(TCPStore(address, port, is_master=is_master, **options))
         except RuntimeError as error:
-            found.append(error)
+            results.append(error)
 
-    # In a thread, since torch waits for ever for the answer of a listener that is no store.
+    # In a thread, because torch would wait forever for an answer of a program that is not a store.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(patience.total_seconds())
-    store = found[0] if found else None
-    if store is None:
+    if not results:
         raise ValueError(f"no answer in {patience.total_seconds():g} s: another program has that port ({where})")
-    if isinstance(store, RuntimeError):
-        reason = "the port is taken" if "EADDRINUSE" in str(store) else str(store).partition("\n")[0]
+    result = results[0]
+    if isinstance(result, RuntimeError):
+        reason = "the port is taken" if "EADDRINUSE" in str(result) else str(result).partition("\n")[0]
         raise ValueError(f"the ranks cannot meet: {reason} ({where})")
-    return store
+    return result
 
 
 def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
-    """Wait until somebody listens there; torch would print a page for each attempt.
+    """Wait until a program listens at this address. torch could wait, but prints a page for each failed attempt.
 
     Raises:
-        ValueError: nobody does in time.
+        ValueError: nothing listens there within `patience`.
     """
     deadline = time.monotonic() + patience.total_seconds()
     while True:
@@ -142,11 +151,20 @@ def _wait_for_listener(address: str, port: int, patience: timedelta) -> None:
         time.sleep(POLL_S)
 
 
-def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_it: bool) -> int:
-    """The number of the attempt that this rank 0 opens, when all others are there for it.
+def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_store: bool) -> int:
+    """Begin a new attempt, wait until all ranks have come to it, and open it. Rank 0 calls this.
+
+    Args:
+        job: store of the job, which all its attempts share.
+        size: number of ranks.
+        patience: how long to wait for the next rank.
+        agent_has_store: True under torchrun; for the message.
+
+    Returns:
+        The number of the attempt.
 
     Raises:
-        ValueError: no other one came for so long.
+        ValueError: ranks are missing, and no further one came for `patience`.
     """
     attempt = job.add("attempts", 1)
     absent = [*range(1, size)]
@@ -158,27 +176,34 @@ def _open_attempt(job: Store, size: int, patience: timedelta, agent_has_it: bool
         absent = still_absent
         if absent and time.monotonic() > deadline:
             why = f"ranks {absent} of {size} did not come in {patience.total_seconds():g} s"
-            if not agent_has_it:
+            if not agent_has_store:
                 why += ": started by hand, all have to come soon after each other; torchrun waits for all nodes"
             job.set(f"{attempt}/given up", why)
-            time.sleep(2 * POLL_S)  # in which the others read it: this process may hold the store
+            # Time for the others to read it: the store may end with this process.
+            time.sleep(2 * POLL_S)
             raise ValueError(why)
-        time.sleep(POLL_S if absent else 0)
+        if absent:
+            time.sleep(POLL_S)
     job.set(f"{attempt}/open", "")
     return attempt
 
 
-def _find_attempt(job: Store, rank: int, timeout: timedelta) -> int:
-    """The number of the attempt that rank 0 has opened, once this rank has said that it is here for it.
+def _join_attempt(job: Store, rank: int, timeout: timedelta) -> int:
+    """Join the attempt that rank 0 begins, and wait until it is open. All other ranks call this.
+
+    Returns:
+        The number of the attempt.
 
     Raises:
-        ValueError: rank 0 opened none that this rank was there for, in time.
+        Rank0GaveUp: rank 0 gave up waiting for other ranks.
+        ValueError: within `timeout`, rank 0 opened no attempt that this rank had joined.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     joined = 0
     while time.monotonic() < deadline:
         attempt = job.add("attempts", 0)
         is_open = attempt > 0 and job.check([f"{attempt}/open"])
+        # An attempt that is open, and that this rank has not joined, is an earlier one, of processes that are gone.
         if is_open and attempt == joined:
             return attempt
         if attempt > joined and not is_open:

@@ -99,7 +99,7 @@ def test_rank_0_holds_the_store_unless_the_agent_does(together, monkeypatch, ran
         return HashStore()
 
     monkeypatch.setattr(rendezvous, "TCPStore", connect)
-    monkeypatch.setattr(rendezvous, "_find_attempt", lambda *_: 1)
+    monkeypatch.setattr(rendezvous, "_join_attempt", lambda *_: 1)
     assert isinstance(met(rank, 1), PrefixStore)
     # Others connect while this one waits, and an earlier attempt's server may still be in this process.
     assert asked == [{"is_master": holds, "timeout": PATIENT, "wait_for_workers": False, "multi_tenant": True}]
@@ -108,7 +108,7 @@ def test_rank_0_holds_the_store_unless_the_agent_does(together, monkeypatch, ran
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """The environment of a process that was started by hand, in little time; its port, bound by another program."""
-    monkeypatch.setattr(rendezvous, "BY_HAND", BRIEF)
+    monkeypatch.setattr(rendezvous, "BY_HAND_PATIENCE", BRIEF)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -133,7 +133,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def test_what_a_launcher_cannot_mean_is_refused_with_the_variable(by_hand, monkeypatch, name, value, message):
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
-        met(*rendezvous.place())
+        met(*rendezvous.rank_and_size())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtmega.distributed.rendezvous import meet, place
+from dtmega.distributed.rendezvous import meet, rank_and_size
 from dtmega.files.console import counted
 from dtmega.interop.hf.files import config_json
 from dtmega.interop.hf.tp.parallel import parallelize_hf, plan_for
@@ -75,7 +75,7 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
     """
     plan = plan_for(on_meta(directory), tp, **options)
     if "WORLD_SIZE" in os.environ:
-        rank, size = place()
+        rank, size = rank_and_size()
         if size != tp:
             raise ValueError(f"torchrun started {counted(size, 'process')}, expected --tp {tp}")
         store = meet(rank, size, TIMEOUT)
