@@ -34,6 +34,12 @@ TORCH = {
     "torch._C.DisableTorchFunctionSubclass": Private(
         ("interop/hf/tp/logits.py",), "call torch's own function from `__torch_function__`; the public base uses it too"
     ),
+    "torch._C._distributed_c10d": Private(
+        ("distributed/flight_recorder.py",), "holder of the next, and of `_dump_nccl_trace` in builds with CUDA"
+    ),
+    "torch._C._distributed_c10d._dump_fr_trace": Private(
+        ("distributed/flight_recorder.py",), "the last collectives of this process, which `torchfrtrace` reads"
+    ),
     "torch._foreach_mul_": Private(("ops/optim.py",), "multiply many tensors by few kernels, as torch's own clipping"),
     "torch.Tensor._is_view": Private(("pipelining/stage.py",), "torch detaches sent tensors in place: clone views"),
     "torch.Tensor._make_wrapper_subclass": Private(
@@ -54,7 +60,8 @@ TORCH = {
         ("mesh.py",), "the store of the process group, for the watchdog's own connection"
     ),
     "torch.distributed.distributed_c10d._world": Private(
-        ("mesh.py",), "how many groups this process has made: torch numbers the names of groups by it"
+        ("distributed/flight_recorder.py", "mesh.py"),
+        "which groups this process has made: torch numbers the names of groups by it, and gloo's record lacks them",
     ),
     "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": Private(
         ("pipelining/stage.py",), "torch 2.11 sends a first message to a stage on the same rank, where gloo fails"

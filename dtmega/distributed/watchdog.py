@@ -1,10 +1,11 @@
 """A thread that watches the main one. It ends a process that is stuck after a signal or hangs, and names the rank.
 
     rank 1 behind: step 7 in data, for 600 s, in select (selectors.py:415), called by __next__ (loader.py:141)
-    ranks 0, 2, 3 in front: step 7 in forward, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
+    ranks 0, 2, 3 in front: step 7 in counts, for 599 s, in all_reduce (distributed_c10d.py:3081), called by ...
 
 If all ranks came equally far, the innermost frames of their main threads tell them apart: a rank in a collective waits
-for the others, and a rank elsewhere has not come to the collective.
+for the others, and a rank elsewhere has not come to the collective. The watch also writes the record of torch's flight
+recorder (`dtmega/distributed/flight_recorder.py`), which names that collective.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import select
+import shlex
 import signal
 import socket
 import sys
@@ -19,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from dtmega.distributed import exit_codes, process
+from dtmega.distributed import exit_codes, flight_recorder, process
 from dtmega.files import console
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ SAVING = "checkpoint"  # the phase in which a signal does not end the process
 POLL_S = 0.2
 REPORT_S = 10.0  # limit for the report of a hang, because the store may hang too
 CALLBACK_S = 10.0  # limit for the callback before the exit
+RECORD_S = 10.0  # limit for the flight recorder's record, which gives up before
 CLOSE = 0  # byte that ends the thread; no signal has this number
 OUR_CODE = str(Path(__file__).resolve().parents[1])
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -47,7 +51,7 @@ class Beat(NamedTuple):
         step: number of the step.
         nth: number of the beat in this step, from 0.
         at_s: wall-clock time of the beat. The clocks of a job's hosts agree well enough for a report.
-        phase: name of the phase, such as "data" or "forward".
+        phase: name of the phase, such as "data" or "reduce".
     """
 
     step: int
@@ -88,13 +92,19 @@ class Watch:
         timeout_s: limit between two beats, 0 for none. It has to be longer than the compilation in the first step.
         rank: rank of this process.
         exit_status: takes exit code and reason if the thread ends the process; None: they are not recorded.
+        records: folder for the records of the flight recorder, in which each start has a folder; None: not written.
 
     Attributes:
         signals: numbers of the signals that have come.
     """
 
     def __init__(
-        self, grace_s: float, timeout_s: float, rank: int, exit_status: exit_codes.ExitStatus | None = None
+        self,
+        grace_s: float,
+        timeout_s: float,
+        rank: int,
+        exit_status: exit_codes.ExitStatus | None = None,
+        records: Path | None = None,
     ) -> None:
         self.signals: list[int] = []
         self._exit_status = exit_codes.ExitStatus() if exit_status is None else exit_status
@@ -106,6 +116,7 @@ class Watch:
         self._store: Store | None = None
         self._reader: Store | None = None
         self._size = 1
+        self._records, self._start = records, datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%S")
         self._inbox, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
         # The C half of a signal handler writes the signal's number here at once, whatever the main thread is doing.
@@ -125,6 +136,9 @@ class Watch:
             size: number of ranks.
         """
         self._size, self._store, self._reader = size, store, store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stub
+        if self._records is not None:
+            # All ranks name the folder of this start by the same time. At the end, the store may be gone.
+            self._start = store.compare_set("start", "", self._start).decode()
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
@@ -132,7 +146,7 @@ class Watch:
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
-        """Report that this rank begins a phase: "data", "forward", "evaluation", SAVING, ... This takes microseconds.
+        """Report that this rank begins a phase: "data", "reduce", "evaluation", SAVING, ... This takes microseconds.
 
         Args:
             step: number of the step.
@@ -142,10 +156,6 @@ class Watch:
         self._saves += last.phase == SAVING
         self._last = Beat(step, last.nth + 1 if step == last.step else 0, time.time(), phase)
         self._publish()
-
-    def enter(self, phase: str) -> None:
-        """Report a phase in the step of the last beat."""
-        self.beat(self._last.step, phase)
 
     def who_is_behind(self) -> str:
         """The ranks that are behind the others, and the places of all ranks; a line for each place.
@@ -192,6 +202,7 @@ class Watch:
         reason = _stuck_reason(until)
         console.say(self._exit_line(exit_codes.STUCK, reason))
         self.record_exit(exit_codes.STUCK, reason)
+        self._write_record()
         return exit_codes.STUCK
 
     def record_exit(self, code: int, reason: str) -> bool:
@@ -230,6 +241,9 @@ class Watch:
         # The reason begins with the other rank: "rank 2: ...".
         first_rank = reason.partition(": ")[0]
         console.say(self._exit_line(code, f"leaving after {first_rank} ({exit_codes.error_summary(error)})"))
+        # The record of the rank that hung says little without those of the ranks that waited for it.
+        if code in (exit_codes.HUNG, exit_codes.STUCK):
+            self._write_record()
         return code
 
     def close(self) -> None:
@@ -329,7 +343,7 @@ class Watch:
             self._exit_status.write()
             self._publish_place()
             line = self._exit_line(code, reason)
-            first = code == exit_codes.HUNG and self._is_first()
+            first = code == exit_codes.HUNG and self._is_first("hung")
             console.say(f"{line}\n{self.who_is_behind()}" if first else line)
             # Ranks that only wait for others print one line. The others also print where they are.
             if code == exit_codes.HUNG and (first or not _place_of_main_thread().waits):
@@ -337,16 +351,29 @@ class Watch:
             if self._callback is not None:
                 faulthandler.dump_traceback_later(CALLBACK_S, exit=True)
                 self._callback()
+            if self._records is not None:
+                faulthandler.dump_traceback_later(RECORD_S, exit=True)
+                self._write_record()
         finally:
             process.leave(code)
+
+    def _write_record(self) -> None:
+        """Write the flight recorder's record. The first rank that has one prints how to read those of all ranks."""
+        if self._records is None:
+            return
+        folder = self._records / self._start
+        path = flight_recorder.dump(folder, self.rank)
+        if path and self._is_first("recorded"):
+            read = f"torchfrtrace {shlex.quote(str(folder))}"
+            console.say(f"rank {self.rank}: last collectives in {path}; to compare those of all ranks: {read}")
 
     def _exit_line(self, code: int, reason: str) -> str:
         return f"rank {self.rank}: {reason}, at step {self._last.step} in {self._last.phase} (exit code {code})"
 
-    def _is_first(self) -> bool:
-        """True if this rank is the first of all to report a hang. Only the first one prints the places of all ranks."""
+    def _is_first(self, key: str) -> bool:
+        """True if this rank is the first of all to ask this. Only the first one prints what concerns all ranks."""
         try:
-            return self._reader is None or self._reader.add("hung", 1) == 1
+            return self._reader is None or self._reader.add(key, 1) == 1
         except RuntimeError:
             return True
 

@@ -354,10 +354,10 @@ def test_a_beat_of_a_clock_that_is_ahead_is_not_negative(four):
 def test_the_furthest_is_who_is_in_the_later_step_then_who_has_come_to_more_phases_of_it(four):
     _, watches = four
     for _ in range(3):
-        watches[1].enter("forward")  # in step 7
+        watches[1].beat(7, "forward")  # in step 7
     watches[2].beat(8, "data")
     watches[3].beat(8, "data")
-    watches[3].enter("forward")
+    watches[3].beat(8, "forward")
     assert re.sub(r", for \d+ s", "", watches[0].who_is_behind()).splitlines() == [
         "rank 0 behind: step 7 in data",
         "rank 1 behind: step 7 in forward",
