@@ -2,14 +2,17 @@
 its exit code.
 
 with guarded():      # from here on print, tqdm, warnings and tracebacks cannot fail
-    print("a line")
+    with copied(log):    # and each line is passed to a function as well: log("a line")
+        print("a line")
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 
@@ -57,6 +60,61 @@ def guarded() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+class Copied:
+    """A `Guarded` text stream that also passes its lines, once they are complete, to a function.
+
+    Text with a carriage return is left out, because a terminal draws over it: a progress bar.
+
+    Args:
+        stream, take: text stream to write to, and function that takes one or more lines without the last line break.
+    """
+
+    def __init__(self, stream: Any, take: Callable[[str], None]) -> None:
+        self._stream, self._take = Guarded(stream), take
+        self._begun: dict[int, str] = {}  # thread -> its incomplete line: `print` writes a line in several pieces
+
+    def write(self, text: str) -> int:
+        # The stream comes first: what takes the lines may hang, such as a disk.
+        written = self._stream.write(text)
+        text = self._begun.pop(threading.get_ident(), "") + text
+        # tqdm moves the cursor up after it has drawn a bar that is below another one.
+        lines = text.replace("\x1b[A", "").replace("\r\n", "\n").split("\n")
+        *complete, begun = ["" if "\r" in line else line for line in lines]
+        if begun:
+            self._begun[threading.get_ident()] = begun
+        if complete:
+            self._take("\n".join(complete))
+        return written
+
+    def take_rest(self) -> None:
+        """Pass on the lines that are not complete."""
+        for begun in [*self._begun.values()]:
+            self._take(begun)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def copied(take: Callable[[str], None]) -> Iterator[None]:
+    """Make stdout and stderr `Copied` within this block, and the streams of loggers that have them already."""
+    with ExitStack() as undo:
+        for owner, name in [(sys, "stdout"), (sys, "stderr"), *((handler, "stream") for handler in _handlers())]:
+            stream = getattr(owner, name)
+            copy = Copied(stream, take)
+            undo.callback(copy.take_rest)
+            undo.callback(setattr, owner, name, stream)
+            setattr(owner, name, copy)
+        yield
+
+
+def _handlers() -> set[logging.Handler]:
+    """The handlers, such as those of torch's loggers, that print on the streams which this process was started with."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    return {handler for handler in handlers if getattr(handler, "stream", handler) in (sys.__stdout__, sys.__stderr__)}
 
 
 def say(text: str) -> None:

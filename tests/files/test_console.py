@@ -7,12 +7,15 @@ import errno
 import io
 import os
 import pty
+import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tqdm import tqdm
 
 from dtmega import train
 from dtmega.files import console
@@ -105,11 +108,82 @@ def test_letters_that_a_terminal_does_not_have_are_escaped():
     assert raw.getvalue() == b"caf\\xe9\n"
 
 
-class BrokenTerminal(io.StringIO):
-    """A terminal, on which tqdm draws a bar, and which is gone."""
+class Terminal(io.StringIO):
+    """A stream on which tqdm draws a bar."""
 
     def isatty(self) -> bool:
         return True
+
+
+def test_lines_are_copied_when_they_are_complete_and_printed_as_ever():
+    taken: list[str] = []
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        before = sys.stdout, sys.stderr
+        with console.copied(taken.append):
+            print("one", 1, end="")
+            assert taken == []
+            print(file=sys.stderr)
+            print("!")
+            console.say("two\nand three")
+            tqdm.write("four")
+            print("five", end="")
+            assert taken == ["", "one 1!", "two\nand three", "four"]
+        assert (sys.stdout, sys.stderr) == before
+    assert taken[4:] == ["five"]
+    assert out.getvalue() == "one 1!\nfour\nfive"
+    assert err.getvalue() == "\ntwo\nand three\n"
+
+
+def test_progress_bars_are_not_copied_and_lines_that_are_printed_meanwhile_are():
+    def show() -> None:
+        with tqdm(total=3, mininterval=0, miniters=1) as bar:
+            for i in range(3):
+                for _ in tqdm(range(2), desc="validation", mininterval=0, leave=False):
+                    pass
+                print(f"a warning {i}", file=sys.stderr)
+                tqdm.write(f"step {i}")
+                bar.update()
+        print("50 %", end="\r")
+        print("done\r\nand gone")
+
+    taken: list[str] = []
+    printed = []
+    for context in (contextlib.nullcontext(), console.copied(taken.append)):
+        with contextlib.redirect_stdout(Terminal()) as out, contextlib.redirect_stderr(Terminal()) as err, context:
+            show()
+        printed.append((out.getvalue(), re.sub(r"\d\d:\d\d|[\d.?]+(it/s|s/it)", "", err.getvalue())))
+    lines = [line for text in taken for line in text.split("\n") if line]
+    assert lines == [*(f"{kind} {i}" for i in range(3) for kind in ("a warning", "step")), "done", "and gone"]
+    assert printed[0] == printed[1]
+    assert "validation" in printed[0][1]
+
+
+def test_threads_that_print_at_once_do_not_mix_their_lines():
+    barrier = threading.Barrier(8)
+
+    def show(thread: int) -> None:
+        barrier.wait()
+        for i in range(100):
+            print(thread, "line", i)
+
+    taken: list[str] = []
+    interval = sys.getswitchinterval()
+    with contextlib.redirect_stdout(io.StringIO()), console.copied(taken.append):
+        threads = [threading.Thread(target=show, args=(i,)) for i in range(8)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+    for thread in range(8):
+        assert [line for line in taken if line.startswith(f"{thread} ")] == [f"{thread} line {i}" for i in range(100)]
+
+
+class BrokenTerminal(Terminal):
+    """A terminal that is gone."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -1,0 +1,130 @@
+"""The log of one rank: a text file with all that the rank does and prints, for `[log] ranks = "all"`.
+
+    log = RankLog(Path("runs/bloom/logs"), rank, sizes, device)
+    with log:                            # what is printed from here on also goes to logs/rank-00012.txt
+        log.line("step 10 | loss 4.2")   # only to the file
+
+    2026-11-24T08:15:30.123Z start: rank 12 of 16, pp 1 of 2, dp_shard 4 of 8, on cuda:4, process 4711 on node7
+    2026-11-24T08:15:48.005Z step 10 | loss 4.2
+
+A line begins with its time (UTC); ranks and places are counted from 0. The next start appends to the file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from dtmega import mesh
+from dtmega.files import atomic, console
+
+FOLDER = "logs"
+
+
+class RankLog:
+    """The log of this rank. Within a `with` block it has all lines that this process prints on stdout and stderr.
+
+    A line is written when it is complete, without a buffer, so a process that is killed loses none. A disk that cannot
+    take a line is one warning. Several threads may print at once. What C++ libraries and `faulthandler` print goes
+    directly to the descriptor of stderr, and is not in the log.
+
+    Args:
+        folder: folder for the logs of all ranks; None: this rank keeps no log, and all methods do nothing.
+        rank: number of this rank.
+        sizes: size of each axis of the mesh, by name.
+        device: the device that this rank computes on.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, sizes: Mapping[str, int], device: torch.device) -> None:
+        self._path = None if folder is None else folder / f"rank-{rank:05d}.txt"
+        self._header = _describe_start(rank, sizes, device)
+        self._fd: int | None = None
+        self._lock = threading.RLock()  # a signal handler may print while its thread holds the lock
+        self._copying = ExitStack()
+        self._after_break = False  # the file may end in half a line: of a process that was killed, or of a full disk
+        self._missing = ""  # the reason why lines are missing before the next one
+        self._warned = False
+
+    def __enter__(self) -> RankLog:
+        """Open the log, and begin it with a line about this process.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        if self._path is None:
+            return self
+        try:
+            atomic.make_folder(self._path.parent)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ValueError(f"cannot write to {self._path}: {error.strerror} ([log] ranks)") from None
+        self._after_break = os.fstat(self._fd).st_size > 0
+        self._copying.enter_context(console.copied(self.line))
+        self.line(self._header)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the log. An error that ends the block is written with its traceback, which is printed only later."""
+        if error is not None:
+            self.line("".join(traceback.format_exception(kind, error, trace)))
+        self._copying.close()
+        with self._lock:
+            fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):  # a full disk, over a network
+                os.close(fd)
+
+    def line(self, text: str) -> None:
+        """Write one or more lines into the log only. Empty lines are left out."""
+        lines = [console.printable(line) for line in text.split("\n") if line.strip()]
+        with self._lock:
+            warning = self._append(lines) if lines and self._fd is not None else ""
+        if warning:
+            console.say(warning)
+
+    def write_stacks(self) -> None:
+        """Write where each thread of this process is. These lines come from `faulthandler`, and have no times."""
+        with self._lock:
+            if self._fd is not None:
+                self.line("the threads of this process:")
+                faulthandler.dump_traceback(self._fd, all_threads=True)
+
+    def _append(self, lines: list[str]) -> str:
+        """Append lines to the file. Returns a warning to print, or ''."""
+        assert self._fd is not None
+        if self._missing:
+            lines = [f"lines are missing here: {self._missing}", *lines]
+        time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+        text = "".join(f"{time} {line}\n" for line in lines)
+        data = ("\n" + text if self._after_break else text).encode()
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            self._after_break, self._missing = True, error.strerror
+            warned, self._warned = self._warned, True
+            return "" if warned else f"WARNING: lines are missing in {self._path}: {error.strerror}"
+        self._after_break, self._missing = False, ""
+        return ""
+
+
+def _describe_start(rank: int, sizes: Mapping[str, int], device: torch.device) -> str:
+    shape = [sizes[axis] for axis in mesh.AXES]
+    places = zip(mesh.AXES, np.unravel_index(rank, shape), shape, strict=True)
+    parts = [f"start: rank {rank} of {math.prod(shape)}"]
+    parts += [f"{axis} {place} of {size}" for axis, place, size in places if size > 1]
+    return ", ".join([*parts, f"on {device}", f"process {os.getpid()} on {socket.gethostname()}"])
