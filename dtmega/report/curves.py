@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from dtmega.report.run import Run
 
 BUCKETS = 2000  # stretches of steps that a curve is thinned to, with two points each: a screen has fewer columns
 MEAN_POINTS = 1000  # maximum number of points of a running mean
+MAX_SHARES = 500  # maximum number of points of a phase's share
 MEANS = 50  # number of windows of a running mean that fit side by side
 CIRCLES = 100  # maximum number of validations that are drawn with markers
 MAX_LINES = 30  # maximum number of restarts drawn per run
@@ -90,6 +92,31 @@ def tail(series: Series) -> Series:
     return Series(ranks, ordered[ranks - 1])
 
 
+def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[list[int], dict[str, list[float]]]:
+    """The share of each phase in the time of the steps.
+
+    Args:
+        series: series of a run. Steps that lack one of the recorded phases are left out.
+        most: number of stretches of steps, each with one share per phase, if there are more steps.
+
+    Returns:
+        The last step of each stretch, and phase -> its share of the time of the stretch, from 0 to 1.
+    """
+    recorded = {phase: series[key] for key, phase in STEP_PHASES.items() if key in series}
+    if not recorded:
+        return [], {}
+    steps = reduce(np.intersect1d, [each.steps for each in recorded.values()])
+    # A record may hold anything. No time is negative, and sums stay finite.
+    times_s = np.stack([each.values[np.isin(each.steps, steps)] for each in recorded.values()]).clip(0, 1e9)
+    steps, times_s = steps[times_s.sum(0) > 0], times_s[:, times_s.sum(0) > 0]
+    if not steps.size:
+        return [], {}
+    edges = np.linspace(0, steps.size, min(steps.size, most) + 1).astype(np.int64)
+    sums_s = np.add.reduceat(times_s, edges[:-1], axis=1)
+    shares = sums_s / sums_s.sum(0)
+    return steps[edges[1:] - 1].tolist(), dict(zip(recorded, shares.tolist(), strict=True))
+
+
 def few(events: list[Event], most: int = MARKS) -> list[Event]:
     """The events; or `most` of them, evenly spaced, if there are more than a figure can show."""
     if len(events) <= most:
@@ -119,24 +146,38 @@ class Panel(NamedTuple):
 
 
 LOSS = Panel("loss", "Loss: faint each step, solid the running mean, circles validation")
+# Key of metrics.jsonl -> phase of a step. These times add up to step_time_s, and one panel shows all of them.
+STEP_PHASES = {
+    "data_s": "data",
+    "forward_backward_s": "forward+backward",
+    "reduce_s": "reduce",
+    "optimizer_s": "optimizer",
+    "other_s": "other",
+}
+PHASES = Panel("step_time_s by phase", "Step time by phase", PERCENT)
 PANELS = (
     Panel("grad_norm", "Gradient norm", log=True),
     Panel("lr", "Learning rate", mean=False),
     Panel("tokens_per_s", "Tokens per second", COUNT),
     Panel("mfu", "Model FLOPs utilisation (MFU)", PERCENT),
     Panel("step_time_s", "Step time (s)", log=True),
+    PHASES,
     Panel("peak_memory_bytes", "Peak memory of rank 0", BYTES, mean=False),
 )
 MAX_OTHERS = 8  # maximum number of panels for other numbers, such as the parts of a loss, or [log] params_norm
 
 
-def panels(series: Iterable[str]) -> list[Panel]:
+def panels(series: Iterable[str], *, alone: bool) -> list[Panel]:
     """The panels below the loss: those of PANELS that have data, then the other numbers.
 
     Args:
         series: names of the series of all runs.
+        alone: True if they are of one run. Only then is there a panel of the phases.
     """
-    recorded = set(series)
+    recorded = set(series) - {PHASES.key}
+    if alone and recorded & STEP_PHASES.keys():
+        recorded.add(PHASES.key)
+    recorded -= STEP_PHASES.keys()
     known = {panel.key for panel in PANELS}
     # The panel of the loss shows validation and test losses too.
     others = sorted(key for key in recorded - known if key != "loss" and not is_validation(key) and key != "test_loss")

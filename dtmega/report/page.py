@@ -18,9 +18,10 @@ import numpy as np
 import tomli_w
 
 from dtmega import mesh
-from dtmega.report import compare, layout, scores, verdict
+from dtmega.report import compare, layout, profile_section, scores, verdict
 from dtmega.report.markup import breakable, cut, json_in_html, names, swatch, table, text, times, unbroken
-from dtmega.report.run import Part, Run, duration, layout_in_words, moment, numbers, percentile, seconds, short
+from dtmega.report.run import Part, Run, layout_in_words, numbers, percentile
+from dtmega.report.units import duration, moment, seconds, short
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -39,7 +40,9 @@ MAX_SCORES = 300  # maximum number of scores listed
 TONES = {"finished": "good", "going on": "neutral", "not begun": "neutral", "killed": "bad", "stalled": "bad"}
 
 
-def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: Sequence[str]) -> str:
+def page(
+    runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: Sequence[str], page_folder: Path
+) -> str:
     """The HTML of the whole page.
 
     Args:
@@ -47,6 +50,7 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
         figures: element id -> JSON of a plotly figure: "curves", and "tail" if there are step times.
         plotly: JavaScript of plotly.
         colours: colour of each run.
+        page_folder: folder that the page is written to; its links to files start there.
     """
     scripts = [plotly, (HERE / "page.js").read_text(encoding="utf-8")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
@@ -65,6 +69,7 @@ def page(runs: Sequence[Run], figures: Mapping[str, str], plotly: str, colours: 
         "<noscript><section>The figures need JavaScript, which is in this file.</section></noscript>",
         '<section><div id="curves"></div></section>',
         *(_tail(runs, colours) if "tail" in figures else []),
+        *profile_section.section(runs, colours, page_folder),
         *_layouts(runs, colours),
         *_changes(runs),
         *_notable(runs, colours),
@@ -118,7 +123,9 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
 def _value(value: str) -> str:
     """The HTML of a value such as "5.43 (ppl 228)", with the part in brackets in small print."""
     number, bracket, remark = value.partition(" (")
-    return text(number) + (f" <small>({text(remark)}</small>" if bracket else "")
+    # A path in the remark makes it too long for one line.
+    written = breakable(remark) if "/" in remark else unbroken(remark)
+    return text(number) + (f" <small>({written}</small>" if bracket else "")
 
 
 def _about(run: Run) -> list[str]:

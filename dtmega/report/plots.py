@@ -16,9 +16,9 @@ import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]  # an
 from plotly.io.json import to_json_plotly  # pyright: ignore[reportMissingImports]  # an extra
 from plotly.subplots import make_subplots  # pyright: ignore[reportMissingImports]  # an extra
 
-from dtmega.report import curves
+from dtmega.report import curves, phase_plot
 from dtmega.report.colours import colour, darker, faint
-from dtmega.report.curves import BYTES, COUNT, LOSS, PERCENT, Panel
+from dtmega.report.curves import BYTES, COUNT, LOSS, PERCENT, PHASES, Panel
 from dtmega.report.record import Event, Series, is_validation, validation_name
 from dtmega.report.run import Run
 
@@ -47,7 +47,7 @@ def over_steps(runs: Sequence[Run]) -> str:
     Returns:
         JSON of a plotly figure. Its key "narrow" holds a second layout for phones, with the panels in one column.
     """
-    panels = curves.panels(chain.from_iterable(run.record.series for run in runs))
+    panels = curves.panels(chain.from_iterable(run.record.series for run in runs), alone=len(runs) == 1)
     recorded_kinds = set()
     for run in runs:
         recorded_kinds.update(event.kind for event in run.events)
@@ -57,7 +57,11 @@ def over_steps(runs: Sequence[Run]) -> str:
         _add_losses(figure, run, number, alone=len(runs) == 1)
         _add_events(figure, run, number, len(runs), kinds)
         for place, panel in enumerate(panels):
-            _add_curve(figure, run, number, panel, row=3 + place // 2, column=1 + place % 2)
+            row, column = 3 + place // 2, 1 + place % 2
+            if panel is PHASES:
+                phase_plot.add(figure, run.record.series, row, column)
+            else:
+                _add_curve(figure, run, number, panel, row=row, column=column)
     # plotly numbers panels row by row. So the axes of a panel have the same names in both layouts, and the traces fit
     # both.
     narrow = _empty(runs, panels, kinds, columns=1).layout.to_plotly_json()
@@ -344,6 +348,9 @@ def _style_axis(figure: go.Figure, runs: Sequence[Run], panel: Panel, *, row: in
     """Set scale and ticks of the vertical axis of a panel."""
     axis = {"type": "log" if panel.log else "linear", "rangemode": "tozero"}
     figure.update_yaxes(axis | _ticks(panel.unit), row=row, col=column)
+    if panel is PHASES:
+        figure.update_yaxes(range=[0, 1], row=row, col=column)
+        phase_plot.add_legend(figure, row, column)
     if panel.log:
         values = [run.record.series[panel.key].values for run in runs if panel.key in run.record.series]
         figure.update_yaxes(dtick=_log_ticks(values, most_decades=3), row=row, col=column)

@@ -11,10 +11,11 @@ from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  #
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter  # pyright: ignore[reportMissingImports]  # an extra
 
 from dtmega.report import curves
-from dtmega.report.colours import colour, darker
-from dtmega.report.curves import BYTES, LOSS, PERCENT, Panel
+from dtmega.report.colours import colour, darker, phase_colour
+from dtmega.report.curves import BYTES, LOSS, PERCENT, PHASES, Panel
 from dtmega.report.record import is_validation, validation_name
-from dtmega.report.run import Run, short
+from dtmega.report.run import Run
+from dtmega.report.units import short
 
 DPI = 110
 WIDTH, LOSS_HEIGHT, ROW_HEIGHT = 11, 3.4, 2.1  # inches
@@ -29,7 +30,7 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    panels = curves.panels(chain.from_iterable(run.record.series for run in runs))
+    panels = curves.panels(chain.from_iterable(run.record.series for run in runs), alone=len(runs) == 1)
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(WIDTH, LOSS_HEIGHT + ROW_HEIGHT * rows), dpi=DPI, layout="constrained")
     grid = figure.add_gridspec(1 + rows, 2, height_ratios=[LOSS_HEIGHT, *[ROW_HEIGHT] * rows])
@@ -37,7 +38,10 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
     for panel, place in zip([LOSS, *panels], places, strict=True):
         axes = figure.add_subplot(place)
         for number, run in enumerate(runs):
-            _draw_curve(axes, run, number, panel)
+            if panel is PHASES:
+                _draw_phases(axes, run)
+            else:
+                _draw_curve(axes, run, number, panel)
         _style(axes, panel)
         if panel is LOSS:
             axes.legend(frameon=False, fontsize=9, loc="best")
@@ -75,6 +79,15 @@ def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
         axes.plot(*curves.thinned(series[key]), color=darker(colour(number)), label=label, **form)
     for step in curves.restarted_after(run):
         axes.axvline(step + 0.5, color=colour(number), linewidth=0.9, linestyle="--", alpha=0.6)
+
+
+def _draw_phases(axes: Axes, run: Run) -> None:
+    """Draw the share of each phase in the time of a run's steps, stacked on each other."""
+    steps, shares = curves.phase_shares(run.record.series)
+    colours = [phase_colour(phase, place) for place, phase in enumerate(shares)]
+    axes.stackplot(steps, *shares.values(), labels=[*shares], colors=colours, linewidth=0)
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=7, loc="center", ncols=len(shares))
 
 
 def _style(axes: Axes, panel: Panel) -> None:

@@ -9,13 +9,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dtmega.checkpoint import manifest, resume
+from dtmega.checkpoint.files import Disk
+from dtmega.checkpoint.manifest import Damaged
 from dtmega.config.reading import read_toml
 from dtmega.distributed import exit_codes, process
 from dtmega.distributed.exit_codes import MAX_STEP, ExitRecord
 from dtmega.files.untrusted_json import read_object
-from dtmega.report import record, scores
+from dtmega.report import profiles, record, scores
+from dtmega.report.profiles import Profiles
 from dtmega.report.record import Event, Record, Series, is_validation
 from dtmega.report.scores import Scores
+from dtmega.report.units import duration, gibibytes, moment, seconds, short
 from dtmega.training import history
 from dtmega.training.history import Start
 from dtmega.training.metrics import perplexity
@@ -65,6 +70,7 @@ class Run(NamedTuple):
         ended: end of the newest attempt, which may have been refused; None if the attempt is running or was killed.
         sample: text that the finished model generated; '' if there is none.
         scores: evaluations of the run's checkpoints.
+        profiles: profiles of windows of steps.
         written: time of the last write to the record, the starts or the lock; None if there are no such files.
         is_claimed: True if a process is writing in the directory, None if it is not known (`process.is_claimed`).
     """
@@ -79,6 +85,7 @@ class Run(NamedTuple):
     ended: ExitRecord | None
     sample: str
     scores: Scores
+    profiles: Profiles
     written: datetime | None
     is_claimed: bool | None
 
@@ -169,6 +176,7 @@ def _read(directory: Path, name: str) -> Run:
         ended=ExitRecord.read(directory),
         sample=_sample(directory, run_record.last_step),
         scores=run_scores,
+        profiles=profiles.read(directory),
         written=_written(path, directory / history.NAME, directory / process.LOCK),
         is_claimed=is_claimed,
     )
@@ -236,7 +244,8 @@ def numbers(run: Run) -> dict[str, str]:
             in_words[label] = loss_in_words(run, last) if key != "loss" else f"{last:.4g}"
     best = best_validation(run)
     if best is not None:
-        in_words["best validation loss"] = f"{best.loss:.4g} (step {best.step:,})"
+        kept = kept_checkpoint(run, best.step)
+        in_words["best validation loss"] = f"{best.loss:.4g} (step {best.step:,}{', ' if kept else ''}{kept})"
     for key, label, write in (
         ("tokens_per_s", "tokens/s, median", short),
         ("mfu", "MFU, median", lambda value: f"{value:.1%}"),
@@ -269,6 +278,28 @@ def best_validation(run: Run) -> Best | None:
     return Best(key, float(losses[place]), int(steps[place]))
 
 
+def kept_checkpoint(run: Run, step: int) -> str:
+    """The path of the complete checkpoint of a step; '' if there is none, or if the checkpoints are under a URL.
+
+    A path within the run directory is relative to it. A URL is not looked at: the page is drawn without a network.
+    """
+    if "://" in str(run.config.get("checkpoint", {}).get("dir")):
+        return ""
+    _, newest = resume.newest_of_run(run.directory)
+    if not newest:
+        return ""
+    files, folder = Disk(str(Path(newest).parent)), resume.name(step)
+    try:
+        is_complete = manifest.NAME in files.sizes(folder)
+    except Damaged:
+        # There is no such folder.
+        return ""
+    if not is_complete:
+        return ""
+    path = files.root / folder
+    return str(path.relative_to(run.directory) if path.is_relative_to(run.directory) else path)
+
+
 def loss_in_words(run: Run, loss: float) -> str:
     """A loss with its perplexity: 4.23 (ppl 68.72). A loss that is a weighted sum of several has no perplexity."""
     # If the loss is a sum, its parts are recorded too, under names such as val_mlm.
@@ -279,36 +310,3 @@ def loss_in_words(run: Run, loss: float) -> str:
 def percentile(series: Series, percent: float) -> float:
     """A percentile of a series, always one of its values: at least `percent` % of the values are not above it."""
     return float(np.percentile(series.values, percent, method="inverted_cdf"))
-
-
-def short(value: float) -> str:
-    """A number with three significant digits, and a letter for its magnitude: 1,234 -> 1.23 K."""
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {letter}"
-    return f"{value:.3g}"
-
-
-def seconds(value: float) -> str:
-    """A time of up to a few seconds: 0.05 -> 50 ms."""
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
-
-
-def duration(value: float) -> str:
-    """A time in its largest unit, from seconds: 7,260 -> 2.02 h."""
-    if value >= 3600:
-        return f"{value / 3600:.3g} h"
-    return f"{value / 60:.3g} min" if value >= 60 else seconds(value)
-
-
-def moment(time: str) -> str:
-    """A time of ISO 8601 in UTC: 2026-11-23T23:27:33+00:00 -> 2026-11-23 23:27:33 UTC. Other texts are unchanged."""
-    try:
-        return f"{datetime.fromisoformat(time).astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    except (ValueError, OverflowError):
-        return time
-
-
-def gibibytes(value: float) -> str:
-    """A number of bytes in GiB."""
-    return f"{value / 2**30:.3g} GiB"

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from dtmega.distributed import exit_codes
 from dtmega.report.curves import plain
 from dtmega.report.record import Record, validation_name
-from dtmega.report.run import Run, best_validation, duration, loss_in_words, percentile, short
+from dtmega.report.run import Run, best_validation, loss_in_words, percentile
+from dtmega.report.units import duration, short
 
 # A loss is taken for diverging if its newest mean lies above its best mean by more than each of these: a share of the
 # fall from the first mean to the best one, a share of the best one, and a number of standard errors of the best one.

@@ -55,7 +55,7 @@ def write(directories: Sequence[str], output: Path, png: bool = False) -> list[P
         figures["tail"] = plots.tail(runs)
     colours = [colour(number) for number in range(len(runs))]
     with atomic.replaced(output) as file:
-        file.write(page.page(runs, figures, get_plotlyjs(), colours))
+        file.write(page.page(runs, figures, get_plotlyjs(), colours, output.parent))
     if not png:
         return [output]
     from dtmega.report import png as picture

@@ -6,12 +6,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from dtmega import __main__ as dtmega
 from tests.report.test_page import HOSTILE, scored, start, step_line, write
+from tests.report.test_profiles import profiled
 
 sync_api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make test-extras)")
 pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
@@ -62,6 +65,10 @@ def opened(browser: Any, lines: list[dict[str, Any]], tmp_path_factory: pytest.T
     (first / "exit.json").write_text(json.dumps({"code": 75, "reason": HOSTILE, "step": 40, "checkpoint": HOSTILE}))
     start(first, 0, tp=2)
     start(first, 20, pp=2)
+    kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)"
+    operator = {"name": kernel, "calls": 12_345, "self_s": 1.0, "self_device_s": 1.0}
+    for rank in (0, 1):
+        profiled(first, 20, rank, device="cuda", operators=[operator] * 12)
     write(folder / "other", lines[:20])
     assert dtmega.main(["report", str(first), str(folder / "other"), "--output", str(folder / "page.html")]) == 0
     context = browser.new_context(offline=True, viewport={"width": 1200, "height": 1600})
@@ -102,6 +109,18 @@ def test_names_are_shown_letter_by_letter(opened: Opened):
     assert HOSTILE in opened.page.locator("pre.sample").all_text_contents()
 
 
+def test_a_link_to_a_trace_leads_to_its_file(opened: Opened):
+    links = opened.page.evaluate("Array.from(document.querySelectorAll('a[href$=gz]'), link => link.href)")
+    assert [Path(unquote(urlsplit(link).path)).stat().st_size for link in links] == [20, 21]
+
+
+def test_the_bar_of_phases_is_filled_by_their_shares(opened: Opened):
+    bar = opened.page.locator(".bar").first
+    whole = bar.bounding_box()["width"]
+    shares = [phase.bounding_box()["width"] / whole for phase in bar.locator("span").all()]
+    assert shares == pytest.approx([0.0625, 0.5, 0.1875, 0.25], abs=0.01)
+
+
 def test_a_script_that_is_not_the_pages_own_does_not_run(opened: Opened):
     ran = opened.page.evaluate(
         """() => {
@@ -127,6 +146,9 @@ def test_nothing_is_wider_than_the_window(opened: Opened, width: int):
     n_columns = 1 if width == 390 else 2
     starts = "new Set(['xaxis3', 'xaxis4'].map(name => document.getElementById('curves')._fullLayout[name].domain[0]))"
     wait_for(opened.page, f"{starts}.size == {n_columns}")
+    # plotly draws the figure anew some time after the window has changed.
+    place = "document.getElementById('curves')"
+    wait_for(opened.page, f"{place}.querySelector('.main-svg').clientWidth == {place}.clientWidth")
     box = opened.page.locator("#curves .main-svg").first.bounding_box()
     assert box["x"] + box["width"] <= width
     titles = [title.bounding_box() for title in opened.page.locator("#curves .annotation-text").all()]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
 from dtmega import config
 from dtmega.pipelining import draw
 from dtmega.pipelining.table import make_table
 from dtmega.report import curves, layout, plots, record, run, scores
 from dtmega.report.record import Series
-from tests.report.test_page import drawn, numbers_of, start, step_line, write
+from dtmega.training import phases
+from tests.report.test_page import HOSTILE, drawn, numbers_of, start, step_line, write
 
 
 def test_of_many_steps_that_were_done_again_in_any_order_the_later_line_counts(tmp_path: Path):
@@ -130,3 +133,129 @@ def test_the_drawn_schedule_has_the_microbatches_of_a_data_rank():
     cfg = config.validate(values, "test")
     table = make_table(cfg.pipeline, 2, 24 // (2 * 3))
     assert layout.schedule(values, sizes) == (draw.svg(table, ""), draw.describe(table, cfg.pipeline.schedule))
+
+
+def kept(folder: Path, name: str) -> None:
+    """A folder that looks like a complete checkpoint."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "manifest.json").write_text("{}")
+
+
+def best_in_words(folder: Path) -> str:
+    return run.numbers(run.read([str(folder)])[0])["best validation loss"]
+
+
+@pytest.fixture
+def validated(tmp_path: Path) -> Path:
+    """A run whose validation loss was best after step 40."""
+    losses = {20: 4.5, 40: 4.25, 60: 4.75}
+    lines = [{"step": step, "val_loss": loss} for step, loss in losses.items()]
+    return write(tmp_path / "run", [*(step_line(step) for step in range(1, 61)), *lines])
+
+
+def test_the_best_validation_loss_names_its_checkpoint_if_that_is_kept(validated: Path):
+    assert best_in_words(validated) == "4.25 (step 40)"
+    kept(validated / "checkpoints", "step-00000060")
+    kept(validated / "checkpoints", ".tmp-step-00000040")
+    kept(validated / "checkpoints" / "superseded-1", "step-00000040")
+    assert best_in_words(validated) == "4.25 (step 40)"
+    kept(validated / "checkpoints", "step-00000040")
+    assert best_in_words(validated) == "4.25 (step 40, checkpoints/step-00000040)"
+    assert "4.25 (step 40, checkpoints/step-00000040)" in drawn(validated).text
+    (validated / "checkpoints" / "step-00000040" / "manifest.json").unlink()
+    assert best_in_words(validated) == "4.25 (step 40)"
+
+
+def test_the_best_checkpoint_is_looked_for_where_the_run_saves(validated: Path, tmp_path: Path):
+    (validated / "config.toml").write_text(f"[checkpoint]\ndir = '{tmp_path}/elsewhere'\n")
+    kept(validated / "checkpoints", "step-00000040")
+    assert best_in_words(validated) == "4.25 (step 40)"
+    kept(tmp_path / "elsewhere", "step-00000040")
+    assert best_in_words(validated) == f"4.25 (step 40, {tmp_path}/elsewhere/step-00000040)"
+
+
+def test_the_path_of_the_best_checkpoint_does_not_become_markup(validated: Path, tmp_path: Path):
+    name = HOSTILE.replace("/", "")
+    (validated / "config.toml").write_text(tomli_w.dumps({"checkpoint": {"dir": f"{tmp_path}/{name}"}}))
+    kept(tmp_path / name, "step-00000040")
+    tags = drawn(validated)
+    assert "img" not in {tag for tag, _ in tags.tags}
+    assert f"{tmp_path}/{name}/step-00000040" in tags.text
+
+
+def test_checkpoints_under_a_url_are_not_looked_for(validated: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run.resume, "newest_of_run", lambda run_dir: pytest.fail(f"{run_dir} is looked at"))
+    (validated / "config.toml").write_text("[checkpoint]\ndir = 's3://bucket/run'\n")
+    assert best_in_words(validated) == "4.25 (step 40)"
+
+
+PHASE_KEYS = ("data_s", "forward_backward_s", "reduce_s", "optimizer_s", "other_s")
+
+
+def phased(n_steps: int) -> list[dict[str, Any]]:
+    """Steps with random times of their phases, which add up to the step time."""
+    lines = []
+    for step, times_s in enumerate(np.random.default_rng(0).exponential(size=(n_steps, 5)).tolist(), 1):
+        lines.append(step_line(step, step_time_s=sum(times_s), **dict(zip(PHASE_KEYS, times_s, strict=True))))
+    return lines
+
+
+def test_the_panel_has_the_phases_that_the_trainer_records():
+    assert {key: phase for phase, key in phases.KEYS.items()} | {"other_s": "other"} == curves.STEP_PHASES
+    assert curves.STEP_PHASES.keys() == {*PHASE_KEYS}
+
+
+@pytest.mark.parametrize("n_steps", [1, 7, 40])
+def test_the_share_of_a_phase_is_its_part_of_the_step_time(tmp_path: Path, n_steps: int):
+    lines = phased(n_steps)
+    steps, shares = curves.phase_shares(record.read(write(tmp_path, lines) / "metrics.jsonl").series)
+    assert steps == [*range(1, n_steps + 1)]
+    assert [*shares] == ["data", "forward+backward", "reduce", "optimizer", "other"]
+    for key, of_phase in zip(PHASE_KEYS, shares.values(), strict=True):
+        np.testing.assert_allclose(of_phase, [line[key] / line["step_time_s"] for line in lines])
+
+
+def test_of_many_steps_the_shares_are_of_the_time_of_stretches(tmp_path: Path):
+    lines = phased(103)
+    steps, shares = curves.phase_shares(record.read(write(tmp_path, lines) / "metrics.jsonl").series, most=10)
+    assert len(steps) == 10
+    assert steps[-1] == 103
+    for key, of_phase in zip(PHASE_KEYS, shares.values(), strict=True):
+        first = 0
+        for last, share in zip(steps, of_phase, strict=True):
+            stretch = lines[first:last]
+            assert share == pytest.approx(
+                sum(line[key] for line in stretch) / sum(line["step_time_s"] for line in stretch)
+            )
+            first = last
+
+
+def test_phases_that_no_run_writes_are_no_traceback(tmp_path: Path):
+    odd = [{"data_s": -1.0}, {"data_s": 1e308, "other_s": 1e308}, {"reduce_s": None}, {"optimizer_s": 10**400}]
+    odd += [dict.fromkeys(PHASE_KEYS, 0), dict.fromkeys(PHASE_KEYS, -0.0)]
+    lines = [line | values for line, values in zip(phased(6), odd, strict=True)]
+    (found,) = run.read([str(write(tmp_path, lines))])
+    steps, shares = curves.phase_shares(found.record.series)
+    assert steps == [1, 2]
+    assert all(0 <= share <= 1 for of_phase in shares.values() for share in of_phase)
+    assert json.loads(plots.over_steps([found]))
+    assert curves.phase_shares({}) == ([], {})
+
+
+def test_the_phases_of_one_run_share_a_panel_and_those_of_several_have_none(tmp_path: Path):
+    for name in ("a", "b"):
+        write(tmp_path / name, phased(30))
+    alone = run.read([str(tmp_path / "a")])
+    figure = json.loads(plots.over_steps(alone))
+    stacked = [trace for trace in figure["data"] if "stackgroup" in trace]
+    assert [trace["name"] for trace in stacked] == ["data", "forward+backward", "reduce", "optimizer", "other"]
+    assert len({trace["yaxis"] for trace in stacked}) == 1
+    np.testing.assert_allclose(np.sum([trace["y"] for trace in stacked], axis=0), 1)
+    for form in ("layout", "narrow"):
+        titles = [title["text"] for title in figure[form]["annotations"]]
+        assert len(titles) == 2 + 7  # loss and events, six numbers and the phases
+        assert titles.count("Step time by phase") == 1
+        assert not set(titles) & {*PHASE_KEYS}
+    several = json.loads(plots.over_steps(run.read([str(tmp_path / "a"), str(tmp_path / "b")])))
+    assert len(several["layout"]["annotations"]) == 2 + 6
+    assert not [trace for trace in several["data"] if "stackgroup" in trace]

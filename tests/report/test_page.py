@@ -94,7 +94,7 @@ def drawn(*folders: Path, figures: dict[str, str] | None = None) -> Tags:
     """The page of these runs, without plotly."""
     runs = run.read([str(folder) for folder in folders])
     figures = {"curves": "{}", "tail": "{}"} if figures is None else figures
-    return Tags(page.page(runs, figures, "/* plotly */", ["#123456"] * len(runs)))
+    return Tags(page.page(runs, figures, "/* plotly */", ["#123456"] * len(runs), folders[0]))
 
 
 def numbers_of(array: Any) -> list[float]:
@@ -150,7 +150,7 @@ def test_a_file_with_a_name_a_line_does_not_become_a_panel_a_line(tmp_path: Path
     lines = [step_line(1), *({"step": step, f"x{step}": 1.0} for step in range(2, 2000))]
     found = record.read(write(tmp_path, lines) / "metrics.jsonl")
     assert len(found.series) <= record.MAX_KEYS
-    assert len(curves.panels(found.series)) == 6 + curves.MAX_OTHERS
+    assert len(curves.panels(found.series, alone=True)) == 6 + curves.MAX_OTHERS
 
 
 def test_what_happened_is_told_with_its_step(tmp_path: Path):
@@ -625,12 +625,16 @@ def test_a_page_of_many_steps_is_written_where_it_is_asked_for_and_has_the_one_s
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "report.html"]
 
 
-def test_the_picture_is_a_png_of_the_size_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("phases", [{}, {"data_s": 0.25, "forward_backward_s": 0.5}])
+def test_the_picture_is_a_png_of_the_size_that_is_said(
+    phases: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     pytest.importorskip("plotly", reason="plotly is not installed (pip install -e '.[report]')")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install -e '.[png]')")
-    folder = write(tmp_path, [*(step_line(step) for step in range(1, 200)), {"step": 9, "val_loss": 3.5}])
+    folder = write(tmp_path, [*(step_line(step, **phases) for step in range(1, 200)), {"step": 9, "val_loss": 3.5}])
     assert dtmega.main(["report", str(folder), "--png"]) == 0
     assert capsys.readouterr().out.split() == [str(folder / "report.html"), str(folder / "report.png")]
     raw = (folder / "report.png").read_bytes()
     assert raw[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", raw[16:24]) == (1210, round((3.4 + 3 * 2.1) * 110))
+    n_rows = 4 if phases else 3  # of two panels each: six numbers, and the phases
+    assert struct.unpack(">II", raw[16:24]) == (1210, round((3.4 + n_rows * 2.1) * 110))
