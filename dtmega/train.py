@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dtmega import config, mesh
 from dtmega.checkpoint import found, resume
-from dtmega.checkpoint.resume import Progress, State
+from dtmega.checkpoint.resume import HEALTHY, Progress, State
 from dtmega.checkpoint.run import SaveOutcome, tensors_of
 from dtmega.config import RunEnd
 from dtmega.data.loader import StepBatch
@@ -37,15 +37,21 @@ from dtmega.ops.cpu import huge_pages
 from dtmega.ops.cpu.contention import Contention
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.training import start
+from dtmega.training import out_of_memory, start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
-from dtmega.training.metrics import several
+from dtmega.training.health import Health
+from dtmega.training.metrics import Metrics, several
+from dtmega.training.pace import Pace
+from dtmega.training.phases import REDUCE
+from dtmega.training.profile import take_request
+from dtmega.training.rank_log import RankLog
 from dtmega.training.step import Run, check_same_batch, train_step
 
 FINISHED = "finished"
 EVALUATED = "[eval] only"
 SIGNALLED = "a signal asked for it"
 KILLED = "[train] kill_switch"
+GO_ON = "to go on all the same: --train.past_stop true"
 
 
 @console.guarded()
@@ -66,17 +72,50 @@ def main(argv: list[str]) -> int:
             huge_pages.keep_freed_memory()
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
-        except RuntimeError as error:
-            # It may be torch's error of a collective whose other ranks have left. After a signal, their grace time was
-            # over a moment before the watch would have ended this rank, too.
-            if run.watch.signals:
-                return run.watch.report_stuck(f"before this: {error}")
-            if run.watch.record_exit(exit_codes.FAILED, exit_codes.error_summary(error)):
-                raise
-            return run.watch.report_first_exit(error)
         except Exception as error:
-            run.watch.record_exit(exit_codes.FAILED, exit_codes.error_summary(error))
-            raise
+            code = code_of_error(run, error)
+            if code is None:
+                raise
+            return code
+
+
+def code_of_error(run: Run, error: Exception) -> int | None:
+    """Record the error that ends this rank.
+
+    Returns:
+        The exit code, if the error is explained in a line that has been printed; None if its traceback is needed.
+    """
+    exhausted = out_of_memory.find(error)
+    if exhausted is not None:
+        return end_without_memory(run, exhausted)
+    # A RuntimeError may be torch's error of a collective whose other ranks have left. After a signal, their grace time
+    # was over a moment before the watch would have ended this rank, too.
+    of_collective = isinstance(error, RuntimeError)
+    if of_collective and run.watch.signals:
+        return run.watch.report_stuck(f"before this: {error}")
+    is_first = run.watch.record_exit(exit_codes.FAILED, exit_codes.error_summary(error))
+    if of_collective and not is_first:
+        return run.watch.report_first_exit(error)
+    return None
+
+
+def end_without_memory(run: Run, error: BaseException) -> int:
+    """Print that this rank has run out of memory, and record it.
+
+    Args:
+        run: the run.
+        error: the allocator's error.
+
+    Returns:
+        The exit code.
+    """
+    where = f"in step {run.exit_status.step + 1}, in {run.phases.name}"
+    reason = out_of_memory.explain(error, run.cfg, where, run.metrics.peak_memory)
+    if snapshot := run.phases.dump_memory_history():
+        reason += f"; all allocations: {snapshot} (https://pytorch.org/memory_viz)"
+    console.say(f"rank {run.world.rank}: {reason} (exit code {exit_codes.FAILED})")
+    run.watch.record_exit(exit_codes.FAILED, reason)
+    return exit_codes.FAILED
 
 
 def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: ExitStatus) -> tuple[Run, Progress]:
@@ -96,6 +135,8 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
+    # Before whatever takes time to close, and so closed after it.
+    log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
 
@@ -114,14 +155,18 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     if not cfg.eval.only:
         exit_status.step = at.step
         exit_status.checkpoint = checkpoints.newest
+    log.line(f"after step {at.step} of {end.steps}")
     with startup.step("files of the run"):
         if world.rank == 0 and not cfg.eval.only:
             start.write_files(settings, world, checkpoints, loaded, at, end)
         metrics = start.open_metrics(settings, world, at, end)
         closing.callback(metrics.close)
-        watch.before_exit(metrics.abandon)
+        watch.before_exit(partial(leave_traces, log, metrics))
     metrics.message(start.announcement(settings, text, world, origin, loaded, end))
 
+    phases = start.watch_phases(settings, world, watch, metrics, at)
+    closing.callback(phases.close)
+    model.on_reduce = partial(phases.enter, REDUCE)
     run = Run(
         saved_cfg=settings.saved_cfg,
         cfg=cfg,
@@ -134,6 +179,10 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
         checkpoints=checkpoints,
         metrics=metrics,
         watch=watch,
+        phases=phases,
+        health=Health(cfg.train, loaded.health if loaded else HEALTHY),
+        log=log,
+        pace=Pace(cfg.log.slow_steps if cfg.log.interval else 0, world.device),
         exit_status=exit_status,
         digest=settings.digest,
         loss_scale=loss_scale_of(cfg, loaded),
@@ -141,11 +190,18 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     return run, at
 
 
+def leave_traces(log: RankLog, metrics: Metrics) -> None:
+    """Finish the outputs of a rank that the watch is about to end."""
+    log.write_stacks()
+    metrics.abandon()
+
+
 def start_watch(
     cfg: config.Config, world: World, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> Watch:
     """Start the watchdog, which from here on hears signals and ends a rank that hangs."""
-    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status)
+    records = Path(cfg.run.dir, "flight-recorder")
+    watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status, records)
     # Registered before whatever takes time to close, and so closed after it: until then it hears a second signal.
     closing.callback(watch.close)
     watch.share(mesh.store(), world.size)
@@ -171,16 +227,16 @@ def train(run: Run, at: Progress) -> int:
     end = cfg.end(at.step, at.samples)
     stopping = reason_not_to_begin(run, at, end)
     skipped_in_a_row = 0
+    validated = False
     unsaved = ""
     contention = Contention(run.world.device)
 
     while at.step < end.steps and not stopping:
-        step_started = time.perf_counter()
-        run.watch.beat(at.step + 1, "data")
+        run.phases.begin_step(at.step + 1)
         batch = next(run.batches)
         if at.step == first_step:
             check_same_batch(batch, run.world)
-        at, faulty = one_step(run, batch, at, end, step_started)
+        at, faulty = one_step(run, batch, at, end)
         run.exit_status.step = at.step
         if faulty is not None:
             skipped_in_a_row = skipped_in_a_row + 1 if faulty else 0
@@ -190,28 +246,38 @@ def train(run: Run, at: Progress) -> int:
             run.metrics.message(advice)
         if due(at.step, cfg.train.drift_interval):
             run.model.check_copies()
-        if due(at.step, cfg.eval.interval) and at.step < end.steps:
-            evaluate_validation(run, at.step)
-        stopping = reason_to_stop(run, at.step, (time.monotonic() - started) / 60)
+        # The last validation comes after the last save, unless it decides which checkpoint is the best.
+        validating = due(at.step, cfg.eval.interval) or at.step == end.steps
+        validating &= at.step < end.steps or cfg.train.stop_validation_rises > 0
+        validated = validating and evaluate_validation(run, at.step)
+        stopping = meet_after_step(run, at.step, (time.monotonic() - started) / 60)
         last = at.step == end.steps or stopping != ""
-        for outcome in save_if_due(run, at, stopping != "", last):
+        wanted = stopping != "" or (validated and cfg.train.stop_validation_rises > 0)
+        for outcome in save_if_due(run, at, wanted, last):
             run.metrics.saved(at.step, *outcome)
             unsaved = outcome.error
             run.exit_status.checkpoint = run.checkpoints.newest
 
     if at.step >= end.steps:
-        whole = evaluate_validation(run, at.step) and evaluate(run, at.step, "test") and show_sample(run, at.step)
+        validated = validated or evaluate_validation(run, at.step)
+        whole = validated and evaluate(run, at.step, "test") and show_sample(run, at.step)
         stopping = "" if whole else SIGNALLED
     return finish(run, at, end, stopping, unsaved)
 
 
 def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
-    """Evaluate a new run before its first step, if that is wanted. Returns the reason to stop here, or ''."""
+    """Evaluate a new run before its first step, if that is wanted.
+
+    Returns:
+        The reason not to take a step, such as that the run was ended by its losses before; '' if there is none.
+    """
     cfg = run.cfg
     if at.step >= end.steps:
         run.metrics.message(f"nothing to train: this run has its {end.steps} steps (start anew with another --run.dir)")
     elif cfg.train.kill_switch and killed_before_it_began(run):
         return KILLED
+    elif run.health.state.stopped:
+        return run.health.state.stopped
     if cfg.eval.interval and at.step == 0 and not evaluate_validation(run, 0):
         return SIGNALLED
     return ""
@@ -231,21 +297,21 @@ def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at
         )
 
 
-def save_if_due(run: Run, at: Progress, stopping: bool, last: bool) -> list[SaveOutcome]:
+def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOutcome]:
     """Begin a save if this is the step for one.
 
     Args:
         run: the run.
         at: its progress after the step.
-        stopping: True if the run stops here before its end.
+        wanted: True if this step is to be saved whatever the interval, because the run stops here or was validated.
         last: True if no step follows, so that every save is waited for.
 
     Returns:
         The saves that have ended: this one, or earlier ones that a thread has written meanwhile.
     """
     cfg = run.cfg.checkpoint
-    if due(at.step, cfg.interval) or stopping or (last and cfg.final):
-        run.watch.beat(at.step, SAVING)
+    if due(at.step, cfg.interval) or wanted or (last and cfg.final):
+        run.phases.enter(SAVING)
         # The lines of the steps come to the disk before the checkpoint: a run that resumes from it counts on them.
         run.metrics.sync()
         state = State.of(
@@ -254,6 +320,7 @@ def save_if_due(run: Run, at: Progress, stopping: bool, last: bool) -> list[Save
             updates=at.step - at.skipped,
             recent=run.spikes.recent,
             loss_scale=run.loss_scale and run.loss_scale.state,
+            health=run.health.state,
             identity=run.text.identity,
             digest=run.digest,
             layout={"processes": run.world.size, **run.world.sizes},
@@ -281,7 +348,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
     """
     metrics = run.metrics
     if stopping:
-        how = resume.how_to_resume(run.cfg)
+        how = GO_ON if run.health.state.stopped else resume.how_to_resume(run.cfg)
         metrics.message(f"stopped after step {at.step} of {end.steps}: {stopping}; {how}")
     if unsaved:
         metrics.message(f"NOT SAVED: step {at.step}; the newest checkpoint is older")
@@ -293,7 +360,7 @@ def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> 
     return run.exit_status.set(code, stopping or FINISHED)
 
 
-def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: float) -> tuple[Progress, bool | None]:
+def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Progress, bool | None]:
     """Train on a batch, or pass it over, and report it.
 
     Args:
@@ -301,7 +368,6 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: flo
         batch: this rank's part of the step's batch.
         at: progress before the step.
         end: the place where the run ends, on which the learning rate depends.
-        started: time when the wait for the batch began, on the clock of `time.perf_counter`.
 
     Returns:
         Progress after the step; and True if the step was faulty, False if it was not. None if the step says nothing
@@ -311,20 +377,29 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd, started: flo
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
     step = at.step + 1
     if cfg.train.skips(step):
+        run.phases.end_step()
         metrics.passed_over(step, "[train] skip_steps", samples=samples)
         return at._replace(step=step, samples=samples.stop, skipped=at.skipped + 1), None
     learned = step - at.overflowed, samples.stop - at.overflowed_samples
     rate = optim.rate_at(cfg, *learned, end)
     optim.set_rates(run.optimizer, rate, optim.weight_decay_at(cfg, *learned, end))
     done = train_step(run, batch)
-    step_time_s = time.perf_counter() - started
+    times = run.phases.end_step()
+    if not done.overflowed:
+        run.health.after_step(step, done.loss)
+    if warning := run.pace.after_step(len(samples) * cfg.data.seq_len, times, due(step, cfg.log.interval)):
+        metrics.message(warning)
+    if due(step, cfg.log.interval):
+        run.log.line(times.in_words(f"step {step} | loss {done.loss:.4f} | grad_norm {done.grad_norm:.2f}"))
 
     scale = {} if done.loss_scale is None else {"loss_scale": done.loss_scale}
     if done.skipped:
         metrics.skipped(step, done.loss, done.grad_norm, samples=samples, **scale)
     else:
         more = several(done.means) | scale | run.model.statistics(cfg.log.num_zeros, cfg.log.params_norm)
-        metrics.step(step, done.loss, done.grad_norm, rate, samples=samples, step_time_s=step_time_s, **more)
+        metrics.step(
+            step, done.loss, done.grad_norm, rate, samples=samples, step_time_s=times.step_s, **times.phases, **more
+        )
     overflowed_samples = at.overflowed_samples + done.overflowed * batch.samples
     at = Progress(step, samples.stop, at.skipped + done.skipped, at.overflowed + done.overflowed, overflowed_samples)
     can_be_halved = done.overflowed and scale["loss_scale"] > cfg.precision.min_loss_scale
@@ -343,20 +418,34 @@ def evaluate_only(run: Run, at: Progress) -> int:
     return run.exit_status.set(exit_codes.PREEMPTED, SIGNALLED)
 
 
-def reason_to_stop(run: Run, step: int, minutes: float) -> str:
-    """The reason to save and exit before the last step, or ''. All ranks have the same one, whichever rank saw it."""
+def meet_after_step(run: Run, step: int, minutes: float) -> str:
+    """Tell all ranks what any of them has seen: a reason to stop, or a request for a profile of the next steps.
+
+    Args:
+        run: the run.
+        step: number of the step that has just ended.
+        minutes: minutes since this start.
+
+    Returns:
+        The reason to save and exit before the last step, the same on all ranks; '' if there is none.
+    """
     cfg = run.cfg.train
     # Of several reasons that hold, on one rank or on different ones, the last in this list counts.
     reasons = {
         "": True,
         "[train] exit_interval": due(step, cfg.exit_interval),
         "[train] exit_duration_min": 0 < cfg.exit_duration_min <= minutes,
+        run.health.state.stopped or "losses": run.health.state.stopped != "",
         KILLED: killed(run),
         SIGNALLED: bool(run.watch.signals),
     }
-    seen = torch.tensor(list(reasons.values()), dtype=torch.int32, device=run.world.device)
+    n_profiled = take_request(Path(run.cfg.run.dir), step) if run.world.rank == 0 else 0
+    seen = torch.tensor([*reasons.values(), n_profiled], dtype=torch.int32, device=run.world.device)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
-    return list(reasons)[int(seen.nonzero().max())]
+    *hold, n_profiled = seen.tolist()
+    if n_profiled:
+        run.phases.request_profile(n_profiled)
+    return [reason for reason, holds in zip(reasons, hold, strict=True) if holds][-1]
 
 
 def killed(run: Run) -> bool:

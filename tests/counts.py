@@ -46,7 +46,19 @@ def begin(cfg: config.Config, device: torch.device = CPU) -> Run:
     model.draw(cfg.run.seed)
     optimizer = build_optimizer(model.named_parameters(), cfg.optim)
     nobody: dict[str, Any] = {
-        name: Mock() for name in ("text", "batches", "checkpoints", "metrics", "watch", "exit_status")
+        name: Mock()
+        for name in (
+            "text",
+            "batches",
+            "checkpoints",
+            "metrics",
+            "watch",
+            "phases",
+            "health",
+            "pace",
+            "log",
+            "exit_status",
+        )
     }
     return Run(cfg, cfg, world, model=model, optimizer=optimizer, spikes=Spikes(0), **nobody)
 

@@ -134,7 +134,7 @@ def test_every_other_collective_of_the_loop_is_handed_to_its_group(pretend, monk
     copies = handed(groups, model.check_copies)
     assert copies == {("dp_replicate", "all-gather"): 1, ("tp", "all-gather"): 1, ("pp 0+2", "all-gather"): 1}
     monkeypatch.setattr(model, "losses", lambda _: torch.zeros(1))
-    found = handed(groups, lambda: evaluate.mean_losses(run, 0, "valid"))
+    found = handed(groups, lambda: evaluate.mean_losses(run, "valid"))
     assert found == {("world", "all-reduce"): 1, ("data", "all-reduce"): 1, ("loss", "all-reduce"): 1}
 
 

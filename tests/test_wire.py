@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtmega import config, families, mesh, train
+from dtmega.checkpoint.resume import HEALTHY
 from dtmega.data.loader import StepBatch
 from dtmega.distributed import exit_codes
 from dtmega.fsdp import wraps
@@ -25,7 +26,10 @@ from dtmega.ops.optim import Spikes, build_optimizer
 from dtmega.pipelining.schedule import splits_backward
 from dtmega.pipelining.split import plan_stages
 from dtmega.plans import mappings
+from dtmega.training.health import Health
+from dtmega.training.pace import Pace
 from dtmega.training.parallelize import parallelize
+from dtmega.training.phases import StepTimes
 from tests import ranks
 from tests.traffic import Traffic, traffic_of_a_step
 
@@ -153,6 +157,10 @@ def counted_and_expected(values: list[dict[str, Any]]) -> Counted:
                 "checkpoints": Mock(),
                 "metrics": Mock(),
                 "watch": Mock(signals=[]),
+                "phases": Mock(**{"end_step.return_value": StepTimes(1.0, {}, 1.0)}),
+                "health": Health(cfg.train, HEALTHY),
+                "pace": Pace(0, world.device),
+                "log": Mock(),
                 "exit_status": exit_codes.ExitStatus(),
             }
             nobody["checkpoints"].poll.return_value = []

@@ -132,7 +132,7 @@ def _once_a_step(cfg: Config, world: int) -> list[Traffic]:
         Traffic("tokens with a loss", "data", "all-reduce", 1, 8),
         Traffic("loss and gradient norm", "world", "all-gather", 1, world * 16),
         Traffic("[log] num_zeros, params_norm", "shards", "all-reduce", metrics, 8),
-        Traffic("reason to stop", "world", "all-reduce", 1, 20),
+        Traffic("reasons to stop, and a request for a profile", "world", "all-reduce", 1, 4 * 7),
     ]
 
 

@@ -44,7 +44,26 @@ class Progress(NamedTuple):
     overflowed_samples: Count = 0
 
 
+class HealthState(NamedTuple):
+    """Counts of high losses in a row (`training/health.py`).
+
+    Attributes:
+        losses_above: number of steps whose loss was above [train] stop_loss_above, up to the last step.
+        rises: number of validations since the best one.
+        best_loss: smallest validation loss; None if [train] stop_validation_rises has not compared any.
+        best_step: step of that validation.
+        stopped: reason why one of the two keys has ended the run; '' if none has.
+    """
+
+    losses_above: Count = 0
+    rises: Count = 0
+    best_loss: float | None = None
+    best_step: Count = 0
+    stopped: str = ""
+
+
 START = Progress()
+HEALTHY = HealthState()
 # Identity of a run that another program began: nothing is known here about its data.
 ELSEWHERE = {"origin": "another program"}
 
@@ -57,6 +76,7 @@ class State(BaseModel):
         updates: number of updates of the weights, which AdamW calls `step`.
         recent: (loss, gradient norm) of the last steps, if [train] skip_spikes needs them.
         loss_scale: state of float16's loss scale; None in other precisions.
+        health: counts of high losses.
         identity: everything besides the weights that decides the run's numbers, such as digests of data and tokenizer,
             and the seed; empty in a checkpoint that holds weights only.
         config: the run's resolved configuration, by section.
@@ -70,6 +90,7 @@ class State(BaseModel):
     updates: Count
     recent: list[tuple[float, ...]]
     loss_scale: ScaleState | None
+    health: HealthState = HEALTHY
     identity: dict[str, Any]
     config: dict[str, dict[str, Any]]
     digest: str
@@ -85,6 +106,7 @@ class State(BaseModel):
         updates: int = 0,
         recent: Iterable[tuple[float, ...]] = (),
         loss_scale: ScaleState | None = None,
+        health: HealthState = HEALTHY,
         identity: Mapping[str, Any] | None = None,
         digest: str = "",
         layout: Mapping[str, int] | None = None,
@@ -96,6 +118,7 @@ class State(BaseModel):
             updates=updates,
             recent=list(recent),
             loss_scale=loss_scale,
+            health=health,
             identity=dict(identity or {}),
             config=config,
             digest=digest,

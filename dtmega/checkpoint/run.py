@@ -59,10 +59,14 @@ class Checkpoints:
 
     Attributes:
         newest: path of the run's newest complete checkpoint that was loaded or saved here; '' while there is none.
+        best: folder name of the checkpoint with the best validation loss, which is kept besides the newest ones; ''
+            if validations are not compared.
     """
 
     def __init__(self, cfg: config.Config, device: torch.device) -> None:
         self.newest = ""
+        self.best = ""
+        self._best_step = 0
         self._files, self._device = open_root(root_of(cfg)), device
         self._keep, self._named = cfg.checkpoint.keep, Path(cfg.checkpoint.resume).name
         # A separate group: messages of a save in a thread must not mix with those of the training loop.
@@ -80,6 +84,7 @@ class Checkpoints:
             The saves that have ended meanwhile: this one or, if saving is asynchronous, the one before.
         """
         ended, step = self.wait(), state.progress.step
+        self._best_step = state.health.best_step
         # The clock starts here: the outcome of the previous save already has the time that `wait` took.
         started = time.perf_counter()
         arguments = self._files, self._unpublished(step)
@@ -126,6 +131,9 @@ class Checkpoints:
             # Only rank 0 has the manifest, so only rank 0 publishes.
             if written is not None:
                 warning = self._publish(written)
+                # Not earlier: until the new best one is there, the one before must stay.
+                if step == self._best_step:
+                    self.best = name(step)
                 if not warning:
                     self._purge(name(step), self._keep)
         except Failed as failed:
@@ -186,6 +194,8 @@ class Checkpoints:
                 for other in others:
                     local(other).copy_(local(first))
             self.newest = checkpoint.path
+            if state.health.best_step:
+                self.best = name(state.health.best_step)
             return state
         if candidates:
             raise Damaged("\n".join(damage))
@@ -265,10 +275,10 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep`. One that cannot be deleted only takes space."""
+        """Delete all checkpoints but the newest `keep` and the best. One that cannot be deleted only takes space."""
         files = self._files
         with contextlib.suppress(Exception):
-            others = [folder for folder in finished(files) if folder != newest]
+            others = [folder for folder in finished(files) if folder not in (newest, self.best)]
             # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0], which `or None` makes [:].
             for old in others[: -keep + 1 or None]:
                 # The command that was given names this checkpoint in [checkpoint] resume, and may be given again.

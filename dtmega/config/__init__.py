@@ -39,6 +39,7 @@ from dtmega.config.keys import (
     Optim,
     Pipeline,
     Precision,
+    Profile,
     Recompute,
     Run,
     Train,
@@ -85,6 +86,7 @@ class Config(Section):
     train: Train
     eval: Eval = Eval()
     log: Log = Log()
+    profile: Profile = Profile()
     checkpoint: Checkpoint = Checkpoint()
     precision: Precision = Precision()
     compile: Compile = Compile()
@@ -100,6 +102,16 @@ class Config(Section):
             raise ValueError(
                 f"the run is shorter than one step of {self.batch.size_at(0)} sequences x {self.data.seq_len} tokens "
                 f"([train] samples={self.train.samples} or tokens={self.train.tokens}, [batch] global_batch_size)"
+            )
+        if self.profile.steps and self.profile.steps[0] > end.steps:
+            raise ValueError(
+                f"steps={self.profile.steps} begins after the last step, {end.steps} ([profile] steps, [train] steps, "
+                f"samples or tokens)"
+            )
+        if self.train.stop_validation_rises and not self.eval.interval:
+            raise ValueError(
+                f"there are no validations to compare: expected interval > 0, got 0 with stop_validation_rises="
+                f"{self.train.stop_validation_rises} ([eval] interval, [train] stop_validation_rises)"
             )
         # wsd: the final decay has to fit behind the warm-up, or the rate would jump where the two meet.
         total = self.progress(*end)

@@ -361,6 +361,17 @@ class Train(Section):
     )
     exit_interval: int = key(0, "save and exit at every multiple of this many steps", ge=0)
     exit_duration_min: float = key(0.0, "save and exit after this many minutes", ge=0)
+    stop_loss_above: list[float] = key(
+        [],
+        "[loss, steps]: save and end the run if the loss is above this for this many steps in a row; empty = never",
+    )
+    stop_validation_rises: int = key(
+        0,
+        "save and end the run after this many validations in a row above the best one; every validation is followed "
+        "by a checkpoint, and the best one is kept besides [checkpoint] keep; 0 = never",
+        ge=0,
+    )
+    past_stop: bool = key(False, "go on with a run that one of the two keys above has ended")
 
     @model_validator(mode="after")
     def _check(self) -> Train:
@@ -372,6 +383,13 @@ class Train(Section):
         for pair in self.skip_steps:
             if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
                 raise ValueError(f"[train] skip_steps has pairs [first, last] with 1 <= first <= last, got {pair}")
+        if self.stop_loss_above:
+            n_steps = self.stop_loss_above[-1]
+            if len(self.stop_loss_above) != 2 or n_steps < 1 or n_steps != int(n_steps):
+                raise ValueError(
+                    f"[train] stop_loss_above is [loss, steps] with a whole number of steps >= 1, got "
+                    f"{self.stop_loss_above}"
+                )
         return self
 
     def skips(self, step: int) -> bool:
@@ -399,6 +417,12 @@ class Log(Section):
     """[log]: what is printed, and where metrics are sent."""
 
     interval: int = key(10, "steps between printed lines (metrics.jsonl gets every step)", ge=0)
+    ranks: Literal["first", "all"] = key(
+        "first", "ranks that keep a log; all: each writes what it does and prints to logs/rank-00012.txt in [run] dir"
+    )
+    slow_steps: int = key(
+        20, "say once if tokens/s are below half of their median for this many steps, and which rank is slow", ge=0
+    )
     tensorboard: bool = key(True, "write tensorboard/ in the run directory")
     num_zeros: bool = key(False, "also log the number of zeros in the gradient")
     params_norm: bool = key(False, "also log the L2 norm of the parameters")
@@ -406,6 +430,27 @@ class Log(Section):
         [], "send metrics to these trackers too; each needs the extra of its name"
     )
     project: str = key("dtmega", "with trackers: the project or experiment that the run belongs to", min_length=1)
+
+
+class Profile(Section):
+    """[profile]: traces of chosen steps, for Perfetto or chrome://tracing.
+
+    While a run goes on, a file `profile-now` in the run directory starts a profile at the next step.
+    """
+
+    steps: list[int] = key([], "[first, last]: trace these steps, last included; the first step is 1; empty = none")
+    ranks: list[int] = key([0], "ranks that write a trace")
+    with_stack: bool = key(False, "with the line of Python that called each operator; slows the traced steps")
+    with_memory: bool = key(False, "with allocations, and the peak memory of each phase")
+    memory_history: bool = key(False, "GPU: record all allocations, and write a snapshot of them if memory runs out")
+
+    @model_validator(mode="after")
+    def _check(self) -> Profile:
+        if self.steps and (len(self.steps) != 2 or not 1 <= self.steps[0] <= self.steps[1]):
+            raise ValueError(f"[profile] steps is [first, last] with 1 <= first <= last, got {self.steps}")
+        if not self.ranks or min(self.ranks) < 0:
+            raise ValueError(f"[profile] ranks has numbers of ranks from 0, at least one, got {self.ranks}")
+        return self
 
 
 class Checkpoint(Section):

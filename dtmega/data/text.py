@@ -59,6 +59,12 @@ class Text(NamedTuple):
         names = [mixture.name for mixture in self.data.validation_sets]
         return ["valid", *(name for name in names if name != "valid")]
 
+    @property
+    def compared(self) -> str:
+        """The split whose losses tell which checkpoint is best: "valid", or else the first set by name; '' if none."""
+        with_samples = [name for name in self.evaluated if self.splits.get(name) is not None]
+        return "valid" if "valid" in with_samples else min(with_samples, default="")
+
     def samples(self, split: str) -> AnySamples:
         """The samples of a split that has some."""
         samples = self.splits[split]

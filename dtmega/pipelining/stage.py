@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.pipelining import PipelineStage
 
+from dtmega.ops import ranges
+
 Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and requires_grad of a handed-on tensor
 
 
@@ -60,6 +62,10 @@ class Stage(PipelineStage):
         # True behind frozen stages: no input needs a gradient, so backward has no part for inputs.
         self._no_input_part = number > 0 and not any(meta.requires_grad for meta in before.values())
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with ranges.named("forward", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
     def forward_maybe_with_nosync(self, *carried: Tensor, **rows: Any) -> Tensor | tuple[Tensor, ...]:
         """Run a microbatch through the module.
 
@@ -89,10 +95,14 @@ class Stage(PipelineStage):
         torch finds the weights for the second part while it runs the first, for inputs. It treats only the first stage
         as one without that part; a later stage behind frozen ones would be left without gradients.
         """
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self._no_input_part, last_backward)
+        whole = full_backward or self._no_input_part
+        with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self._no_input_part:
+        if self._no_input_part:
+            return
+        with ranges.named("backward-weights", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

@@ -5,24 +5,57 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from dtmega.ops import cost
 
 
-def memory_bytes(device: torch.device) -> int:
-    """The most this process has held since it started: the allocator's tensors on a GPU, else resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB, but bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+class PeakMemory:
+    """The most memory that this process has held: the allocator's tensors on a GPU, resident memory on a CPU.
+
+    Args:
+        device: the device that this process computes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before_restarts_bytes = 0
+
+    def since_start_bytes(self) -> int:
+        """The peak since the process started."""
+        return max(self._before_restarts_bytes, self._system_bytes())
+
+    def since_restart_bytes(self) -> int | None:
+        """The peak since the last call, or since the start at the first call; None if the system cannot tell.
+
+        Systems other than Linux have one peak for the whole life of a process.
+        """
+        peak_bytes = self._system_bytes()
+        self._before_restarts_bytes = max(self._before_restarts_bytes, peak_bytes)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return peak_bytes
+        try:
+            # proc(5): 5 sets the peak of the resident memory to its present size.
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return None
+        return peak_bytes
+
+    def _system_bytes(self) -> int:
+        """The peak since the process started, or since it was set back."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB, but bytes on macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def reference_flops(device: torch.device, dtype: str) -> float:
-    """The FLOP/s that MFU is a fraction of: a datasheet's for a GPU known to `cost`, else `matmul_flops`, measured.
+    """The FLOP/s that MFU is a fraction of: from the datasheet of a GPU that `cost` knows, else `matmul_flops`.
 
-    The second makes MFU a ratio to what this machine can do, so such figures do not compare across machines.
+    With the second, MFU is a ratio to what this machine can do, so figures of different machines do not compare.
     """
     known = cost.peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     return known or matmul_flops(device, getattr(torch, dtype))

@@ -34,10 +34,12 @@ def evaluate(run: Run, step: int, split: str) -> bool:
     """
     if run.text.splits[split] is None:
         return True
-    means = mean_losses(run, step, split)
+    means = mean_losses(run, split)
     if means is None:
         return False
     loss = loss_of(run.model.objective.sums, means)
+    if step > 0 and split == run.text.compared:
+        run.health.after_validation(step, loss)
     if split == "test":
         run.metrics.test(step, loss, **several(means))
     else:
@@ -45,7 +47,7 @@ def evaluate(run: Run, step: int, split: str) -> bool:
     return True
 
 
-def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
+def mean_losses(run: Run, split: str) -> dict[str, float] | None:
     """The means over the first `eval.steps` global batches of a split, by name; None if a signal ended it early.
 
     Each mean is a sum over all these batches divided by its count, not an average of the batches' means.
@@ -57,7 +59,7 @@ def mean_losses(run: Run, step: int, split: str) -> dict[str, float] | None:
     for batch in run.metrics.evaluating(batches, split, cfg.eval.steps):
         if signalled(run):
             return None
-        run.watch.beat(step, "evaluation")
+        run.phases.enter("evaluation")
         totals += run.model.losses(to(world.device, batch.microbatches))
         # Counter.update adds, where dict.update would replace.
         counts.update(count(world, objective, batch))
@@ -85,7 +87,7 @@ def show_sample(run: Run, step: int) -> bool:
 
     def settle(token: Tensor) -> bool:
         nonlocal stopped
-        run.watch.beat(step, "sample")
+        run.phases.enter("sample")
         # Logits may differ in the last bit between ranks. One that drew another token, and ended by it, would leave the
         # others waiting: all take rank 0's.
         dist.broadcast(token, src=0)

@@ -35,20 +35,28 @@ from dtmega.files.untrusted_json import parse_object
 from dtmega.ops import cost
 from dtmega.ops.cost import Piece
 from dtmega.training import device_peaks
+from dtmega.training.device_peaks import PeakMemory
 from dtmega.training.trackers import ABANDON_S, CLOSE_S, Trackers
 
 Item = TypeVar("Item")
 
 
 class Metrics:
-    """The sinks of one run. On a process without `write` every method does nothing.
+    """The places where a run reports its steps. On a process that does not write, every method does nothing.
 
     Args:
-        pieces: of the whole model.
-        device: what this process computes on; the `world_size` processes are taken to have one like it each.
-        end: of the run, `config.end`.
-        start_step: the step the run resumes after, 0 for a new run. Lines of later steps, left by a run that was killed
-            after its last checkpoint, are cut from metrics.jsonl and hidden in TensorBoard; a new run starts both anew.
+        config: the run's configuration.
+        pieces: the pieces of the whole model, which give the FLOPs of a token.
+        device: the device that this process computes on. MFU assumes that each process has a device like it.
+        world_size: number of processes.
+        end: the end of the run (`config.end`).
+        start_step: step after which the run resumes; 0 for a new run. Lines of later steps, left by a run that was
+            killed after its last checkpoint, are cut from metrics.jsonl and hidden in TensorBoard. A new run starts
+            both anew.
+        write: True on the one rank that writes.
+
+    Attributes:
+        peak_memory: the memory counter of this process, on every rank.
     """
 
     def __init__(
@@ -63,9 +71,9 @@ class Metrics:
         write: bool = True,
     ) -> None:
         self.write = write
+        self.peak_memory = PeakMemory(device)
         if not write:
             return
-        self._device = device
         self._seq_len = config.data.seq_len
         self._interval = config.log.interval
         self._total_steps = end.steps
@@ -81,13 +89,14 @@ class Metrics:
         path = run_dir / ("evaluation.jsonl" if config.eval.only else "metrics.jsonl")
         if not config.eval.only:
             keep_until(path, start_step, finished=start_step >= self._total_steps)
-        self._file = path.open("a", encoding="utf-8", buffering=1)  # a line at a time: what a killed run wrote is there
+        # Written line by line, so that a killed run loses none.
+        self._file = path.open("a", encoding="utf-8", buffering=1)
         atomic.sync_folder(run_dir)
         self._tensorboard = None
         if config.log.tensorboard and not config.eval.only:
             purge_step = start_step + 1 if start_step else 0
-            # A queue without end: its writer dies of a full disk, and a full queue would then stop the run.
-            # A file's name has the second it was made in: two starts in one second would otherwise share it.
+            # The queue has no limit: on a full disk its writer dies, and a full queue would then block the run. The
+            # suffix keeps the files of two starts within one second apart, which are named by the second.
             try:
                 self._tensorboard = SummaryWriter(
                     str(run_dir / "tensorboard"),
@@ -119,10 +128,19 @@ class Metrics:
         step_time_s: float,
         **more: float,
     ) -> None:
-        """A training step: `samples` are the global indices of its sequences, `loss` the mean over its tokens.
+        """Report a training step.
 
-        `tokens` counts from the start of the run, `tokens_per_s` is of all processes, `peak_memory_bytes` of this one.
-        With float16 `more` has the `loss_scale` of the step.
+        In the record, `tokens` counts from the start of the run, `tokens_per_s` is that of all processes together, and
+        `peak_memory_bytes` is that of this process.
+
+        Args:
+            step: number of the step.
+            loss: the loss of the step, a mean over its tokens.
+            grad_norm: L2 norm of the gradient before clipping.
+            lr: learning rate of the step.
+            samples: global indices of the step's sequences.
+            step_time_s: time of the step.
+            more: further numbers by their keys in the record, such as `loss_scale` with float16.
         """
         if not self.write:
             return
@@ -135,7 +153,7 @@ class Metrics:
             tokens=samples.stop * self._seq_len,
             tokens_per_s=tokens / step_time_s,
             mfu=tokens / step_time_s * self._flops_per_token / self._peak_flops,
-            peak_memory_bytes=device_peaks.memory_bytes(self._device),
+            peak_memory_bytes=self.peak_memory.since_start_bytes(),
             step_time_s=step_time_s,
             **more,
         )
@@ -152,7 +170,10 @@ class Metrics:
             self._line(step, f"loss {loss:.4f} | grad_norm {grad_norm:.2f} | lr {lr:.1e} | {scale}{speed}")
 
     def skipped(self, step: int, loss: float, grad_norm: float, *, samples: range, **more: float) -> None:
-        """A step that changed no weight: loss or gradient norm is not finite (`reason` names which), or a spike."""
+        """Report a step that changed no weight: loss or gradient norm was not finite, or a spike.
+
+        The arguments are those of `step`. `reason` in the record names the number that was not finite.
+        """
         if not self.write:
             return
         reason = self._record(
@@ -169,7 +190,13 @@ class Metrics:
         self._line(step, f"skipped: {why} | samples {samples.start} to {samples.stop - 1}{scale}")
 
     def passed_over(self, step: int, reason: str, *, samples: range) -> None:
-        """A step whose samples were read and not trained on."""
+        """Report a step whose samples were read but not trained on.
+
+        Args:
+            step: number of the step.
+            reason: key of the configuration that wanted this.
+            samples: global indices of the step's sequences.
+        """
         if not self.write:
             return
         ids = [samples.start, samples.stop]
@@ -177,31 +204,42 @@ class Metrics:
         self._line(step, f"passed over: {reason} | samples {samples.start} to {samples.stop - 1}")
 
     def evaluating(self, batches: Iterable[Item], split: str, n: int) -> Iterable[Item]:
-        """The `n` batches of an evaluation; on a terminal a bar of their own counts them, as they can take minutes."""
+        """The batches of an evaluation. On a terminal, a bar of its own counts them, because they can take minutes.
+
+        Args:
+            batches: the batches to iterate over.
+            split: name of the split, for the bar.
+            n: number of batches.
+        """
         if not self.write or not self._bar:
             return batches
         return tqdm(batches, desc=f"{split} loss", total=n, unit=" batches", leave=False, dynamic_ncols=True)
 
     def validation(self, step: int, loss: float, name: str = "", **more: float) -> None:
-        """The loss on the validation split, or on the set of that name, after `step` steps.
+        """Report a validation loss.
 
-        `more` are the means that it is made of.
+        Args:
+            step: number of steps done.
+            loss: the loss.
+            name: name of the set in [data] validation; '' for the validation split.
+            more: the means that the loss is the weighted sum of, by name, if there are several.
         """
         self._evaluation(f"val_{name}" if name else "val", step, loss, more)
 
     def test(self, step: int, loss: float, **more: float) -> None:
-        """The same on the test split, of the finished model."""
+        """Report the loss of the finished model on the test split; the arguments are those of `validation`."""
         self._evaluation("test", step, loss, more)
 
     def sample(self, step: int, text: str) -> None:
-        """Print what the model makes of a prompt after `step` steps, and keep it in sample.json."""
+        """Print the text that the model generates after `step` steps, and keep it in sample.json."""
         if not self.write:
             return
         self.message(f"a sample:\n{text}")
         try:
             with atomic.replaced(self._run_dir / "sample.json") as file:
                 file.write(json.dumps({"step": step, "text": text}) + "\n")
-        except OSError as error:  # a run that is done does not fail for its sample
+        # A finished run must not fail for its sample.
+        except OSError as error:
             self.message(f"WARNING: sample.json cannot be written: {error}")
 
     def _evaluation(self, split: str, step: int, loss: float, more: Mapping[str, float]) -> None:
@@ -209,15 +247,18 @@ class Metrics:
             return
         self._record(step, **{f"{split}_loss": loss}, **{f"{split}_{name}": mean for name, mean in more.items()})
         parts = [f"{name} {mean:.4f}" for name, mean in more.items()]
-        # Of one loss per token; a weighted sum of several has no perplexity.
+        # Only a single loss per token has a perplexity; a weighted sum of several has none.
         self._line(step, " | ".join([f"{split} loss {loss:.4f}", *(parts or [f"ppl {perplexity(loss):.2f}"])]))
 
     def saved(self, step: int, checkpoint: int, stall_s: float, error: str, warning: str = "") -> None:
-        """Report, after `step`, whether the checkpoint of step `checkpoint` is there; training stood still for it.
+        """Report the end of a save.
 
         Args:
-            error: why it is not there, or ''.
-            warning: why a power cut may undo it, or ''.
+            step: number of steps done.
+            checkpoint: number of the step that was saved; an asynchronous save ends some steps later.
+            stall_s: seconds during which training stood still for the save.
+            error: reason why there is no such checkpoint; '' if there is one.
+            warning: reason why a power cut may undo the checkpoint; '' as a rule.
         """
         if not self.write:
             return
@@ -229,7 +270,7 @@ class Metrics:
             self._line(step, f"WARNING: a power cut may undo the checkpoint of step {checkpoint}: {warning}")
 
     def sync(self) -> None:
-        """Put the record on the disk: before a checkpoint, which must not outlive the lines of its steps."""
+        """Put the record on the disk. Called before a save: a checkpoint must not outlive the lines of its steps."""
         if not self.write:
             return
         try:
@@ -239,7 +280,7 @@ class Metrics:
             self.message(f"WARNING: metrics.jsonl may not survive a power cut: {error}")
 
     def message(self, text: str) -> None:
-        """A line of its own on stdout, above the bar if there is one."""
+        """Print a line on stdout, above the bar if there is one."""
         if self.write:
             tqdm.write(text)
             sys.stdout.flush()
@@ -259,7 +300,7 @@ class Metrics:
             self._trackers.close(self._newest >= self._total_steps, CLOSE_S)
 
     def abandon(self) -> None:
-        """Close the trackers, from another thread than the main one, whose process is ended in a few seconds."""
+        """Close the trackers in a few seconds, before the watch ends this process. Another thread may call this."""
         if self.write and self._trackers:
             self._trackers.close(False, ABANDON_S)
 
@@ -267,14 +308,15 @@ class Metrics:
         """Write a line of metrics.jsonl, and its numbers to TensorBoard and the trackers.
 
         Returns:
-            What JSON could not hold, in words.
+            The numbers that JSON could not hold, in words; '' if it could hold all of them.
         """
         odd = {k: v for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         reason = ", ".join(f"{k} is {v}" for k, v in odd.items())
         record = {"step": step} | values | dict.fromkeys(odd) | ({"reason": reason} if odd else {})
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        except OSError as error:  # a full disk; what could not be written is tried again with the next line
+        # A full disk. The next line tries again to write this one.
+        except OSError as error:
             self._line(step, f"WARNING: metrics.jsonl cannot be written: {error}")
         self._newest = step
         numbers = {name: value for name, value in values.items() if name not in odd and type(value) in (int, float)}
@@ -292,7 +334,7 @@ class Metrics:
         return sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)
 
     def _eta_s(self, step: int) -> float:
-        """The seconds that are left, by the time since the first step: evaluation and checkpoints count."""
+        """Seconds to the end of the run, if it goes on as since the first step, evaluation and checkpoints included."""
         assert self._first is not None
         first_step, ended = self._first
         per_step = (time.monotonic() - ended) / (step - first_step) if step > first_step else self._recent[-1][1]
@@ -309,14 +351,17 @@ def describe_run(
     step: int,
     end: RunEnd,
 ) -> str:
-    """The numbers that follow from the configuration, each once.
+    """The first lines of a run: the numbers that follow from the configuration.
 
     Args:
-        pieces: of the whole model.
-        n_tokens: there are to train on.
-        epochs: in which the whole run reads them.
-        step: the run starts after.
-        end: where it ends.
+        config: the run's configuration.
+        pieces: the pieces of the whole model.
+        device: the device that this process computes on.
+        world_size: number of processes.
+        n_tokens: number of tokens in the training split.
+        epochs: number of times that the whole run reads the training split.
+        step: step after which the run starts.
+        end: the end of the run.
     """
     seq_len = config.data.seq_len
     tokens = end.samples * seq_len
@@ -335,15 +380,20 @@ def describe_run(
 
 
 def several(means: Mapping[str, float]) -> dict[str, float]:
-    """The means that a loss is made of, where they are worth a line of their own: a single one is the loss."""
+    """The means that a loss is the weighted sum of, if there are several; a single one is the loss itself."""
     return dict(means) if len(means) > 1 else {}
 
 
 def keep_until(path: Path, step: int, finished: bool = False) -> None:
-    """Cut from a metrics.jsonl what a run that resumes after `step` will write again.
+    """Cut from a metrics.jsonl the lines that a resumed run will write again, and lines that are damaged.
 
-    A `finished` run writes the evaluation of its last step again. Lines that are not whole go as well. The file is
-    exchanged in one rename; a run that starts anew sets the whole of it aside as metrics.1.jsonl, metrics.2.jsonl, ...
+    The file is replaced in one rename. For a run that starts anew, the whole file is renamed to metrics.1.jsonl,
+    metrics.2.jsonl, ...
+
+    Args:
+        path: the file, which need not exist.
+        step: step after which the run resumes.
+        finished: True if the run has all its steps: then it writes the evaluations of the last step again.
     """
     if not path.exists():
         return
@@ -362,7 +412,7 @@ def keep_until(path: Path, step: int, finished: bool = False) -> None:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None for a line that is damaged: no object with a step."""
+    """The record in a line of metrics.jsonl; None for a damaged line, which is not a JSON object with a step."""
     try:
         record = parse_object(line, "a line")
     except ValueError:

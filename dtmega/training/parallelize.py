@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from dtmega.fsdp.replicas import Replicas
 from dtmega.mesh import World
 from dtmega.models.initial import init_weights
 from dtmega.models.model import Model
-from dtmega.ops import optim, softmax
+from dtmega.ops import optim, ranges, softmax
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.linear import multiply_on_amx
 from dtmega.ops.shards import boxes, local
@@ -56,6 +56,7 @@ class ShardedModel:
         pipeline: the schedule over all stages; None without a pipeline.
         tied: parameters of which this rank and other stages hold copies.
         replicas: gradient sums over dp_replicate, one per stage, where FSDP does not make them.
+        on_reduce: function to call when backward is done, and the gradients' remaining sums over ranks begin.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ShardedModel:
         self.pipeline: Pipeline | None = None
         self.tied: list[Tied] = []
         self.replicas: list[Replicas] = []
+        self.on_reduce: Callable[[], object] = _do_nothing
 
     def draw(self, seed: int) -> None:
         """Draw the initial values of all parameters, as a function of seed, name and place in the whole tensor."""
@@ -101,6 +103,7 @@ class ShardedModel:
             self.pipeline.step(microbatches, tally)
         else:
             self._run_microbatches(microbatches, tally)
+        self.on_reduce()
         # First, because the sums below expect a gradient of every trained parameter on every rank.
         self._fill_missing_gradients()
         for replicas in self.replicas:
@@ -118,17 +121,19 @@ class ShardedModel:
     def _run_microbatches(self, microbatches: Sequence[dict[str, Tensor]], tally: Tally) -> None:
         """Run forward and backward of all microbatches without a pipeline; gradients add up."""
         (model,) = self.stages.values()
-        for i, microbatch in enumerate(microbatches, start=1):
+        for i, microbatch in enumerate(microbatches):
             # The data ranks exchange gradients once a step: before the last microbatch they only add up locally.
-            last = i == len(microbatches)
+            last = i == len(microbatches) - 1
             sync_gradients(model, last, reshard=self.reshard)
             if last:
                 for replicas in self.replicas:
                     replicas.expect()
-            in_loss = tally.add_all(model(**microbatch))
+            with ranges.named("forward", stage=0, microbatch=i):
+                in_loss = tally.add_all(model(**microbatch))
             # The loss itself is never formed: backward starts at each sum, with the loss's derivative by that sum.
             factors = [torch.full_like(total, factor) for total, factor in in_loss]
-            torch.autograd.backward([total for total, _ in in_loss], factors)
+            with ranges.named("backward", stage=0, microbatch=i):
+                torch.autograd.backward([total for total, _ in in_loss], factors)
         release(model)
 
     @functools.cached_property
@@ -238,6 +243,10 @@ class ShardedModel:
         for tied in self.tied:
             if not tied.equal():
                 raise RuntimeError(f"the copies of '{tied.name}' on stages {tied.stages} are not equal any more")
+
+
+def _do_nothing() -> None:
+    """The `on_reduce` of a model that nobody watches."""
 
 
 def parallelize(cfg: config.Config, world: World) -> ShardedModel:

@@ -22,15 +22,17 @@ from dtmega.checkpoint.weights import load_weights
 from dtmega.config import Config, RunEnd
 from dtmega.data.loader import TrainBatches
 from dtmega.data.text import Text, open_text, repetition_notes
+from dtmega.distributed import flight_recorder
 from dtmega.distributed.agreement import Startup, same_job
 from dtmega.distributed.exit_codes import ExitStatus
-from dtmega.files import atomic
+from dtmega.distributed.watchdog import Watch
+from dtmega.files import atomic, console
 from dtmega.formats.sources import Source
 from dtmega.mesh import World
 from dtmega.ops import cost, optim
 from dtmega.ops.cost import Piece
 from dtmega.pipelining.draw import draw_schedule
-from dtmega.training import history, trackers
+from dtmega.training import history, out_of_memory, rank_log, trackers
 from dtmega.training.metrics import Metrics, describe_run
 from dtmega.training.parallelize import (
     ShardedModel,
@@ -39,6 +41,9 @@ from dtmega.training.parallelize import (
     with_micro_batch_size,
     with_params_dtype,
 )
+from dtmega.training.phases import Phases
+from dtmega.training.profile import Profiler, check_profile
+from dtmega.training.rank_log import RankLog
 
 
 class Settings(NamedTuple):
@@ -85,6 +90,7 @@ def read_configuration(argv: list[str], startup: Startup) -> Settings:
         sizes = mesh.resolve(saved_cfg.mesh, startup.size)
         cfg = with_micro_batch_size(saved_cfg, sizes)
         check(cfg, sizes, device)
+        check_profile(cfg.profile, device, startup.size)
         trackers.check(cfg.log.trackers)
         pieces = families.pieces(cfg.model)
         startup.timeout_s = cfg.run.collective_timeout_s()
@@ -112,6 +118,11 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
             data_size,
             pin_memory=settings.device.type == "cuda",
         )
+        if cfg.train.stop_validation_rises and not text.compared:
+            raise ValueError(
+                f"there is no validation loss to compare: expected a validation split with documents, got split="
+                f"'{cfg.data.split}' ([train] stop_validation_rises, [data] split, [data] validation)"
+            )
         step.must_match = text.identity
     return text, batches
 
@@ -140,6 +151,14 @@ def claim_run_directory(
     return found.CandidatePaths(**step.received)
 
 
+def open_rank_log(settings: Settings, startup: Startup, closing: ExitStack) -> RankLog:
+    """Open the log of this rank, which from here on has all that the rank prints."""
+    cfg = settings.cfg
+    folder = Path(cfg.run.dir, rank_log.FOLDER) if cfg.log.ranks == "all" else None
+    with startup.step("rank logs"):
+        return closing.enter_context(RankLog(folder, startup.rank, settings.sizes, settings.device))
+
+
 def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: Startup) -> tuple[Settings, Origin]:
     """Open the checkpoints that rank 0 has found, and settle the precision that the configuration leaves open."""
     with startup.step("checkpoints") as step:
@@ -160,12 +179,13 @@ def open_checkpoints(settings: Settings, paths: found.CandidatePaths, startup: S
 def join_processes(settings: Settings, startup: Startup) -> World:
     """Make the process group and the mesh."""
     with startup.step("process groups"):
+        flight_recorder.switch_on(settings.device)
         return mesh.start(settings.device, settings.sizes, startup.timeout_s, startup.store)
 
 
 def build(cfg: Config, world: World, startup: Startup) -> tuple[ShardedModel, torch.optim.Optimizer]:
     """Build this rank's part of the model, without values, and its optimizer."""
-    with startup.step("model"):
+    with startup.step("model"), out_of_memory.refused(cfg, world.device, "the model is built"):
         model = parallelize(cfg, world)
         return model, optim.build_optimizer(model.named_parameters(), cfg.optim)
 
@@ -184,7 +204,7 @@ def fill(
         The writer of the run's checkpoints; and the state of the checkpoint that was loaded, None for a new run.
     """
     cfg = settings.cfg
-    with startup.step("checkpoint"):
+    with startup.step("checkpoint"), out_of_memory.refused(cfg, settings.device, "the weights get their values"):
         checkpoints = Checkpoints(cfg, settings.device)
         closing.callback(checkpoints.close)
         loaded = checkpoints.load(origin.candidates, model.stored_tensors(), optimizer, origin.damage, startup)
@@ -237,6 +257,13 @@ def open_metrics(settings: Settings, world: World, at: Progress, end: RunEnd) ->
         start_step=at.step,
         write=world.rank == 0,
     )
+
+
+def watch_phases(settings: Settings, world: World, watch: Watch, metrics: Metrics, at: Progress) -> Phases:
+    """The phases of this rank, told to the watch and to the profiler."""
+    cfg = settings.cfg
+    profiler = Profiler(cfg.profile, Path(cfg.run.dir), world.rank, world.device, metrics.peak_memory, console.say)
+    return Phases(watch, profiler, world.device, at.step)
 
 
 def announcement(

@@ -23,8 +23,13 @@ from dtmega.mesh import World
 from dtmega.ops import optim
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
+from dtmega.training import phases
+from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics
+from dtmega.training.pace import Pace
 from dtmega.training.parallelize import ShardedModel
+from dtmega.training.phases import Phases
+from dtmega.training.rank_log import RankLog
 
 
 class Run(NamedTuple):
@@ -43,6 +48,10 @@ class Run(NamedTuple):
         checkpoints: writer of the run's checkpoints.
         metrics: output for people and files.
         watch: guard that ends a run that hangs, and hears signals.
+        phases: the phases of a step, for the watch, the times and the profile.
+        health: counts of high losses, which may end the run.
+        pace: tokens per second of the last steps, and each rank's own time.
+        log: text file of this rank, for [log] ranks.
         exit_status: record of how the run ends.
         digest: digest of the directory that the model is read from; '' if it is not read from one.
         loss_scale: dynamic loss scale of float16; None in other precisions.
@@ -59,6 +68,10 @@ class Run(NamedTuple):
     checkpoints: Checkpoints
     metrics: Metrics
     watch: Watch
+    phases: Phases
+    health: Health
+    pace: Pace
+    log: RankLog
     exit_status: ExitStatus
     digest: str = ""
     loss_scale: LossScale | None = None
@@ -91,14 +104,14 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     nor the layout can change it.
     """
     cfg, world, model = run.cfg, run.world, run.model
-    run.watch.enter("forward")
+    run.phases.enter("counts")
     sums = model.objective.sums
     # Before forward: every gradient is divided by the global count already where it arises.
     counts = divisors(count(world, model.objective, batch))
     run.optimizer.zero_grad()
     scale = None if run.loss_scale is None else run.loss_scale.scale
+    run.phases.enter(phases.COMPUTING)
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
-    run.watch.enter("reduce")
     # The norm counts each element of the model once; clipping scales every copy.
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None:
@@ -112,7 +125,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     if run.loss_scale is not None:
         run.loss_scale.update(overflowed)
     skip = not (math.isfinite(loss) and math.isfinite(grad_norm)) or run.spikes.is_spike(loss, grad_norm)
-    run.watch.enter("optimizer")
+    run.phases.enter(phases.OPTIMIZER)
     if not skip:
         optim.clip_gradients(gradients, grad_norm, cfg.optim.clip_grad)
         run.optimizer.step()

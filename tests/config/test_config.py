@@ -87,7 +87,10 @@ def test_each_choice_is_taken_and_no_other(tmp_path: Path, row: keys.Key):
         ("[optimm]\nlr = 1.0", "unknown section [optimm] of key 'lr'; did you mean [optim] lr?"),
         ("[optimm]", "unknown section [optimm]; did you mean [optim]?"),
         ("[zzz]", "unknown section [zzz]; the sections are run, model, data"),
-        ("[log]\nzzz = 1", "unknown key 'zzz' in [log]; no key has a name like it; [log] has interval, tensorboard"),
+        (
+            "[log]\nzzz = 1",
+            "unknown key 'zzz' in [log]; no key has a name like it; [log] has interval, ranks, slow_steps",
+        ),
         ("steps = 1", "'steps' stands outside any section, expected [section] tables; did you mean [train] steps"),
         ("[train]\nsteps = 1\n[train]", "is not TOML"),
         ("[model]\nx = 1\n[optim]\nlr = 1.0", "test.toml: unknown key 'x' in [model]; no key has a name like it"),

@@ -144,7 +144,7 @@ def test_a_hang_names_rank_step_and_phase_and_torchrun_starts_again(ended):
     assert re.search(
         r"^rank 1 behind: step 7 in data, for \d+ s, in hang_on_rank_1 \(worker\.py:\d+\)$", output, re.MULTILINE
     )
-    assert re.search(r"^rank 0 in front: step 7 in forward, for \d+ s, in all_reduce \(", output, re.MULTILINE)
+    assert re.search(r"^rank 0 in front: step 7 in counts, for \d+ s, in all_reduce \(", output, re.MULTILINE)
     assert "resumed at step 4" in output
 
 
@@ -191,9 +191,7 @@ def test_a_signal_while_a_rank_waits_in_a_collective_ends_both_within_their_grac
     assert [rank.code for rank in ranks] == [exit_codes.STUCK, exit_codes.STUCK]
     waiting, stopped = ((tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1))
     # Whose time is up first ends the collective that the other one waits in.
-    assert re.search(
-        r"rank 0: a signal came, and no step boundary (in 2 s|before this).* at step 7 in forward", waiting
-    )
+    assert re.search(r"rank 0: a signal came, and no step boundary (in 2 s|before this).* at step 7 in counts", waiting)
     assert re.search(r"rank 1: a signal came, and no step boundary in 2 s.* at step 7 in data", stopped)
     told = json.loads((tmp_path / "run" / "exit.json").read_text())
     newest = f"{tmp_path}/run/checkpoints/step-00000004"
@@ -207,7 +205,7 @@ def test_after_a_signal_a_collective_that_fails_because_another_rank_left_is_no_
     ranks = forks().run(2, stop_for_ever, argv, str(tmp_path), True)
     assert [rank.code for rank in ranks] == [exit_codes.STUCK, exit_codes.STUCK]
     said = (tmp_path / "stderr-0").read_text()
-    assert re.search(r"rank 0: a signal came, and no step boundary before this: .+ at step 7 in forward", said)
+    assert re.search(r"rank 0: a signal came, and no step boundary before this: .+ at step 7 in counts", said)
 
 
 def test_a_second_writer_is_refused(tmp_path, base, capsys, monkeypatch):

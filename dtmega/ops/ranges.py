@@ -1,0 +1,36 @@
+"""Named ranges of a profile: inside `with named("forward", 1, 3):` a trace shows "forward s1 m3".
+
+Without a profile a range costs the test of one flag: no operator runs, and no name is put together.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+_NOTHING = nullcontext()
+
+
+def recording() -> bool:
+    """True while this process is profiled, by the trainer or by whoever uses its parts."""
+    return profiler._is_profiler_enabled
+
+
+def named(what: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[object]:
+    """A range of the profile, from entering to leaving the context.
+
+    Args:
+        what: name of the work, such as "forward".
+        stage: number of the pipeline stage that does it; 0 without a pipeline, None if it is not the work of a stage.
+        microbatch: number of the microbatch within the step, from 0; None if the work is that of the whole step.
+    """
+    if not recording():
+        return _NOTHING
+    name = what
+    if stage is not None:
+        name += f" s{stage}"
+    if microbatch is not None:
+        name += f" m{microbatch}"
+    return record_function(name)

@@ -1,0 +1,60 @@
+"""Reasons to end a run because of its losses: `[train] stop_loss_above` and `stop_validation_rises`.
+
+The counts are part of a checkpoint, so a run that resumes counts on, and one that was ended stays ended.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dtmega.checkpoint.resume import HealthState
+from dtmega.config import keys
+
+
+class Health:
+    """The counts of high losses. Every rank keeps them, and they are equal, because the losses are.
+
+    Args:
+        cfg: the section [train].
+        state: the counts in the checkpoint that the run resumes from.
+
+    Attributes:
+        state: the counts after the last step and the last validation.
+    """
+
+    def __init__(self, cfg: keys.Train, state: HealthState) -> None:
+        self._cfg = cfg
+        # A run that goes on past its end counts from zero; the best validation stays what it was.
+        self.state = state._replace(losses_above=0, rises=0, stopped="") if cfg.past_stop else state
+
+    def after_step(self, step: int, loss: float) -> None:
+        """Note the loss of a step. A loss that is not a number counts as above every limit."""
+        if not self._cfg.stop_loss_above:
+            return
+        limit, n_steps = self._cfg.stop_loss_above
+        losses_above = 0 if loss <= limit else self.state.losses_above + 1
+        self.state = self.state._replace(losses_above=losses_above)
+        if losses_above >= n_steps:
+            self._stop(f"[train] stop_loss_above: the loss was above {limit:g} for {losses_above} steps, up to {step}")
+
+    def after_validation(self, step: int, loss: float) -> bool:
+        """Note the validation loss after a step. Returns True if it is the best one so far."""
+        n_rises = self._cfg.stop_validation_rises
+        if not n_rises:
+            return False
+        best_loss, best_step = self.state.best_loss, self.state.best_step
+        if math.isfinite(loss) and (best_loss is None or loss < best_loss):
+            self.state = self.state._replace(rises=0, best_loss=loss, best_step=step)
+            return True
+        self.state = self.state._replace(rises=self.state.rises + 1)
+        if self.state.rises >= n_rises:
+            best = "no loss was finite" if best_loss is None else f"the best one is {best_loss:.4f} at step {best_step}"
+            self._stop(
+                f"[train] stop_validation_rises: {self.state.rises} validations in a row, up to step {step}, were not "
+                f"below the best one before them; {best}"
+            )
+        return False
+
+    def _stop(self, reason: str) -> None:
+        # Of two reasons the first one counts.
+        self.state = self.state._replace(stopped=self.state.stopped or reason)

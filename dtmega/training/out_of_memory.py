@@ -1,0 +1,78 @@
+"""The end of a run whose memory does not suffice: one line with the phase, the peak and the keys to turn first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dtmega.config import Config
+from dtmega.training.device_peaks import PeakMemory
+
+# The allocator of CPUs has no exception of its own; these are words of its messages.
+CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
+
+
+def find(error: BaseException | None) -> BaseException | None:
+    """The error of an allocator behind an error, which torch's pipelines wrap in others; None if there is none."""
+    while error is not None:
+        text = str(error)
+        of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)
+        if of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def explain(error: BaseException, cfg: Config, where: str, peak_memory: PeakMemory) -> str:
+    """The line for the user.
+
+    Args:
+        error: the allocator's error.
+        cfg: the run's configuration.
+        where: what was being done, such as "in step 3, in forward+backward".
+        peak_memory: the memory counter of this process.
+    """
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    peak_gib = peak_memory.since_start_bytes() / 2**30
+    keys = ", ".join(keys_to_turn(cfg)[:3])
+    return f"out of memory {where} ({reason}); the peak was {peak_gib:.3g} GiB; turn first: {keys}"
+
+
+def keys_to_turn(cfg: Config) -> list[str]:
+    """The keys that save memory, those that cost least first, without those that are turned already."""
+    keys = []
+    if cfg.batch.micro_batch_size > 1:
+        keys.append(f"[batch] micro_batch_size (now {cfg.batch.micro_batch_size})")
+    if cfg.recompute.mode == "none":
+        keys.append("[recompute] mode = 'selective' or 'full'")
+    elif cfg.recompute.mode == "selective":
+        keys.append("[recompute] mode = 'full'")
+    if cfg.precision.params == "float32":
+        keys.append("[precision] params = 'bfloat16'")
+    keys.append("[mesh] dp_shard, more ranks that share parameters and optimizer state")
+    keys.append("[mesh] tp, more ranks that share each layer")
+    keys.append(f"[data] seq_len (now {cfg.data.seq_len})")
+    return keys
+
+
+@contextmanager
+def refused(cfg: Config, device: torch.device, doing: str) -> Iterator[None]:
+    """Turn the error of an allocator in this block into a refusal of the configuration.
+
+    Args:
+        cfg: the run's configuration.
+        device: the device that this rank computes on.
+        doing: what the block does, in words.
+
+    Raises:
+        ValueError: the memory does not suffice.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        cause = find(error)
+        if cause is None:
+            raise
+        raise ValueError(explain(cause, cfg, f"while {doing}", PeakMemory(device))) from None

@@ -1,0 +1,90 @@
+"""The pace of a run: whether its tokens per second have fallen by half, and which rank is the slow one.
+
+All ranks of a step end together, so their step times are equal, and do not tell which rank made the others wait. Each
+rank's own time does (`StepTimes.own_s`). The ranks exchange it at every `[log] interval`, one number each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from dtmega.distributed import replica_check
+from dtmega.training.phases import StepTimes
+
+WINDOW = 1000  # number of earlier steps whose median is the pace to compare with
+SLOW = 0.5  # part of that median below which a step is slow
+CONSPICUOUS = 1.2  # a rank is named if its own time is this many times the median of the others'
+
+
+class Pace:
+    """The pace of the steps since this process started. All ranks call its methods alike.
+
+    Args:
+        slow_steps: number of slow steps in a row after which the run says so; 0 = never.
+        device: the device that collectives run on.
+    """
+
+    def __init__(self, slow_steps: int, device: torch.device) -> None:
+        self._slow_steps, self._device = slow_steps, device
+        self._usual: deque[float] = deque(maxlen=WINDOW)
+        self._slow: list[float] = []
+        self._own_s: list[float] = []
+        self._said = False
+
+    def after_step(self, n_tokens: int, times: StepTimes, exchange: bool) -> str:
+        """Note a step.
+
+        Args:
+            n_tokens: number of tokens that the whole run has read in this step.
+            times: the time of the step on this rank.
+            exchange: True at the steps after which ranks exchange their own times, and a warning may be due.
+
+        Returns:
+            The warning, once; '' otherwise.
+        """
+        if not self._slow_steps or self._said:
+            return ""
+        tokens_per_s = n_tokens / times.step_s
+        self._own_s.append(times.own_s)
+        # The first step compiles, and says nothing about the pace.
+        if len(self._usual) > 1 and tokens_per_s < SLOW * median(self._usual):
+            self._slow.append(tokens_per_s)
+        else:
+            self._slow = []
+            self._usual.append(tokens_per_s)
+        if not exchange:
+            return ""
+        mine = torch.tensor([sum(self._own_s) / len(self._own_s)], dtype=torch.float64, device=self._device)
+        self._own_s = []
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        own_s = replica_check.gather_vectors(mine, everyone).flatten().tolist()
+        if len(self._slow) < self._slow_steps:
+            return ""
+        self._said = True
+        return (
+            f"WARNING: for {len(self._slow)} steps the run has made {median(self._slow):,.0f} tok/s, less than half of "
+            f"the {median(self._usual):,.0f} before; {slowest(own_s)}"
+        )
+
+
+def slowest(own_s: list[float]) -> str:
+    """The rank that makes the others wait, in words.
+
+    Args:
+        own_s: mean time of a step that each rank has spent on its own work, in seconds.
+    """
+    if len(own_s) == 1:
+        return "there is one rank only"
+    rank = own_s.index(max(own_s))
+    others_s = median(own_s[:rank] + own_s[rank + 1 :])
+    if own_s[rank] < CONSPICUOUS * others_s:
+        return f"no rank is slower than the others by itself: about {median(own_s):.3g} s of its own in a step"
+    return (
+        f"rank {rank} is the slowest: {own_s[rank]:.3g} s of its own work in a step, {others_s:.3g} s in the median of "
+        f"the others, which wait for it"
+    )

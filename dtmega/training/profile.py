@@ -1,0 +1,252 @@
+"""Profiles of chosen steps: a trace by `torch.profiler` for Perfetto, and its summary for `dtmega report`.
+
+    profiles/step-00000010-rank-00000.json.gz          the trace
+    profiles/step-00000010-rank-00000.summary.json     seconds and peak memory of each phase, the largest operators
+    profiles/step-00000010-rank-00000.memory.pickle    allocations on a GPU, for https://pytorch.org/memory_viz
+
+The file names have the first step of the window. A window is `[profile] steps`, or is asked for while the run goes on,
+by a file `profile-now` in the run directory. It ends when the step after its last one begins, so that it also shows
+what follows a step: evaluation, checkpoint, output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from dtmega.config import keys
+from dtmega.files import atomic
+from dtmega.training import operator_times
+from dtmega.training.device_peaks import PeakMemory
+
+FOLDER = "profiles"
+REQUEST = "profile-now"
+MAX_REQUESTED = 100  # maximum number of steps that a request may ask for
+N_OPERATORS = 20  # number of operators in a summary
+N_ALLOCATIONS = 100_000  # number of events that the memory history of a GPU keeps
+
+
+def check_profile(cfg: keys.Profile, device: torch.device, world_size: int) -> None:
+    """Refuse a profile that no rank could record.
+
+    Raises:
+        ValueError: a rank that does not exist, or the memory history of a CPU.
+    """
+    if max(cfg.ranks) >= world_size:
+        raise ValueError(
+            f"ranks={cfg.ranks}: expected ranks below {world_size}, the number of processes ([profile] ranks)"
+        )
+    if cfg.memory_history and device.type != "cuda":
+        raise ValueError(
+            f"memory_history = true records the allocations of a GPU, and the device is '{device.type}' "
+            f"([profile] memory_history, [run] device)"
+        )
+
+
+class Profiler:
+    """The profiler of this rank. A rank outside of `[profile] ranks` never records.
+
+    Args:
+        cfg: the section [profile].
+        run_dir: the run directory.
+        rank: number of this rank.
+        device: the device that this rank computes on.
+        peak_memory: the memory counter of this process.
+        say: function that prints a line for people.
+    """
+
+    def __init__(
+        self,
+        cfg: keys.Profile,
+        run_dir: Path,
+        rank: int,
+        device: torch.device,
+        peak_memory: PeakMemory,
+        say: Callable[[str], None],
+    ) -> None:
+        self._cfg, self._folder, self._rank = cfg, run_dir / FOLDER, rank
+        self._device, self._peak_memory, self._say = device, peak_memory, say
+        self._configured = range(cfg.steps[0], cfg.steps[1] + 1) if cfg.steps else range(0)
+        self._requested = range(0)
+        self._window: _Window | None = None
+        if cfg.memory_history:
+            torch.cuda.memory._record_memory_history(max_entries=N_ALLOCATIONS)
+
+    def request(self, first: int, n_steps: int) -> None:
+        """Profile `n_steps` steps from step `first` on."""
+        self._requested = range(first, first + n_steps)
+
+    def due(self, step: int) -> bool:
+        """True if a window begins or ends before this step."""
+        return self._wants(step) != (self._window is not None)
+
+    def switch(self, step: int) -> None:
+        """Begin a window with this step, or end the present one before it."""
+        if self._window is not None:
+            self.close(step - 1)
+        else:
+            self._window = _Window(self._cfg, step, self._device, self._peak_memory)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add to the time of a phase in the present window."""
+        if self._window is not None:
+            self._window.add(phase, seconds)
+
+    def end_of_phase(self, phase: str) -> None:
+        """Note the peak of memory of a phase that ends in the present window."""
+        if self._window is not None:
+            self._window.note_peak(phase)
+
+    def close(self, last: int) -> None:
+        """End the present window, if there is one, and write its files. A disk that is full is a warning.
+
+        Args:
+            last: number of the last step in the window.
+        """
+        if self._window is None:
+            return
+        window = self._window
+        self._window = None
+        name = f"step-{window.first:08d}-rank-{self._rank:05d}"
+        try:
+            atomic.make_folder(self._folder)
+            window.write(self._folder, name, self._rank, last)
+        # torch raises RuntimeError for a trace that cannot be written.
+        except (OSError, RuntimeError) as error:
+            self._say(f"WARNING: no profile of step {window.first}: {error}")
+            return
+        steps = f"step {last}" if last == window.first else f"steps {window.first} to {last}"
+        self._say(f"profile of {steps}: {self._folder / name}.json.gz (open it with https://ui.perfetto.dev)")
+
+    def dump_memory_history(self) -> str:
+        """Write the recorded allocations of a GPU, after it has run out of memory. Returns the path, or ''."""
+        if not self._cfg.memory_history:
+            return ""
+        path = self._folder / f"out-of-memory-rank-{self._rank:05d}.memory.pickle"
+        with suppress(OSError, RuntimeError):
+            atomic.make_folder(self._folder)
+            torch.cuda.memory._dump_snapshot(str(path))
+            return str(path)
+        return ""
+
+    def _wants(self, step: int) -> bool:
+        return self._rank in self._cfg.ranks and (step in self._configured or step in self._requested)
+
+
+class _Window:
+    """The recording of consecutive steps.
+
+    Args:
+        cfg: the section [profile].
+        first: number of the first step.
+        device: the device that this rank computes on.
+        peak_memory: the memory counter of this process.
+    """
+
+    def __init__(self, cfg: keys.Profile, first: int, device: torch.device, peak_memory: PeakMemory) -> None:
+        self.first = first
+        self._cfg, self._device = cfg, device
+        self._n_steps = 0
+        self._seconds: dict[str, float] = {}
+        self._peaks_bytes: dict[str, int | None] = {}
+        self._peak_memory = peak_memory if cfg.with_memory else None
+        if self._peak_memory is not None:
+            self._peak_memory.since_restart_bytes()
+        self._records_memory = cfg.with_memory and device.type == "cuda" and not cfg.memory_history
+        if self._records_memory:
+            torch.cuda.memory._record_memory_history(max_entries=N_ALLOCATIONS)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        # Without this, torch's library prints lines of its own on stderr.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        self._profile = torch.profiler.profile(
+            activities=activities,
+            with_stack=cfg.with_stack,
+            profile_memory=cfg.with_memory,
+        )
+        # This takes a second at the first time, before the window begins.
+        self._profile.start()
+        self._started = time.perf_counter()
+
+    def add(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def note_peak(self, phase: str) -> None:
+        if self._peak_memory is None:
+            return
+        peak_bytes = self._peak_memory.since_restart_bytes()
+        before = self._peaks_bytes.get(phase)
+        if peak_bytes is not None and (before is None or peak_bytes > before):
+            self._peaks_bytes[phase] = peak_bytes
+
+    def write(self, folder: Path, name: str, rank: int, last: int) -> None:
+        """Stop recording, and write trace and summary, each whole or not at all.
+
+        Args:
+            folder: folder of the files.
+            name: beginning of their names.
+            rank: number of this rank.
+            last: number of the last step in the window.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        seconds = time.perf_counter() - self._started
+        self._profile.stop()
+        trace = f"{name}.json.gz"
+        # torch compresses by the suffix.
+        unfinished = folder / f".tmp-{trace}"
+        self._profile.export_chrome_trace(str(unfinished))
+        unfinished.replace(folder / trace)
+        if self._device.type == "cuda" and self._cfg.with_memory:
+            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+            if self._records_memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        summary = {
+            "rank": rank,
+            "steps": [self.first, last],
+            "device": self._device.type,
+            "trace": trace,
+            "seconds": seconds,
+            "phases": [
+                {"name": phase, "seconds": phase_s, "peak_bytes": self._peaks_bytes.get(phase)}
+                for phase, phase_s in self._seconds.items()
+            ],
+            "operators": operator_times.largest(self._profile, self._device, N_OPERATORS),
+        }
+        with atomic.replaced(folder / f"{name}.summary.json") as file:
+            json.dump(summary, file, indent=1)
+            file.write("\n")
+
+
+def take_request(run_dir: Path, step: int) -> int:
+    """Take the request for a profile that somebody has put into the run directory. Rank 0 calls this after a step.
+
+    The file is renamed to `profile-taken-00000012`, by the step after which it was taken, so that it counts once.
+
+    Args:
+        run_dir: the run directory.
+        step: number of the step that has just ended.
+
+    Returns:
+        The number of steps to profile: the number in the file, or 1 for an empty file; 0 if there is no request.
+    """
+    path = run_dir / REQUEST
+    if not path.exists():
+        return 0
+    try:
+        with path.open("rb") as file:
+            text = file.read(20).decode("ascii", "replace").strip()
+        path.replace(run_dir / f"profile-taken-{step:08d}")
+    # It cannot be renamed, and would start one profile after the other.
+    except OSError:
+        return 0
+    n_steps = int(text) if text.isdecimal() and text.isascii() else 1
+    return min(max(n_steps, 1), MAX_REQUESTED)
