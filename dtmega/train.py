@@ -37,7 +37,7 @@ from dtmega.ops.cpu import huge_pages
 from dtmega.ops.cpu.contention import Contention
 from dtmega.ops.loss_scale import LossScale
 from dtmega.ops.optim import Spikes
-from dtmega.training import out_of_memory, start
+from dtmega.training import errors, start
 from dtmega.training.evaluate import evaluate, evaluate_validation, show_sample
 from dtmega.training.health import Health
 from dtmega.training.metrics import Metrics, several
@@ -73,49 +73,10 @@ def main(argv: list[str]) -> int:
         try:
             return evaluate_only(run, at) if run.cfg.eval.only else train(run, at)
         except Exception as error:
-            code = code_of_error(run, error)
+            code = errors.exit_code(run, error)
             if code is None:
                 raise
             return code
-
-
-def code_of_error(run: Run, error: Exception) -> int | None:
-    """Record the error that ends this rank.
-
-    Returns:
-        The exit code, if the error is explained in a line that has been printed; None if its traceback is needed.
-    """
-    exhausted = out_of_memory.find(error)
-    if exhausted is not None:
-        return end_without_memory(run, exhausted)
-    # A RuntimeError may be torch's error of a collective whose other ranks have left. After a signal, their grace time
-    # was over a moment before the watch would have ended this rank, too.
-    of_collective = isinstance(error, RuntimeError)
-    if of_collective and run.watch.signals:
-        return run.watch.report_stuck(f"before this: {error}")
-    is_first = run.watch.record_exit(exit_codes.FAILED, exit_codes.error_summary(error))
-    if of_collective and not is_first:
-        return run.watch.report_first_exit(error)
-    return None
-
-
-def end_without_memory(run: Run, error: BaseException) -> int:
-    """Print that this rank has run out of memory, and record it.
-
-    Args:
-        run: the run.
-        error: the allocator's error.
-
-    Returns:
-        The exit code.
-    """
-    where = f"in step {run.exit_status.step + 1}, in {run.phases.name}"
-    reason = out_of_memory.explain(error, run.cfg, where, run.metrics.peak_memory)
-    if snapshot := run.phases.dump_memory_history():
-        reason += f"; all allocations: {snapshot} (https://pytorch.org/memory_viz)"
-    console.say(f"rank {run.world.rank}: {reason} (exit code {exit_codes.FAILED})")
-    run.watch.record_exit(exit_codes.FAILED, reason)
-    return exit_codes.FAILED
 
 
 def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: ExitStatus) -> tuple[Run, Progress]:

@@ -215,7 +215,7 @@ def steps(cfg: config.Config, world: World, model: ShardedModel) -> tuple[list[f
     """Losses of three steps as the trainer does them."""
     optimizer = optim.build_optimizer(model.named_parameters(), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
-    run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), loss_scale=None)
+    run: Any = SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
     return [train_step(run, microbatches(world, cfg, i))[0] for i in range(STEPS)], optimizer
 
 

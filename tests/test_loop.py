@@ -424,7 +424,8 @@ def plain_loop(keys: dict[str, Any], weights: dict[str, Tensor], text: Text, swi
     return Plain(lines, evaluated_tokens, rates, tokens[n_prompt:])
 
 
-OF_A_CLOCK = {"tokens_per_s", "mfu", "peak_memory_bytes", "step_time_s"}
+OF_PHASES = {"data_s", "forward_backward_s", "reduce_s", "optimizer_s", "other_s"}
+OF_A_CLOCK = {"tokens_per_s", "mfu", "peak_memory_bytes", "step_time_s", *OF_PHASES}
 
 
 def saves(switches: Switches, cfg: config.Config) -> list[int]:
@@ -509,8 +510,9 @@ def test_the_watch_hears_of_each_part_of_each_step_and_copies_are_checked_when_i
     for step in range(1, n_steps + 1):
         validated = interval and step % interval == 0 and step < n_steps
         after = [*(evaluation if validated else []), *(["checkpoint"] if step in saves(switches, cfg) else [])]
-        trained = [] if switches.lost.get(step) == PASSED_OVER else ["forward", "reduce", "optimizer"]
-        expected += [(step, phase) for phase in ("data", *trained, *after)]
+        parts = ["counts", "forward+backward", "reduce", "optimizer"]
+        trained = [] if switches.lost.get(step) == PASSED_OVER else parts
+        expected += [(step, phase) for phase in ("data", *trained, "report", *after)]
     # An end of document ends the sample.
     n_drawn = min(len(plain.sample) + 1, cfg.eval.sample_tokens) if cfg.eval.prompt else 0
     expected += [(n_steps, phase) for phase in [*evaluation, *evaluation, *["sample"] * n_drawn]]

@@ -40,6 +40,15 @@ TORCH = {
     "torch._C._distributed_c10d._dump_fr_trace": Private(
         ("distributed/flight_recorder.py",), "the last collectives of this process, which `torchfrtrace` reads"
     ),
+    "torch.autograd.profiler._is_profiler_enabled": Private(
+        ("ops/ranges.py",), "is this process profiled: torch's own optimizers ask the same"
+    ),
+    "torch.cuda.memory._dump_snapshot": Private(
+        ("training/profile.py",), "writes the allocations that torch has recorded"
+    ),
+    "torch.cuda.memory._record_memory_history": Private(
+        ("training/profile.py",), "records allocations; documented, though its name begins with an underscore"
+    ),
     "torch._foreach_mul_": Private(("ops/optim.py",), "multiply many tensors by few kernels, as torch's own clipping"),
     "torch.Tensor._is_view": Private(("pipelining/stage.py",), "torch detaches sent tensors in place: clone views"),
     "torch.Tensor._make_wrapper_subclass": Private(

@@ -124,7 +124,7 @@ def started(cfg: config.Config) -> Any:
     model.draw(seed=0)
     optimizer = optim.build_optimizer(list(model.named_parameters()), cfg.optim)
     parts = {"cfg": cfg, "world": world, "model": model, "optimizer": optimizer}
-    return SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), loss_scale=None)
+    return SimpleNamespace(**parts, spikes=Spikes(0.0), watch=Mock(), phases=Mock(), loss_scale=None)
 
 
 def trained(form: str, keys: dict[str, Any]) -> dict[str, Any]:
