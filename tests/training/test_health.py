@@ -93,7 +93,7 @@ def validation_losses(monkeypatch: pytest.MonkeyPatch, values: Sequence[float]) 
 def test_a_run_whose_validation_rises_keeps_the_best_checkpoint_besides_the_newest(
     tmp_path, corpus, monkeypatch, mode: str
 ):
-    validation_losses(monkeypatch, [0.5, 5, 3, 4, 3.5, 3.1, 2, 2, 2, 2])
+    validation_losses(monkeypatch, [0.5, 5, 3, 4, 3.5, 3.1, 3.2, 2, 2, 2])
     rises = {
         "train__stop_validation_rises": 3,
         "train__steps": 9,
@@ -111,8 +111,9 @@ def test_a_run_whose_validation_rises_keeps_the_best_checkpoint_besides_the_newe
     assert run(tmp_path, corpus, **rises) == 0
     assert (ending(tmp_path)["reason"], ending(tmp_path)["step"]) == (reason, 5)
     # Going on, the best one stays until a better one is there.
-    assert run(tmp_path, corpus, **rises, train__past_stop="true", train__exit_interval=3) == 0
-    assert checkpoints(tmp_path) == [6]
+    for step, left in ((6, [2, 6]), (7, [7])):
+        assert run(tmp_path, corpus, **rises, train__past_stop="true", train__exit_interval=step) == 0
+        assert checkpoints(tmp_path) == left
 
 
 def test_the_last_validation_decides_before_the_last_checkpoint_and_is_not_made_twice(tmp_path, corpus, monkeypatch):

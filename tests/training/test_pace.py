@@ -40,9 +40,9 @@ def warnings(run: Pace, steps: list[tuple[int, float]], interval: int = 5) -> li
 
 @pytest.mark.usefixtures("alone")
 def test_a_run_of_half_its_pace_says_so_once_at_the_next_line():
-    ((step, text),) = warnings(Pace(20, CPU), [(30, 1.0), (60, 2.1)])
-    assert step == 50
-    assert text.startswith("WARNING: for 20 steps the run has made 48 tok/s, less than half of the 100 before")
+    ((step, text),) = warnings(Pace(20, CPU), [(12, 1.0), (60, 2.1)])
+    assert step == 35
+    assert text.startswith("WARNING: for 23 steps the run has made 48 tok/s, less than half of the 100 before")
 
 
 @pytest.mark.usefixtures("alone")
