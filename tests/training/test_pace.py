@@ -65,17 +65,19 @@ def test_no_rank_is_named_where_all_are_alike():
 
 
 def slow_rank_1() -> object:
-    """From step 5 on rank 1 computes for 0.3 s more in each step."""
+    """From step 5 on rank 1 computes for several times as long as the steps before took, on a machine that is busy."""
     honest = ShardedModel.forward_backward
-    steps = [0]
+    times_s: list[float] = []
 
     def forward_backward(self: ShardedModel, *args: object) -> torch.Tensor:
-        steps[0] += 1
-        if steps[0] > 4 and dist.get_rank() == 1:
-            end = time.thread_time() + 0.3
+        if len(times_s) >= 4 and dist.get_rank() == 1:
+            end = time.thread_time() + max(0.3, 4 * max(times_s[1:4]))
             while time.thread_time() < end:
                 pass
-        return honest(self, *args)  # pyright: ignore[reportArgumentType]
+        began = time.perf_counter()
+        totals = honest(self, *args)  # pyright: ignore[reportArgumentType]
+        times_s.append(time.perf_counter() - began)
+        return totals
 
     return replaced(ShardedModel, "forward_backward", forward_backward)
 

@@ -174,7 +174,7 @@ def test_the_summary_has_the_phases_of_the_trace_and_the_largest_operators(runs:
             of_trace[span.name] = of_trace.get(span.name, 0.0) + (span.end - span.start) / 1e6
     phases = {phase["name"]: phase["seconds"] for phase in summary["phases"]}
     assert [*phases] == [*PHASES, "evaluation", "checkpoint"]
-    assert phases == pytest.approx(of_trace, rel=0.1, abs=0.01)
+    assert phases == pytest.approx(of_trace, rel=0.1, abs=0.05)
     assert sum(phases.values()) == pytest.approx(summary["seconds"], rel=0.03)
     operators = [operator["self_s"] for operator in summary["operators"]]
     assert operators == sorted(operators, reverse=True)
