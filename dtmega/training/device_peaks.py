@@ -24,11 +24,11 @@ class PeakMemory:
         self._before_restarts_bytes = 0
 
     def since_start_bytes(self) -> int:
-        """The peak since the process started."""
+        """Peak memory since the process started."""
         return max(self._before_restarts_bytes, self._system_bytes())
 
     def since_restart_bytes(self) -> int | None:
-        """The peak since the last call, or since the start at the first call; None if the system cannot tell.
+        """Peak memory since the last call, or at the first call since the start; None if the system cannot tell.
 
         Systems other than Linux have one peak for the whole life of a process.
         """
@@ -38,14 +38,14 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak_bytes
         try:
-            # proc(5): 5 sets the peak of the resident memory to its present size.
+            # Writing 5 resets the peak of the resident memory to its present size (proc(5)).
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return None
         return peak_bytes
 
     def _system_bytes(self) -> int:
-        """The peak since the process started, or since it was set back."""
+        """Peak memory since the process started, or since the peak was last reset."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         unit_bytes = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB, but bytes on macOS

@@ -53,9 +53,9 @@ class StepTimes(NamedTuple):
 class Phases:
     """The phases of a run on this rank.
 
-    On a CPU a phase ends when its last operation does. A GPU works off what it was given later than the host gives it,
-    so there the phases are measured by events on the device, which are read at the end of a step, when the host has
-    waited for the device anyway.
+    On a CPU a phase ends when its last operation returns. A GPU runs its work later than the host queues it. There,
+    phases are timed by events on the device, which are read at the end of a step, when the host waits for the device
+    anyway.
 
     Args:
         watch: the watchdog of this rank.

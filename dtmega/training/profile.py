@@ -170,6 +170,8 @@ class _Window:
             activities=activities,
             with_stack=cfg.with_stack,
             profile_memory=cfg.with_memory,
+            # One window is all that this object records. Without this, torch 2.11 warns that it forgets older windows.
+            acc_events=True,
         )
         # This takes a second at the first time, before the window begins.
         self._profile.start()

@@ -16,7 +16,7 @@ def test_a_range_runs_no_operator_without_a_profile():
 
 
 def test_a_range_has_the_names_of_its_stage_and_microbatch_in_a_profile():
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         with ranges.named("forward", 1, 3), ranges.named("inner"):
             torch.ones(2)
         with ranges.named("step", stage=0):

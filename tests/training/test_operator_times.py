@@ -14,7 +14,7 @@ from dtmega.training import operator_times
 
 def test_operators_on_a_cpu_have_the_calls_and_self_times_of_torchs_averages():
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(5)))
-    with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function("a range"):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded, record_function("a range"):
         for _ in range(3):
             model(torch.ones(2, 8)).sum().backward()
     found = {row["name"]: row for row in operator_times.largest(recorded, torch.device("cpu"), 1000)}
