@@ -26,7 +26,7 @@ from dtmega.checkpoint.resume import HEALTHY, Progress, State
 from dtmega.checkpoint.run import SaveOutcome, tensors_of
 from dtmega.config import RunEnd
 from dtmega.data.loader import StepBatch
-from dtmega.distributed import exit_codes, process
+from dtmega.distributed import exit_codes, flight_recorder, process
 from dtmega.distributed.agreement import Refused, Startup
 from dtmega.distributed.exit_codes import ExitStatus
 from dtmega.distributed.watchdog import SAVING, Watch
@@ -161,7 +161,7 @@ def start_watch(
     cfg: config.Config, world: World, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> Watch:
     """Start the watchdog, which from here on hears signals and ends a rank that hangs."""
-    records = Path(cfg.run.dir, "flight-recorder")
+    records = Path(cfg.run.dir, flight_recorder.FOLDER)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status, records)
     # Registered before whatever takes time to close, and so closed after it: until then it hears a second signal.
     closing.callback(watch.close)

@@ -30,6 +30,7 @@ from dtmega.files import atomic, console
 
 # torch's variables for the number of collectives that are kept, the newer name first; 0 switches the recorder off.
 BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+FOLDER = "flight-recorder"  # in the run directory
 ENTRIES = 2000  # 330 kB in a file, with stacks of 25 frames
 PREFIX = "rank_"  # torchfrtrace takes the number after it as the rank
 PATIENCE_S = 8.0

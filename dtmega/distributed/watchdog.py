@@ -351,6 +351,7 @@ class Watch:
             if self._callback is not None:
                 faulthandler.dump_traceback_later(CALLBACK_S, exit=True)
                 self._callback()
+            # Last, because nccl's recorder asks CUDA, whose answer may not come, and then no Python runs any more.
             if self._records is not None:
                 faulthandler.dump_traceback_later(RECORD_S, exit=True)
                 self._write_record()

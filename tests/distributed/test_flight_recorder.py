@@ -122,10 +122,12 @@ def hang_alone(records: str, holds_the_lock: bool) -> None:
     """A rank hangs after a collective; stderr goes to a file."""
     if holds_the_lock:
         watchdog.RECORD_S = 1.0
-        C10D._dump_fr_trace = lambda **_: ctypes.PyDLL(None).sleep(100)
+        # Longer than that limit, and shorter than the one before it.
+        C10D._dump_fr_trace = lambda **_: ctypes.PyDLL(None).sleep(6)
     with Path(f"{records}.stderr").open("w") as file, contextlib.redirect_stderr(file):
         watch = Watch(20, 1, 0, None, Path(records))
         watch.share(HashStore(), 1)
+        watch.before_exit(Path(f"{records}.closed").touch)
         never_comes()
 
 
@@ -138,9 +140,10 @@ def test_a_folder_that_cannot_be_written_changes_no_exit_code_and_is_said(tmp_pa
     assert "torchfrtrace" not in said
 
 
-def test_a_recorder_that_never_lets_python_run_again_does_not_keep_the_process(tmp_path):
+def test_a_recorder_that_lets_no_python_run_keeps_neither_the_process_nor_what_is_to_be_done_before_its_end(tmp_path):
     (ended,) = forks().run(1, hang_alone, str(tmp_path / "records"), True)
     assert (ended.code, ended.late) == (exit_codes.FAILED, False)
+    assert (tmp_path / "records.closed").exists()
 
 
 SWITCHED_OFF = """
@@ -199,17 +202,27 @@ def test_a_record_of_nccl_is_written_as_it_is(tmp_path, monkeypatch):
     assert Path(path).read_bytes() == content
 
 
+def test_where_nccl_has_recorded_nothing_the_record_is_that_of_gloo(tmp_path, monkeypatch):
+    of_gloo = [{"profiling_name": "gloo:barrier"}]
+    monkeypatch.setattr(C10D, "_dump_nccl_trace", lambda **_: pickle.dumps({"entries": []}), raising=False)
+    monkeypatch.setattr(C10D, "_dump_fr_trace", lambda **_: pickle.dumps({"entries": of_gloo}))
+    path = flight_recorder.dump(tmp_path, 0)
+    assert pickle.loads(Path(path).read_bytes())["entries"] == of_gloo
+
+
 def test_a_record_whose_stacks_cannot_be_read_in_time_is_written_without_them(tmp_path, monkeypatch):
     forever = threading.Event()
 
     def slow(includeStackTraces: bool) -> bytes:
         if includeStackTraces:
-            forever.wait()
+            forever.wait(2 * flight_recorder.PATIENCE_S)
         return pickle.dumps({"entries": [{}]})
 
     monkeypatch.setattr(C10D, "_dump_nccl_trace", slow, raising=False)
+    started = time.monotonic()
     try:
         path = flight_recorder.dump(tmp_path, 0, patience_s=0.5)
+        assert time.monotonic() - started < flight_recorder.PATIENCE_S
         assert pickle.loads(Path(path).read_bytes()) == {"entries": [{}]}
     finally:
         forever.set()
@@ -218,7 +231,7 @@ def test_a_record_whose_stacks_cannot_be_read_in_time_is_written_without_them(tm
 def test_a_disk_that_hangs_keeps_a_process_no_longer_than_the_patience(tmp_path, monkeypatch):
     forever = threading.Event()
     monkeypatch.setattr(C10D, "_dump_nccl_trace", lambda **_: pickle.dumps({"entries": [{}]}), raising=False)
-    monkeypatch.setattr(os, "fsync", lambda _: forever.wait())
+    monkeypatch.setattr(os, "fsync", lambda _: forever.wait(2 * flight_recorder.PATIENCE_S))
     started = time.monotonic()
     try:
         assert flight_recorder.dump(tmp_path, 0, patience_s=0.5) == ""
