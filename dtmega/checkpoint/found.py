@@ -74,7 +74,8 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
             exit_status.set(error.exit_code, error.reason)
         else:
             exit_status.set(exit_codes.FAILED, exit_codes.error_summary(error))
-        # A lock file shows that a run has been here. A ValueError of `Claim` means that another process runs here now.
+        # The file is written only into a directory that has held a run, which its lock file shows. If another process
+        # runs there now, `Claim` raises ValueError, and nothing is written.
         if first and run_dir is not None and (run_dir / process.LOCK).exists():
             with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
                 exit_status.attach(run_dir, partial(resume.newest_of_run, run_dir))

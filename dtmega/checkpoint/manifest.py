@@ -69,7 +69,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor, whose chunks cover it, each element once."""
+    """A whole tensor. Its chunks together hold each element exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

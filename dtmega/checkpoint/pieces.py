@@ -16,10 +16,10 @@ from dtmega.ops.shards import boxes, in_parts
 
 
 class Pieces:
-    """A tensor of which this rank holds several boxes, in the form that torch's planners ask for.
+    """A tensor held as several boxes on this rank, in the form that torch's checkpoint planners expect.
 
-    torch plans one box per rank for a DTensor. The two methods with double underscores are its protocol for tensors
-    that bring their own boxes (`torch.distributed.checkpoint.planner_helpers`).
+    For a DTensor, torch plans one box per rank. The two methods with double underscores are torch's protocol for
+    tensors that list their own boxes (`torch.distributed.checkpoint.planner_helpers`).
     """
 
     def __init__(self, tensor: DTensor) -> None:

@@ -4,9 +4,9 @@
     trackers.record(step, {"loss": 2.5})  # returns at once
     trackers.close(finished=True, within_s=CLOSE_S)
 
-Each tracker has a thread of its own, which imports the library during the first steps, opens the run, and sends the rows
-that wait. If a tracker fails or is slow, one line on stderr says so; training neither waits for it nor ends because of
-it.
+Each tracker has a thread of its own, which imports the library during the first steps, opens the run, and sends the
+rows that wait. If a tracker fails or is slow, one line on stderr says so; training neither waits for it nor ends for
+that reason.
 
 `trackers.json` in the run directory keeps the id of the run at each tracker, and the last step that was sent. So a
 resumed run is the same run at the tracker, and steps that are repeated after a resume are sent only once.
@@ -180,7 +180,7 @@ class Trackio:
 
 
 def masked(value: Any) -> Any:
-    """A configuration that may be shown: the values of keys named like a secret, and credentials in URLs, are masked."""
+    """Mask secrets in a configuration: values of keys with names such as "password", and credentials in URLs."""
     if isinstance(value, Mapping):
         return {key: MASK if SECRET.search(str(key)) else masked(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
