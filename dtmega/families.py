@@ -118,15 +118,15 @@ class BuiltInFamily:
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
         stage.to_empty(device=device)
-        # `to_empty` gave each module that shares a tied parameter memory of its own.
+        # `to_empty` has given separate memory to each module that shares a tied parameter.
         stage.tie()
-        # First whole, then cut: a slope or an id follows from the head's global number.
+        # Buffers are filled whole and cut afterwards, because a slope or an id depends on the head's global number.
         stage.init_buffers(cfg.run.seed)
         if world.tp.size() > 1:
             shard_buffers(stage, world.tp, self._plan(cfg))
 
     def boundary(self, cfg: config.Config, sizes: Mapping[str, int], whole: Model, after: str) -> dict[str, Tensor]:
-        # With sequence parallelism a stage hands on only this tp rank's part of the sequence.
+        # With sequence parallelism, a stage hands on only this tp rank's part of the sequence.
         parts = sizes["tp"] if cfg.mesh.sequence_parallel else 1
         return {name: hidden_state(cfg, parts, key) for name, key in whole.handed_on(after).items()}
 
@@ -304,7 +304,7 @@ def section_of(
 
     Args:
         program: a key of `Family.formats`.
-        names: names of the stored tensors, which tell the family.
+        names: names of the stored tensors, from which the family is recognised.
         theirs: the configuration stored with them.
         where: their path, for messages.
         expected: the section that the configuration has to agree with; None: make one from it.

@@ -268,7 +268,8 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
     everyone = dist.group.WORLD
     assert everyone is not None
     members = set(itertools.chain.from_iterable(lists))
-    # Every process has to make as many groups as the others, or their names would differ from here on.
+    # torch names a group by the number of groups that the process made before. So every process makes the same number
+    # of groups; otherwise later groups would have different names on different processes.
     lists = [*lists, *((rank,) for rank in range(dist.get_world_size()) if rank not in members)]
     if len(lists) == 1:
         return everyone

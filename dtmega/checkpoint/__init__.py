@@ -5,13 +5,13 @@
     files.py         file operations that checkpoints need, on a disk or under a URL
     reader.py        a finished checkpoint, verified while it is read
     tensor_files.py  tensors of any layout, written and read through torch.distributed.checkpoint
-    pieces.py        tensors of which one rank holds several boxes, for tensor_files.py
+    pieces.py        tensors held as several boxes on one rank, for tensor_files.py
     staging.py       copies in host memory, which an asynchronous save writes
     run.py           the checkpoints that a run saves while it trains: write, publish, keep the newest
-    resume.py        the checkpoint that a run resumes from, and whether it may
+    resume.py        the checkpoint that a run resumes from, and the check that it may do so
     changes.py       configuration keys that may change when a run resumes
-    found.py         start of a run: rank 0 claims the folders and finds the checkpoints, all ranks open the same
+    found.py         start of a run: rank 0 claims the folders and finds the checkpoints, all ranks open them
     weights.py       initial weights, from a checkpoint or from another program's files
 
-What users do with checkpoints by hand is in convert/.
+The commands that convert and inspect checkpoints are in cli/convert/.
 """

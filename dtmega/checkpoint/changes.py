@@ -32,7 +32,8 @@ FREE: dict[str, tuple[str, ...]] = {
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
-# Keys that move the learning rate or the end of the run. The line of the last of them also says what all changes do.
+# Keys that change the learning rate or the end of the run. If some of them differ, the line about the last one also says
+# what all changes do together.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),
@@ -59,7 +60,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
     ),
 }
 # Keys whose values are not compared: files may move, and order_samples = 0 stands for a number that follows from other
-# keys. `resume.check_same` compares what they lead to: the identity of the data, and the digest of the model directory.
+# keys. `resume.check_same` compares the identity of the data and the digest of the model directory instead.
 BY_CONTENT: dict[str, tuple[str, ...]] = {"data": ("path", "train", "order_samples", "tokenizer"), "model": ("path",)}
 
 
@@ -106,7 +107,7 @@ def differing(section: str, then: Mapping[str, Any], now: Section) -> Iterator[C
 
 
 def changed(then: Mapping[str, Mapping[str, Any]], now: Config, kind: Treatment) -> list[Change]:
-    """The changes of all sections that are treated as `kind`.
+    """The changes in all sections that get the treatment `kind`.
 
     Args:
         then: the configuration recorded in the checkpoint, by section.
@@ -138,7 +139,7 @@ def lines(
         now: the present configuration.
         steps: number of steps that the run has done.
         samples: number of samples that the run has read.
-        overflowed: numbers of steps and samples among these during which the learning rate stood still, because
+        overflowed: (steps, samples), the part of these two numbers during which the learning rate stood still, because
             float16 could not hold a gradient.
     """
     printed = changed(then, now, "printed")
@@ -157,7 +158,7 @@ def _consequences(
     printed: list[Change], now: Config, steps: int, samples: int, overflowed: tuple[int, int]
 ) -> list[str]:
     """The effects of these changes on the number of remaining steps and on the learning rate, in words."""
-    # The present configuration with the old recipe put back: its end and its rate are those that the run had.
+    # The present configuration with the old recipe, for the end and the learning rate that the run had before.
     values: dict[str, dict[str, Any]] = now.model_dump()
     for change in printed:
         values[change.section][change.key] = change.was
@@ -166,7 +167,7 @@ def _consequences(
     except ValidationError:  # a combination that this dtmega refuses
         return []
     end_before, end_now = before.end(steps, samples), now.end(steps, samples)
-    # The learning rate is defined from step 1 on, so a run that has done no step shows the rate of its first one.
+    # The learning rate is defined from step 1 on, so a run that has done no step shows the rate of its first step.
     done = max(steps - overflowed[0], 1), samples - overflowed[1]
     rate_before = optim.rate_at(before, *done, end_before)
     rate_now = optim.rate_at(now, *done, end_now)

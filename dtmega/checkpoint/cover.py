@@ -15,9 +15,9 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     """True if each element of a tensor is in exactly one of the boxes. Takes time linear in the number of boxes.
 
     Each corner of a box gets a sign: the product, over the cut dims, of +1 at the lower end and -1 at the upper end.
-    Summed over all boxes, the signed corners are the mixed difference of "how many boxes hold this element", and
-    determine it. So the boxes cover the tensor exactly once if and only if their signed corners add up to those of the
-    whole tensor.
+    Let c be the number of boxes that hold an element, as a function of the element's place. The signed corners of all
+    boxes together are the mixed difference of c, and therefore determine c. So the boxes cover the tensor exactly once
+    if and only if their signed corners add up to those of the whole tensor.
 
     Args:
         shape: shape of the tensor.
@@ -33,7 +33,7 @@ def cover(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> bool:
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"expected a tensor cut along at most {MAX_CUT_DIMS} dims, got {len(cut)}")
     whole_tensor = ((0,) * len(shape), shape)
-    # All corners cancel if the boxes make the tensor: those of the boxes are added, those of the tensor subtracted.
+    # The corners of the boxes are added, and those of the whole tensor subtracted. All cancel if the boxes cover it.
     signed_boxes = [*((1, box) for box in boxes), (-1, whole_tensor)]
     corners: Counter[Sizes] = Counter()
     for sign, (offsets, sizes) in signed_boxes:

@@ -1,6 +1,6 @@
 """File operations that checkpoints need: on a disk (`Disk`), or under an fsspec URL (`Remote`).
 
-Each change of the file system is a call of one method here, so that a test can kill the process at any of them. On a
+Each change of the file system is one method call here, so that a test can kill the process at each of them. On a
 disk a checkpoint is written under a temporary name and published by a rename, which is atomic. Object stores have no
 atomic rename of a folder, so under a URL a folder counts as a checkpoint once its manifest is there, written last.
 """
@@ -40,7 +40,7 @@ def open_root(root: str) -> Disk | Remote:
 
 
 class Disk:
-    """The folders below `root` on a local (or shared) file system, by their names."""
+    """The folders in `root`, on a local or shared file system. The methods take the names of folders."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -64,7 +64,7 @@ class Disk:
         return {name: s.st_size for name, s in stats.items() if stat.S_ISREG(s.st_mode)}
 
     def make(self, folder: str) -> None:
-        """Make an empty folder, in place of whatever a killed save left under this name."""
+        """Make an empty folder. Whatever a killed save left under this name is deleted."""
         atomic.empty_folder(self.root / folder)
 
     def create(self, folder: str, name: str) -> AbstractContextManager[Any]:
@@ -90,11 +90,11 @@ class Disk:
         atomic.sync_folder(self.root / folder)
 
     def rename(self, folder: str, to: str) -> None:
-        """Rename a folder in one atomic event; `sync("")` makes the new name survive a power cut."""
+        """Rename a folder atomically. `sync("")` makes the new name survive a power cut."""
         os.rename(self.root / folder, self.root / to)
 
     def move(self, folder: str, into: str) -> None:
-        """Move a folder into the folder `into`, and return when that survives a power cut."""
+        """Move a folder into the folder `into`, and return once the move would survive a power cut."""
         atomic.make_folder(self.root / into)
         os.rename(self.root / folder, self.root / into / folder)
         atomic.sync_folder(self.root / into)
@@ -104,23 +104,24 @@ class Disk:
         atomic.remove_folder(self.root / folder)
 
     def free_bytes(self) -> int | None:
-        """Free space of the file system in bytes; None if it cannot be found out."""
+        """Free space of the file system in bytes; None if it is not known."""
         with contextlib.suppress(OSError):
             return shutil.disk_usage(self.root).free
         return None
 
 
 class Remote:
-    """The methods of `Disk` for folders under a URL, except `sync` and `rename`.
+    """The folders under a URL, with the methods of `Disk` except `sync` and `rename`.
 
-    Neither is needed: a file is durable once it is closed, and a folder is a checkpoint once it has a manifest.
+    These two are not needed: a file is durable once it is closed, and a folder is a checkpoint once it has a manifest.
     """
 
     def __init__(self, url: str) -> None:
         fs, root = url_to_fs(url)
         assert isinstance(fs, fsspec.AbstractFileSystem)
         self._fs, self.root, self._url = fs, root, url.rstrip("/")
-        # Fails now if the place cannot be reached. Nothing is made there: looking for a checkpoint leaves no trace.
+        # List the folders, so that a place that cannot be reached fails now. Nothing is created: a mere search for
+        # checkpoints must leave no trace.
         self.folders()
 
     def path(self, folder: str) -> str:
@@ -152,8 +153,8 @@ class Remote:
             with self._fs.open(path, "wb") as file:
                 yield file
         except BaseException:
-            # Leaving the `with` has closed the file, so what was written so far, such as half a manifest, is there
-            # under its name.
+            # The `with` has closed the file, so the part written so far, such as half a manifest, now exists under the
+            # file's name.
             with contextlib.suppress(Exception):
                 self._fs.rm(path)
             raise
@@ -174,7 +175,7 @@ class Remote:
     def remove(self, folder: str) -> None:
         self._fs.invalidate_cache()
         if self._fs.exists(self._at(folder)):
-            # The manifest goes first: a folder whose removal is cut off must not count as a checkpoint.
+            # Delete the manifest first, so that the folder does not count as a checkpoint if its removal is cut off.
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._at(folder, NAME))
             with contextlib.suppress(FileNotFoundError):
@@ -184,7 +185,7 @@ class Remote:
         return None
 
     def _ls(self, folder: str) -> list[dict[str, Any]]:
-        # fsspec caches listings, which would lack what other ranks have written since.
+        # Drop the listings that fsspec has cached: they lack what other ranks have written since.
         self._fs.invalidate_cache()
         return self._fs.ls(self._at(folder), detail=True)
 

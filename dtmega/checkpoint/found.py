@@ -43,10 +43,10 @@ class CandidatePaths(NamedTuple):
 
 
 def claims(cfg: config.Config) -> Iterator[Claim]:
-    """Claim the run directory, then the folder of the checkpoints if that is another one. The caller closes the claims.
+    """Claim the run directory, then the folder of the checkpoints if it is a different one. The caller closes the claims.
 
     Raises:
-        ValueError: another process has claimed one of them, or it is not writable.
+        ValueError: another process has claimed one of the two folders, or one is not writable.
     """
     run_dir, root = Path(cfg.run.dir), resume.root_of(cfg)
     yield Claim(run_dir)
@@ -63,9 +63,9 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
     Nothing is written if the directory has never held a run, or while another process has claimed it.
 
     Args:
-        run_dir: the run directory; None if the command line does not say which it is.
-        exit_status: takes the exit code and the reason.
-        first: True on the first rank, which writes for all.
+        run_dir: the run directory; None if the command line does not name it.
+        exit_status: record that takes the exit code and the reason.
+        first: True on the first rank, which writes for all ranks.
     """
     try:
         yield
@@ -74,7 +74,8 @@ def early_end_recorded(run_dir: Path | None, exit_status: ExitStatus, *, first: 
             exit_status.set(error.exit_code, error.reason)
         else:
             exit_status.set(exit_codes.FAILED, exit_codes.error_summary(error))
-        # A lock file shows that a run has been here. A ValueError of `Claim` means that another process runs here now.
+        # The file is written only into a directory that has held a run, which its lock file shows. If another process
+        # runs there now, `Claim` raises ValueError, and nothing is written.
         if first and run_dir is not None and (run_dir / process.LOCK).exists():
             with contextlib.suppress(ValueError), contextlib.closing(Claim(run_dir, patience_s=0)):
                 exit_status.attach(run_dir, partial(resume.newest_of_run, run_dir))
@@ -109,7 +110,7 @@ def find_candidates(cfg: config.Config, identity: Mapping[str, Any], digest: str
         digest: digest of the model directory; '' if the model is not read from one.
 
     Raises:
-        ValueError: as `resume.find_checkpoints`, or the folder of the checkpoints is not writable.
+        ValueError: an error of `resume.find_checkpoints`, or the folder of the checkpoints is not writable.
     """
     checkpoints, damage = resume.find_checkpoints(cfg, identity, digest)
     probe = _make_probe(open_root(resume.root_of(cfg)))
@@ -134,11 +135,14 @@ def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Check
 
 
 def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
-    """The value of [precision] params. With `auto`, a resumed run keeps its own and a new run takes the device's best.
+    """The dtype that [precision] params stands for.
+
+    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if the device computes fast in
+    it, else float32.
 
     Args:
         cfg: the run's configuration.
-        candidates: checkpoints to resume from, the newest first; none for a new run.
+        candidates: checkpoints to resume from, the newest first; empty for a new run.
         fast_bfloat16: True if the device computes fast in bfloat16.
     """
     if cfg.precision.params != "auto":
@@ -151,21 +155,21 @@ def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bflo
 
 
 def manifest_digests(sources: Sequence[Source | Checkpoint | None]) -> dict[str, str]:
-    """Path -> digest of the manifest, for those of the sources that are checkpoints. All ranks must agree in them."""
+    """Path -> digest of the manifest, for each source that is a checkpoint. The digests must be equal on all ranks."""
     unwrapped = [source.checkpoint if isinstance(source, Weights) else source for source in sources]
     checkpoints = [source for source in unwrapped if isinstance(source, Checkpoint)]
     return {c.path: manifest.digest(manifest.dump(c.manifest)) for c in checkpoints}
 
 
 def remove_probe(cfg: config.Config, by_rank_0: CandidatePaths) -> None:
-    """Remove the probe. If the library behind a URL fails at that, the next start removes it."""
+    """Remove the probe folder. If that fails, as it may under a URL, the next start removes the folder."""
     with contextlib.suppress(Exception):
         open_root(resume.root_of(cfg)).remove(by_rank_0.probe)
 
 
 def _make_probe(files: Disk | Remote) -> str:
-    """Make a folder with a file in it, which other ranks see only if they share this file system; returns its name."""
-    # The next start removes folders with this prefix (`resume.set_aside_newer`), in case this one is killed.
+    """Make a folder that other ranks see only if they share this file system, and return its name."""
+    # The next start removes folders with this prefix (`resume.set_aside_newer`), in case this start is killed.
     probe = f".tmp-step-probe-{uuid4().hex}"
     try:
         files.make(probe)

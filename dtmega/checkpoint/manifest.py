@@ -3,9 +3,9 @@
     {"content": {"format": 1, "step": 100, "state": {...}, "files": {name: bytes}, "tensors": {...}}, "xxh3": "..."}
 
 Tensors are raw little-endian bytes in `data-00000.bin`, ... . Each chunk of a tensor has one digest per BLOCK_BYTES, so
-that a rank that needs some rows reads and verifies little more than these. A digest detects damage; it is no signature.
-Everything that `parse` returns has the right type, lies within its file and has a plausible size, so that readers may
-allocate memory by it.
+that a rank that needs some rows reads and verifies little more than those rows. A digest detects damage; it is not a
+signature. Everything that `parse` returns has the right type, lies within its file and has a plausible size, so that
+readers may trust it when they allocate memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtmega.files.untrusted_json import parse_object
 FORMAT = 1
 NAME = "manifest.json"
 BLOCK_BYTES = 4 * 2**20
-MAX_BYTES = 2**30  # largest manifest that is read; that of BLOOM-176B, with its digests, has 20 MB
+MAX_BYTES = 2**30  # size of the largest manifest that is read; BLOOM-176B's has 20 MB, including the digests
 MAX_DIMS = 16
 MAX_COUNT = 2**60  # torch multiplies sizes in 64 bits
 DATA_FILE = re.compile(r"data-\d{5}\.bin")
@@ -41,7 +41,7 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint that differs from what was saved; names file, entry and reason. An older one may be intact."""
+    """A checkpoint that differs from what was saved. The message names file, entry and reason. Older ones may be intact."""
 
     exit_code = exit_codes.DAMAGED
 
@@ -55,9 +55,11 @@ class StoredChunk:
     """A box of a tensor, and the place of its bytes.
 
     Attributes:
-        offsets, sizes: the box within the tensor, one number per dim.
-        file, start: data file and byte at which the box's elements begin, stored row by row.
-        digests: xxh3-128 in hex of each BLOCK_BYTES of the chunk; the last block may be shorter.
+        offsets: place of the box within the tensor, one number per dim.
+        sizes: size of the box, one number per dim.
+        file: name of the data file that holds the box's elements, row by row.
+        start: number of the byte in the file at which they begin.
+        digests: xxh3-128 digests in hex, one for each block of BLOCK_BYTES; the last block may be shorter.
     """
 
     offsets: tuple[int, ...]
@@ -69,7 +71,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor, whose chunks cover it, each element once."""
+    """A whole tensor. Its chunks together hold each element exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,7 +100,7 @@ class Manifest:
 
 
 def digest(data: Any) -> str:
-    """The xxh3-128 of some bytes, in hex."""
+    """The xxh3-128 digest of bytes, in hex."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -140,7 +142,7 @@ def parse(raw: bytes, sizes: dict[str, int]) -> Manifest:
         sizes: size in bytes of each file in the folder.
 
     Raises:
-        Damaged: `dump` has not written these bytes, a data file is missing or of another size, or two chunks share
+        Damaged: `dump` has not written these bytes, a data file is missing or has a different size, or two chunks share
             bytes.
         OtherFormat: another version of dtmega has written the manifest.
     """

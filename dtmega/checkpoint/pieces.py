@@ -1,4 +1,4 @@
-"""Tensors of which one rank holds several boxes (GPT-2's [q | k | v] over tp), for torch's checkpoint planners."""
+"""Tensors held as several boxes on one rank (GPT-2's [q | k | v] over tp), for torch's checkpoint planners."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dtmega.ops.shards import boxes, in_parts
 
 
 class Pieces:
-    """A tensor of which this rank holds several boxes, in the form that torch's planners ask for.
+    """A tensor held as several boxes on this rank, in the form that torch's checkpoint planners expect.
 
-    torch plans one box per rank for a DTensor. The two methods with double underscores are its protocol for tensors
-    that bring their own boxes (`torch.distributed.checkpoint.planner_helpers`).
+    For a DTensor, torch plans one box per rank. The two methods with double underscores are torch's protocol for
+    tensors that list their own boxes (`torch.distributed.checkpoint.planner_helpers`).
     """
 
     def __init__(self, tensor: DTensor) -> None:
@@ -41,13 +41,13 @@ class Pieces:
         ]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The content of the box that begins at the offset of the index."""
+        """The content of the box that begins at the index's offset."""
         assert index.offset is not None
         return self._parts[index.offset]
 
 
 def _as_pieces(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors, with those that are held in several boxes as `Pieces`."""
+    """The same tensors, where `Pieces` replace each tensor that is held as several boxes."""
     replaced: dict[str, Any] = {}
     for name, tensor in tensors.items():
         replaced[name] = Pieces(tensor) if isinstance(tensor, DTensor) and in_parts(tensor) else tensor
@@ -77,7 +77,7 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        # torch's own set-up handles tensors only, so the pieces take their places afterwards.
+        # torch's own set-up handles tensors only, so `Pieces` replace them afterwards.
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = _as_pieces(state_dict)
 

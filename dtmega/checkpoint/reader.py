@@ -47,10 +47,10 @@ class Checkpoint:
         self._held: dict[str, Any] = {}
 
     def hold(self) -> Checkpoint:
-        """Open every data file now, because a run that is going on may delete the checkpoint while it is being read.
+        """Open every data file now, because a run that is still training may delete the checkpoint during the reading.
 
-        Does nothing under a URL, where an open file does not keep its content, and nothing if there are more data files
-        than a process may open.
+        Does nothing under a URL, because an open file there loses its content when it is deleted. Does nothing either if
+        there are more data files than a process may open.
 
         Returns:
             This checkpoint.
@@ -66,7 +66,7 @@ class Checkpoint:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         with ExitStack() as closing:
             held = {name: closing.enter_context(self.files.open(self.folder, name)) for name in self.manifest.files}
-            # All files are open. From here on they live as long as this object.
+            # All files are open, and stay open as long as this object exists.
             self._held = held
             weakref.finalize(self, closing.pop_all().close)
         return self
@@ -84,7 +84,7 @@ class Checkpoint:
             index: slices of step 1, one per dim; None for the whole tensor.
 
         Raises:
-            Damaged: a block does not match its digest; names file and tensor.
+            Damaged: a block does not match its digest; the message names the file and the tensor.
         """
         entry = self.manifest.tensors[name]
         slices = index or [slice(None)] * len(entry.shape)
@@ -93,7 +93,7 @@ class Checkpoint:
         stops = [stop for _, stop, _ in bounds]
         result = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=entry.dtype)
         for chunk in entry.chunks:
-            # The overlap of the chunk and the part, from `low` to `high` in the coordinates of the whole tensor.
+            # The overlap of the chunk and the wanted part, from `low` to `high` in the coordinates of the whole tensor.
             low = [max(start, o) for start, o in zip(starts, chunk.offsets, strict=True)]
             high = [min(stop, o + n) for stop, o, n in zip(stops, chunk.offsets, chunk.sizes, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
@@ -111,10 +111,10 @@ class Checkpoint:
             box: slices within the chunk, one per dim.
 
         Raises:
-            Damaged: a block does not match its digest; names file and tensor.
+            Damaged: a block does not match its digest; the message names the file and the tensor.
         """
-        # A chunk is stored row by row, so whole rows of dim 0 are one range of bytes. Digests are of whole blocks, so
-        # the range read is widened to block boundaries.
+        # A chunk is stored row by row, so whole rows of dim 0 are one range of bytes. Each digest covers a whole block, so
+        # the range is widened to block boundaries.
         dtype = self.manifest.tensors[name].dtype
         rows = box[0] if box else slice(0, 1)
         row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
@@ -126,7 +126,7 @@ class Checkpoint:
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
         with self._open(chunk.file) as file:
             file.seek(chunk.start + start)
-            # The file is unbuffered: one call may read less than was asked for, and 0 bytes mean the end of the file.
+            # The file is unbuffered: one call may read fewer bytes than it asks for, and 0 bytes mean the end of the file.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n
@@ -145,7 +145,7 @@ class Checkpoint:
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
-        """A data file to read: the one that `hold` has opened, or else opened for this block.
+        """A data file to read: the one that `hold` has opened, or else a file that is open during the `with` block.
 
         Raises:
             Damaged: the file is missing, perhaps because the run has deleted the whole checkpoint.
@@ -160,7 +160,7 @@ class Checkpoint:
             yield file
 
     def verify(self) -> None:
-        """Read every tensor.
+        """Read every tensor, and so verify every digest.
 
         Raises:
             Damaged: a block does not match its digest.

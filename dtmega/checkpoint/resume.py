@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from: the newest intact one, a named one, or none; and whether it may do so."""
+"""The checkpoint that a run resumes from: the newest intact one, a named one, or none; and the check that it may do so."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Progress(NamedTuple):
         step: number of steps done, including skipped ones.
         samples: number of samples read.
         skipped: number of steps that changed no weight.
-        overflowed, overflowed_samples: how many of the skipped steps were skipped because float16 could not hold a
-            gradient, and how many samples these steps read. The learning rate did not move during them.
+        overflowed: number of steps that were skipped because float16 could not hold a gradient. The learning rate did
+            not move during these steps.
+        overflowed_samples: number of samples that these steps read.
     """
 
     step: Count = 0
@@ -48,7 +49,7 @@ class HealthState(NamedTuple):
     """Counts of high losses in a row (`training/health.py`).
 
     Attributes:
-        losses_above: number of steps whose loss was above [train] stop_loss_above, up to the last step.
+        losses_above: number of steps in a row, up to the last step, whose loss was above [train] stop_loss_above.
         rises: number of validations since the best one.
         best_loss: smallest validation loss; None if [train] stop_validation_rises has not compared any.
         best_step: step of that validation.
@@ -81,8 +82,8 @@ class State(BaseModel):
             and the seed; empty in a checkpoint that holds weights only.
         config: the run's resolved configuration, by section.
         digest: digest of the directory that the model is read from; '' if there is no such directory.
-        layout: number of processes, and size of each axis of the mesh; for people.
-        versions: versions of dtmega, torch and Python that wrote the checkpoint; for people.
+        layout: number of processes, and size of each axis of the mesh; for people to read.
+        versions: versions of dtmega, torch and Python that wrote the checkpoint; for people to read.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -111,7 +112,7 @@ class State(BaseModel):
         digest: str = "",
         layout: Mapping[str, int] | None = None,
     ) -> State:
-        """A state with the versions of dtmega, torch and Python that are running; the arguments are its attributes."""
+        """Make a state with the versions of dtmega, torch and Python that are running. The arguments are attributes."""
         versions = {"dtmega": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return cls(
             progress=progress,
@@ -152,7 +153,7 @@ def root_of(cfg: config.Config) -> str:
 
 
 def split_path(path: str) -> tuple[Disk | Remote, str]:
-    """A checkpoint's path -> its parent folder, opened, and its name there."""
+    """Split a checkpoint's path into its parent folder, which is opened, and its name there."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     return open_root(parent or ("/" if path.startswith("/") else ".")), folder
 
@@ -161,7 +162,7 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
     """The checkpoint at `path`; or, if `path` is a run or a folder of checkpoints, its newest intact one.
 
     If `config.toml` of a run directory sets `[checkpoint] dir`, the checkpoints are looked for there and nowhere else.
-    On a disk the data files are held open, because the run may be going on and delete the checkpoint meanwhile.
+    On a disk the data files are held open, because the run may still be training and delete the checkpoint.
 
     Args:
         path: folder or URL of a checkpoint, a run directory, or a folder of checkpoints.
@@ -187,7 +188,7 @@ def open_checkpoint(path: str, step: int | None = None) -> Checkpoint:
 
 
 def _roots(path: str) -> list[str]:
-    """The places to look for checkpoints of a run directory, or of a folder of checkpoints, in this order."""
+    """The places to search for checkpoints, in this order. `path` is a run directory or a folder of checkpoints."""
     separate_dir = _checkpoint_dir_of_run(path)
     return [separate_dir] if separate_dir else [f"{path}/checkpoints", path]
 
@@ -311,15 +312,15 @@ def find_checkpoints(
         except Damaged as error:
             damage.append(f"damaged: {files.path(folder)}: {error}")
             continue
-        # Without "auto", the run's own folder is read only if torchrun has restarted the job. Then the checkpoints of
-        # the attempt before count, which were saved under the same [checkpoint] resume. The others there are older
-        # ones that the run was told not to resume from; that attempt may have died before it set them aside.
+        # Without "auto", the run's own folder is read only if torchrun has restarted the job. The previous attempt's
+        # checkpoints there record the same [checkpoint] resume, and are candidates. Any others are older, and the user
+        # asked not to resume from them; they are still there if that attempt died before it set them aside.
         if requested == "auto" or files is not own_root or written_under == requested:
             candidates.append(checkpoint)
     if damage and not candidates:
         raise Damaged("\n".join(damage))
-    # The newest one decides: older ones may hold the data from before a change that [checkpoint] allow_changed_data
-    # allowed.
+    # Only the newest checkpoint is compared: older ones may be from before a change of the data, which [checkpoint]
+    # allow_changed_data allowed.
     if candidates:
         check_same(candidates[0], cfg, identity, digest)
     return candidates, damage
@@ -335,14 +336,14 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
         digest: digest of the model directory; '' if the model is not read from one.
 
     Raises:
-        ValueError: a run with this configuration cannot resume there; names what differs.
+        ValueError: a run with this configuration cannot resume there; the message names what differs.
     """
     state = state_of(checkpoint)
     how_to_start_anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"
     if not state.identity:
         raise ValueError(f"{checkpoint.path} holds weights only, no run: name it in [model] init_from")
 
-    # Another model or recipe is refused in any case. Other data or another seed may be allowed, so they come last.
+    # Changed data or a changed seed may be allowed, so they are compared last. Every other change is refused here.
     refused = changes.changed(state.config, cfg, "refused")
     data_changes = [change for change in refused if change.section == "data" or change.name == "[run] seed"]
     others = [f"{change.name} was {change.was}, is {change.now}" for change in refused if change not in data_changes]
@@ -366,7 +367,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
             f"({how_to_start_anew})"
         )
     differing = {change.name: (change.was, change.now) for change in data_changes}
-    # The keys of both identities: a key may be new, and another may be gone.
+    # Compare the keys of both identities: a newer dtmega may have added or removed some.
     for key in {**state.identity, **identity}:
         was, now = state.identity.get(key), identity.get(key)
         if was != now:
@@ -383,7 +384,7 @@ def state_of(checkpoint: Checkpoint) -> State:
     """The state recorded in a checkpoint's manifest.
 
     Raises:
-        Damaged: the manifest holds something else.
+        Damaged: the manifest does not hold such a state.
     """
     try:
         return State.model_validate(checkpoint.manifest.state)
@@ -401,9 +402,10 @@ def how_to_resume(cfg: config.Config) -> str:
 
 
 def set_aside_newer(cfg: config.Config, step: int) -> None:
-    """Move the checkpoints of steps after `step`, from which the run restarts, into a folder `superseded-N`.
+    """Move the checkpoints of later steps than `step` into a folder `superseded-N`.
 
-    Otherwise the next start would resume from them. Leftovers of killed saves are deleted.
+    The run restarts from `step`. Without the move, the next start would resume from one of the later checkpoints.
+    Leftovers of killed saves are deleted.
     """
     files = open_root(root_of(cfg))
     for folder in files.folders():

@@ -3,7 +3,8 @@
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
 A checkpoint is written to `.tmp-step-00000100` and published by one rename, after everything in it is on the disk.
-Under a URL there is no atomic rename: there the manifest is written last, and a folder without one does not count.
+Under a URL there is no atomic rename: there the manifest is written last, and a folder without a
+manifest does not count as a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SaveOutcome(NamedTuple):
         step: number of the step that was saved.
         stall_s: seconds during which training stood still for the save.
         error: reason why there is no new checkpoint; '' if there is one.
-        warning: reason why a power cut may undo the new checkpoint; '' as a rule.
+        warning: reason why a power cut may undo the new checkpoint; '' in the usual case that it cannot.
     """
 
     step: int
@@ -48,7 +49,9 @@ class SaveOutcome(NamedTuple):
 
 
 class Checkpoints:
-    """Saving of a run's checkpoints, one at a time, and loading. All ranks call every method at the same step.
+    """Saves the checkpoints of a run, one at a time, and loads them.
+
+    All ranks call the methods at the same step, except `purge_strays`.
 
     With [checkpoint] mode "async", `save` copies the tensors, a thread writes the copies while training continues, and
     `poll` publishes the checkpoint between two later steps.
@@ -58,7 +61,7 @@ class Checkpoints:
         device: device of tensors that are sent through the default process group.
 
     Attributes:
-        newest: path of the run's newest complete checkpoint that was loaded or saved here; '' while there is none.
+        newest: path of the newest complete checkpoint that this object has loaded or saved; '' before the first.
         best: folder name of the checkpoint with the best validation loss, which is kept besides the newest ones; ''
             if validations are not compared.
     """
@@ -78,14 +81,14 @@ class Checkpoints:
         self._in_flight: tuple[int, float, Future[Manifest | None]] | None = None
 
     def save(self, tensors: Mapping[str, Tensor], state: State) -> list[SaveOutcome]:
-        """Save, or begin an asynchronous save.
+        """Save a checkpoint, or begin to save it if saving is asynchronous.
 
         Returns:
-            The saves that have ended meanwhile: this one or, if saving is asynchronous, the one before.
+            Outcomes of the saves that have ended: of this save or, if saving is asynchronous, of the previous one.
         """
         ended, step = self.wait(), state.progress.step
         self._best_step = state.health.best_step
-        # The clock starts here: the outcome of the previous save already has the time that `wait` took.
+        # The clock starts after `wait`, whose time already counts in the outcome of the previous save.
         started = time.perf_counter()
         arguments = self._files, self._unpublished(step)
         if self._stager is None:
@@ -102,10 +105,12 @@ class Checkpoints:
         return ended
 
     def poll(self) -> list[SaveOutcome]:
-        """Publish the checkpoint if the threads of all ranks have written it; on all ranks or on none.
+        """Publish the checkpoint if the threads of all ranks have written it.
+
+        A save ends on all ranks in the same call.
 
         Returns:
-            The save that has ended, if one has.
+            Outcome of the save that has ended, in a list; [] if none has.
         """
         if self._in_flight is None:
             return []
@@ -117,7 +122,7 @@ class Checkpoints:
         """Wait until the threads of all ranks have written, publish the checkpoint, and delete the oldest ones.
 
         Returns:
-            The save that has ended; [] if there was none.
+            Outcome of the save that has ended, in a list; [] if there was none.
         """
         if self._in_flight is None:
             return []
@@ -131,7 +136,7 @@ class Checkpoints:
             # Only rank 0 has the manifest, so only rank 0 publishes.
             if written is not None:
                 warning = self._publish(written)
-                # Not earlier: until the new best one is there, the one before must stay.
+                # Set only now: the previous best checkpoint must stay until the new one is published.
                 if step == self._best_step:
                     self.best = name(step)
                 if not warning:
@@ -168,17 +173,17 @@ class Checkpoints:
 
         Args:
             candidates: checkpoints to try in this order, the same on all ranks.
-            parameters: names and parameters of this rank. If a name comes twice, both parameters are filled.
+            parameters: names and parameters of this rank. If a name appears twice, both parameters are filled.
             optimizer: optimizer of these parameters; its state is replaced.
             damage: lines about the damaged checkpoints found so far. Lines about damaged candidates are appended.
-            pace: tells the other ranks that this one is still reading; None if nobody waits for it.
+            pace: object that tells the other ranks that this rank is still reading; None if nobody waits for it.
 
         Returns:
             The state recorded in the checkpoint; None if there are no candidates.
 
         Raises:
             Damaged: there are candidates, but none is intact.
-            ValueError: on all ranks, if any rank misses a tensor or needs it in another shape.
+            ValueError: a rank needs a tensor that the checkpoint lacks, or has in a different shape. All ranks raise this.
         """
         parameters = list(parameters)
         for checkpoint in candidates:
@@ -208,11 +213,11 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         n_updates: int,
     ) -> dict[str, list[Tensor]]:
-        """The tensors to fill, by the names of `tensors_of`; arguments as of the function `_targets`.
+        """The tensors to fill, by the names that `tensors_of` gives them. The arguments are those of the function `_targets`.
 
         Raises:
-            ValueError: on all ranks, if any rank cannot take its tensors from this checkpoint. Otherwise the others
-                would wait for that rank in the collectives of loading.
+            ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this, because the other ranks
+                would otherwise wait for that rank in the collectives of loading.
         """
         targets = dict[str, list[Tensor]]()
         refusal = ""
@@ -227,11 +232,11 @@ class Checkpoints:
         return targets
 
     def purge_strays(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """Delete the checkpoints that the last start was killed before it could delete. Called on rank 0.
+        """Delete old checkpoints that are left because the previous attempt was killed. Called on rank 0.
 
         Args:
-            before: the configuration recorded in the newest checkpoint. If that run was to keep more checkpoints than
-                this one, they stay.
+            before: configuration recorded in the newest checkpoint. If its [checkpoint] keep is larger than the present
+                one, the larger number of checkpoints stays.
         """
         folders = finished(self._files)
         if folders:
@@ -239,7 +244,7 @@ class Checkpoints:
             self._purge(folders[-1], max(keep, self._keep))
 
     def close(self) -> None:
-        """End the thread that writes."""
+        """End the thread that writes checkpoints."""
         self._thread.shutdown()
 
     def _unpublished(self, step: int) -> str:
@@ -250,23 +255,23 @@ class Checkpoints:
         """Write the manifest into a folder of data files, and give the folder its final name.
 
         Returns:
-            Reason why a power cut may undo that; '' as a rule.
+            Reason why a power cut may undo the new name; '' in the usual case that it cannot.
 
         Raises:
-            Failed: in place of any exception of the disk or of the library behind a URL, because the other ranks
-                wait for the outcome.
+            Failed: the disk, or the library behind a URL, raised an exception of any type. It is replaced by this one,
+                because the other ranks wait for the outcome.
         """
         files, unpublished = self._files, self._unpublished(written.step)
         try:
             with files.create(unpublished, manifest.NAME) as file:
                 file.write(manifest.dump(written))
-            # All names in the folder are on the disk before the folder counts as a checkpoint.
+            # The names of all files have to be on the disk before the folder counts as a checkpoint.
             if isinstance(files, Disk):
                 files.sync(unpublished)
                 files.rename(unpublished, name(written.step))
         except Exception as error:
             raise Failed(f"{type(error).__name__}: {error}") from error
-        # From here on the checkpoint is there. Only its name may not be on the disk yet.
+        # The checkpoint is now published, but its new name may not have reached the disk yet.
         try:
             if isinstance(files, Disk):
                 files.sync("")
@@ -275,16 +280,16 @@ class Checkpoints:
         return ""
 
     def _purge(self, newest: str, keep: int) -> None:
-        """Delete all checkpoints but the newest `keep` and the best. One that cannot be deleted only takes space."""
+        """Delete all checkpoints but the newest `keep` and the best. If a deletion fails, only space is lost."""
         files = self._files
         with contextlib.suppress(Exception):
             others = [folder for folder in finished(files) if folder not in (newest, self.best)]
-            # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0], which `or None` makes [:].
+            # The last keep - 1 of the others stay. For keep = 1 the slice would be [:0]; `or None` turns it into [:].
             for old in others[: -keep + 1 or None]:
-                # The command that was given names this checkpoint in [checkpoint] resume, and may be given again.
+                # The user's command names this checkpoint in [checkpoint] resume, and may be given again.
                 if old == self._named:
                     continue
-                # On a disk the folder loses its name first: a kill must not leave half a checkpoint under that name.
+                # On a disk, rename the folder first, so that a kill does not leave half a checkpoint under its name.
                 with contextlib.suppress(Exception):
                     if isinstance(files, Disk):
                         files.rename(old, f".old-{old}")
@@ -305,7 +310,7 @@ def tensors_of(stored: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -
 
     Args:
         stored: name -> parameter or buffer, as this rank holds it.
-        optimizer: optimizer of those of them that are trained.
+        optimizer: optimizer of the parameters that are trained.
     """
     trained = {n: p for n, p in stored.items() if p.requires_grad}
     # If FSDP has left a module gathered, `stored` has whole parameters, which the optimizer does not know.
@@ -324,16 +329,16 @@ def _targets(
     optimizer: torch.optim.Optimizer,
     n_updates: int,
 ) -> dict[str, list[Tensor]]:
-    """The tensors to fill, by the names of `tensors_of`. Replaces the optimizer's state by zeros to be filled.
+    """The tensors to fill, by the names that `tensors_of` gives them. Replaces the optimizer's state by zeros to be filled.
 
     Args:
         checkpoint: the checkpoint to load.
-        stored: names and parameters of this rank; a name may come twice.
+        stored: names and parameters of this rank; a name may appear twice.
         optimizer: optimizer of these parameters.
         n_updates: number of updates that the weights have had.
 
     Raises:
-        ValueError: the checkpoint does not have a tensor, or has it in another shape.
+        ValueError: the checkpoint lacks a tensor, or has a different shape for it.
     """
     saved = checkpoint.manifest.tensors
     kinds = sorted({n.split("/")[1] for n in saved if n.startswith("optimizer/")})

@@ -26,7 +26,7 @@ class Stager:
         All copies are complete when this returns. Tensors on a GPU are copied to pinned memory.
 
         Args:
-            tensors: name -> tensor. At every call a name must have the same shape and layout.
+            tensors: name -> tensor. A name must have the same shape and layout in every call.
         """
         any_on_gpu = False
         for name, tensor in tensors.items():
@@ -35,7 +35,7 @@ class Stager:
                 self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=on_gpu)
             local(self._buffers[name]).copy_(local(tensor), non_blocking=on_gpu)
             any_on_gpu |= on_gpu
-        # One wait for all copies: the next optimizer step would change the tensors while they are being copied.
+        # Wait for all copies: otherwise the next optimizer step would change tensors that are still being copied.
         if any_on_gpu:
             torch.cuda.current_stream().synchronize()
         return {name: self._buffers[name] for name in tensors}

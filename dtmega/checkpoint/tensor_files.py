@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 class Pace(Protocol):
-    """Heartbeats of a rank that reads for long. Without them the other ranks would give up waiting for it.
+    """Heartbeats of a rank during a long read. Without them the other ranks would give up waiting for this rank.
 
-    `distributed.agreement.Startup` is one.
+    `distributed.agreement.Startup` implements this protocol.
     """
 
     def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]: ...
@@ -49,7 +49,7 @@ class Pace(Protocol):
 
 
 class NobodyWaits:
-    """The pace of a rank that nobody waits for: it reports nothing."""
+    """A `Pace` that reports nothing, for a rank that no other rank waits for."""
 
     def with_heartbeats(self, items: Iterable[T]) -> Iterator[T]:
         return iter(items)
@@ -63,7 +63,7 @@ class Failed(Exception):
 
 
 class DataFile:
-    """A data file that is being written: one tensor after the other, digested block by block.
+    """A data file that is being written, one box of a tensor after the other, with a digest of every block.
 
     Attributes:
         name: name of the file.
@@ -110,18 +110,18 @@ def save(
         tensors: name in the checkpoint -> tensor, as this rank holds it.
         step: number of the step, for the manifest.
         state: state of the run as JSON, for the manifest.
-        group: process group of all ranks, used by nobody else meanwhile.
+        group: process group of all ranks, which nothing else may use meanwhile.
 
     Returns:
-        The manifest on rank 0, where it is still to be written; None on other ranks.
+        The manifest on rank 0, which still has to write it; None on the other ranks.
 
     Raises:
-        Failed: on every rank, if any rank could not write.
+        Failed: at least one rank could not write. Every rank raises this.
     """
     writer = _Writer(files, folder, step, state)
     try:
         state_dict_saver.save(dict(tensors), storage_writer=writer, planner=PiecesSavePlanner(), process_group=group)
-    # torch derives it from BaseException, so that `except Exception` would not catch it.
+    # CheckpointException derives from BaseException, so `except Exception` would not catch it.
     except CheckpointException as error:
         raise Failed(_reasons(error)) from None
     return writer.manifest
@@ -130,16 +130,16 @@ def save(
 def load_tensors(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, pace: Pace | None = None
 ) -> None:
-    """Fill tensors in place, on each rank the parts that it holds. All ranks call this.
+    """Fill tensors in place. Each rank reads the parts that it holds. All ranks call this.
 
     Args:
         checkpoint: the checkpoint to read.
-        tensors: name in the checkpoint -> tensor to fill. Ranks of different pipeline stages have different names.
+        tensors: name in the checkpoint -> tensor to fill. The names differ between pipeline stages.
         group: process group of all ranks.
-        pace: tells the other ranks that this one is still reading; None if nobody waits for it.
+        pace: heartbeats for the ranks that wait for this one; None if no rank waits.
 
     Raises:
-        Damaged: on every rank, if any rank has read a block that does not match its digest.
+        Damaged: a rank has read a block that does not match its digest. Every rank raises this.
     """
     try:
         state_dict_loader.load(
@@ -153,7 +153,7 @@ def load_tensors(
 
 
 def _reasons(error: CheckpointException) -> str:
-    """The errors of all ranks, each text once."""
+    """The error messages of all ranks, without duplicates."""
     expected = Damaged, OSError
     causes = {str(e) if isinstance(e, expected) else f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
     return "; ".join(sorted(causes))
@@ -163,7 +163,7 @@ class _Writer(StorageWriter):
     """The writing half of a save: each rank writes `data-RANK.bin`, and the coordinator (rank 0) makes the manifest.
 
     Attributes:
-        manifest: the manifest, on the coordinator, after `finish`.
+        manifest: the manifest, once `finish` has run on the coordinator; None before that, and on the other ranks.
     """
 
     manifest: Manifest | None = None
@@ -184,7 +184,7 @@ class _Writer(StorageWriter):
             data = item.tensor_data
             if data is None:
                 continue
-            # A tensor that has no elements at all keeps its empty box, so that it stands in the manifest.
+            # A tensor that has no elements at all keeps its empty box, so that the manifest lists it.
             has_elements = math.prod(data.chunk.sizes) > 0
             tensor_is_empty = math.prod(data.size) == 0
             if has_elements or tensor_is_empty:
@@ -197,7 +197,7 @@ class _Writer(StorageWriter):
         return [dataclasses.replace(plan, storage_data=f"data-{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's data file; ranks that hold nothing write none."""
+        """Write this rank's data file. A rank that holds nothing writes no file."""
         results = []
         if plan.items:
             with self._files.create(self._folder, plan.storage_data) as file:
@@ -264,7 +264,8 @@ class _Reader(StorageReader):
             for item in self._pace.with_heartbeats(plan.items):
                 self._read_item(item, planner)
         finally:
-            # torch's next collective would time out while the slowest rank still reads, so the ranks meet here first.
+            # torch's next collective would time out while the slowest rank still reads, so all ranks
+            # wait for each other here first.
             self._pace.wait_for_all()
         done: Future[None] = Future()
         done.set_result(None)
@@ -286,5 +287,5 @@ class _Reader(StorageReader):
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, not copied."""
+    """The bytes of a contiguous CPU tensor, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]

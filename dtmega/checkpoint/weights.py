@@ -50,7 +50,7 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
         digest: digest of the directory that the model is read from; '' if there is no such directory.
 
     Raises:
-        ValueError: there is no checkpoint, or it belongs to another model.
+        ValueError: there is no checkpoint, or it belongs to a different model.
         Damaged: the checkpoint is not intact.
     """
     try:
@@ -78,16 +78,17 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
 
 @torch.no_grad()
 def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
-    """Fill parameters in place, on each rank the parts that it holds, and cast to the parameters' dtypes.
+    """Fill parameters in place, and cast the weights to the parameters' dtypes. Each rank fills the parts that it holds.
 
     Args:
         source: weights under the names of the whole model.
-        parameters: name in the whole model -> DTensor, or a whole tensor. If a name comes twice, both are filled.
+        parameters: pairs of a name in the whole model and a tensor, which may be a DTensor. If a name appears twice, both
+            tensors are filled.
         vocab: `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows beyond it, and the source may have more
             or fewer of them. Rows that the source lacks are filled with zeros.
 
     Raises:
-        ValueError: the source lacks a parameter, or has it in another shape.
+        ValueError: the source lacks a parameter, or has a different shape for it.
     """
     for name, parameter in parameters:
         if name not in source.tensors:

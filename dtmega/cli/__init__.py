@@ -1,1 +1,1 @@
-"""The command line: the entry of a program, the commands of `dtmega`, and what `convert` does."""
+"""The command line: the entry points of programs, the commands of `dtmega`, and the implementation of `convert`."""

@@ -254,11 +254,11 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
 
 
 def model_section(keys: Mapping[str, Any], source: str) -> Model:
-    """Return a [model] section by itself, from its keys.
+    """Return a [model] section that has no other sections around it.
 
     Args:
-        keys: key -> value of [model].
-        source: name of what the keys are from, for messages.
+        keys: keys of [model] and their values.
+        source: name of the place that the keys were read from, for messages.
 
     Raises:
         ConfigError: as `load`.

@@ -135,7 +135,8 @@ class Data(Section):
                 _ = mixtures.parse(written) if written else None
             except ValueError as error:
                 raise ValueError(f"[data] {name} is a mixture: {error}") from None
-        # Names that the splits of this run have already. Without a split there is no set 'valid'.
+        # Names already taken by this run's own sets. With [data] train there is no split of whole corpora, so the name
+        # 'valid' is free.
         taken = ("train", "test") if self.train else ("train", "valid", "test")
         names: set[str] = set()
         for written in self.validation:
@@ -398,7 +399,7 @@ class Train(Section):
 
 
 class Eval(Section):
-    """[eval]: validation and test losses, and the sample at the end."""
+    """[eval]: validation and test losses, and the text that the model generates at the end of the run."""
 
     interval: int = key(100, "steps between validation losses", ge=0)
     steps: int = key(10, "global batches per validation or test loss, the same ones each time", ge=1)

@@ -83,10 +83,10 @@ class Group(NamedTuple):
 
 
 def groups_of(kind: type[BaseModel]) -> list[Group]:
-    """The keys of all sections, in groups; the keys that all classes of a section have come first.
+    """The keys of all sections, in groups. Within a section, the keys shared by all its classes come first.
 
     Args:
-        kind: the configuration, a field for each section.
+        kind: class of the configuration, with one field per section.
     """
     groups: list[Group] = []
     for section, info in kind.model_fields.items():

@@ -101,7 +101,7 @@ class Startup:
     """The ranks of a job until they train, or those of a command.
 
     Args:
-        timeout_s: see the attribute.
+        timeout_s: initial value of the attribute.
         program: name of the program, with which each printed line begins.
         explain: function from an error, and the name of the step that raised it, to reason and exit code.
 
@@ -231,8 +231,8 @@ class Startup:
         return PrefixStore(str(self._n_steps), self._meeting)
 
     def _report(self, store: Store, step: Step, failure: Failure | None) -> None:
-        """Publish what this rank brings to the end of the step."""
-        # The values are published under their digest: equal ones, as a rule those of all ranks, are stored once.
+        """Publish this rank's values, or its failure, at the end of the step."""
+        # The values are published under their digest. So equal values, which most ranks have, are stored only once.
         content = json.dumps(step.must_match, sort_keys=True, default=str)
         digest = _digest(content)
         store.set(f"values/{digest}", content)

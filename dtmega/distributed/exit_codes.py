@@ -7,14 +7,14 @@
 | 2 | REFUSED | bad input: configuration, data, run directory; nothing was started | correct what the message names |
 | 3 | DAMAGED | there are checkpoints and none is intact | restore one, or start in another run directory |
 | 75 | PREEMPTED | a signal came; the step was finished and saved | give the same command again |
-| 76 | STUCK | not saved: after a signal no step ended in grace_s; or the save failed | give the same command again |
-| 77 | HUNG | no progress for timeout_s; the report names the rank behind | look there; give the same command again |
+| 76 | STUCK | not saved: no step ended within grace_s of a signal, or the save failed | give the same command again |
+| 77 | HUNG | no progress for timeout_s; the report names the rank | look at that rank; give the same command again |
 
 The same command resumes the run, because `--checkpoint.resume` is `auto` by default.
 
-torchrun itself exits with 0 if all workers did, and with 1 otherwise. It prints their codes and reasons at the end of a
-traceback of its own. So that whoever started the job can find them, the first rank also writes its code and reason into
-`exit.json` of the run directory. A start that was refused does so, too.
+torchrun itself exits with 0 if all workers did, and with 1 otherwise; it prints the codes and reasons of the workers
+only at the end of its own traceback. Therefore the first rank also writes its code and reason into `exit.json` in the
+run directory, even if the start was refused.
 """
 
 from __future__ import annotations

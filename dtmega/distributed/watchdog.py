@@ -110,7 +110,7 @@ class Watch:
         self._exit_status = exit_codes.ExitStatus() if exit_status is None else exit_status
         self.grace_s, self.timeout_s, self.rank = grace_s, timeout_s, rank
         self._last, self._saves = Beat(0, 0, time.time(), "start"), 0
-        # The last beat of which the place in the code was published.
+        # The beat during which the place in the code was published last.
         self._placed: Beat | None = None
         # Two connections: one for the beats of the main thread, one for this thread. See `share`.
         self._store: Store | None = None
@@ -160,7 +160,7 @@ class Watch:
     def who_is_behind(self) -> str:
         """The ranks that are behind the others, and the places of all ranks; a line for each place.
 
-        The place in the code is known only for ranks that have been silent for half of timeout_s.
+        The place in the code is known only for ranks that have sent no beat for half of timeout_s.
         """
         last = self._last
         if self._reader is None:
@@ -180,7 +180,7 @@ class Watch:
         for (step, nth, phase, place), ages_s in sorted(groups.items()):
             if not together:
                 position = "in front" if (step, nth) == front else "behind"
-            # Some ranks wait in a collective and others do not, so the others are what the first wait for.
+            # Some ranks wait in a collective that the other ranks have not entered: those are the ones that hang.
             elif len(waiting) > 1 and place.text:
                 position = "waiting" if place.waits else "hanging"
             else:

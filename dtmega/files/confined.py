@@ -159,7 +159,10 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message, after the error's class unless that is ValueError."""
+    """The first line of an error's message, after the name of the error's class if it is not a ValueError.
+
+    A MemoryError is reported as the limit of memory.
+    """
     if isinstance(error, MemoryError):
         return f"expected to need at most {MEMORY_BYTES // 2**20} MiB of memory"
     line = str(error).strip().partition("\n")[0][:500]

@@ -32,7 +32,7 @@ class Guarded:
         # The terminal's encoding lacks a character of the text, such as a letter in a generated sample.
         except UnicodeEncodeError:
             self.write(text.encode("ascii", "backslashreplace").decode())
-        # The stream is not writable, is closed or is None, in this order.
+        # OSError: the stream is not writable. ValueError: it is closed. AttributeError: it is None.
         except (OSError, ValueError, AttributeError):
             pass
         return len(text)

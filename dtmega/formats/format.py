@@ -16,13 +16,14 @@ class Key(NamedTuple):
 
     Attributes:
         ours: the key of [model].
-        theirs: the other program's names for it, oldest first. The first one that is present is read; the last one is
-            written.
+        theirs: the other program's names for the key, oldest first. The first name that is present is read; the last
+            name is written.
         default: the other program's default, used where none of the names is present. None: the key is required, and
             is a positive integer.
-        free: the weights mean the same whatever the value is, so a run that starts from them may choose another.
-        resolved: the property of the section that holds the effective value, where 0 in the key itself stands for
-            "the usual one"; '' reads the key.
+        free: True if the weights mean the same whatever the value is, so that a run that starts from the weights may
+            choose a different value.
+        resolved: name of the section's property with the effective value, for a key in which 0 stands for "the usual
+            value"; '' if the value is that of the key itself.
     """
 
     ours: str
@@ -45,8 +46,8 @@ class Format:
 
     Attributes:
         rules: rules between our tensors and theirs.
-        rules_of: further rules for a model, where their names depend on the model's configuration.
-        keys: keys of [model] that are one key of their configuration.
+        rules_of: function that returns further rules for a model, whose names depend on the model's configuration.
+        keys: keys of [model] that each correspond to a single key of their configuration.
         fixed: entries that their configuration has for every model of the family, `model_type` among them. Reading a
             configuration compares each of them, if it is present, except the class names (`architectures`).
         base: prefix of most of their names. Files of a bare base model lack it.
@@ -54,11 +55,14 @@ class Format:
         older: ends of names in old files -> ends of today's names.
         implied: values of [model] that every model of this form has. Where a program stores a family in several forms,
             these values tell which form is meant.
-        heads: the model's numbers of heads, for rules with the word "heads".
-        refuse: raises ValueError for a model that the format cannot express.
-        to_section: keys of [model] that follow from several entries of their configuration; raises ValueError.
-        section_from_tensors: keys of [model] that their configuration lacks and the stored tensors show.
-        from_section: entries of their configuration that follow from [model], besides `fixed` and `keys`.
+        heads: function that returns the model's numbers of heads, for rules with the word "heads".
+        refuse: function that raises ValueError for a model that the format cannot express.
+        to_section: function that returns keys of [model] that follow from several entries of their configuration. It
+            may raise ValueError.
+        section_from_tensors: function that returns keys of [model] that are not in their configuration but follow from
+            the stored tensors.
+        from_section: function that returns entries of their configuration that follow from [model], besides `fixed` and
+            `keys`.
     """
 
     rules: tuple[Rule, ...]
@@ -94,10 +98,12 @@ class Format:
         Args:
             theirs: the other program's configuration.
             file: path of the configuration, for messages.
-            stored: the tensors stored beside the configuration, by their names; None if they are not known.
+            stored: the tensors stored beside the configuration, under the other program's names; None if they are not
+                known.
 
         Raises:
-            ValueError: the configuration is of another family, of a variant that is not built here, or lacks a size.
+            ValueError: the configuration describes another family or a variant that dtmega does not have, or lacks a
+                size.
         """
         for name, expected in self.fixed.items():
             value = theirs.get(name)
@@ -126,15 +132,15 @@ class Format:
         return {**self.fixed, **values, **self.from_section(model)}
 
     def check(self, theirs: Mapping[str, Any], file: str, model: config.Model, stored: Source | None = None) -> None:
-        """Compare the model that the other program's configuration describes with a [model] section.
+        """Check that a [model] section agrees with the model that the other program's configuration describes.
 
         Args:
-            theirs, file, stored: as for `section`.
+            theirs, file, stored: arguments of `section`.
             model: the section that the user asks for.
 
         Raises:
-            ValueError: as for `section` and `to_config`; or the models differ. Names each key that differs, with both
-                values.
+            ValueError: an error of `section` or `to_config`; or the models differ. The message names each key that
+                differs, with both values.
         """
         self.refuse(model)
         described = config.model_section({"name": model.name, **self.section(theirs, file, stored)}, file)

@@ -1,4 +1,4 @@
-"""Rules that translate between our tensors and another program's: data, read in both directions.
+"""Rules that translate between our tensors and another program's. They are data, and apply in both directions.
 
     Rule("layers.{}.attn.out.", "transformer.h.{}.attn.c_proj.", "transpose")
     Rule("layers.{}.attn.qkv.", "transformer.h.{}.attn.c_attn.", "transpose heads")
@@ -13,11 +13,11 @@ number of a layer. The form is one word or several:
     heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
                 tensor sorted by head: [groups, (the group's q heads, k, v), K]. Ours is the one sorted by head, unless
                 the rule names several of ours. If one side has two names, they are k and v, without q.
-    stack       theirs have one more `{}`, a number, and are the entries of ours, [entries, rows of each, ...]; with
-                concat, an entry of ours concatenates the rows of several of theirs
+    stack       theirs have one more `{}`, the number of an entry, and are the entries of ours, [entries, rows of each,
+                ...]; with concat, an entry of ours concatenates the rows of several of theirs
 
 Every form moves whole rows (of a stack: the rows of all entries, one entry after the other). A rule therefore comes
-down to runs of rows, and whoever needs a box of a tensor reads only the rows of that box.
+down to runs of rows, and a reader that needs a box of a tensor reads only the rows of that box.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Rule(NamedTuple):
     """The relation between our tensors (or modules) and theirs.
 
     Attributes:
-        ours, theirs: names on each side; at most one side has several.
+        ours: name of our tensor or module, or several names.
+        theirs: name of their tensor or module; several names only if `ours` is one name.
         form: words of FORM_WORDS, separated by spaces.
     """
 
@@ -54,8 +55,8 @@ class Heads(NamedTuple):
     """The numbers of attention heads of a model.
 
     Attributes:
-        n: query heads.
-        n_kv: heads of keys and values, each shared by a group of n / n_kv query heads.
+        n: number of query heads.
+        n_kv: number of heads of keys and values, each shared by a group of n / n_kv query heads.
     """
 
     n: int
@@ -79,14 +80,14 @@ class RowRun(NamedTuple):
 
 
 class Assembly(NamedTuple):
-    """How one tensor is assembled from tensors of the other side.
+    """The assembly of one tensor from tensors of the other side.
 
     Attributes:
         shape: shape of the assembled tensor.
-        runs: its rows in order, each once.
-        view: how its rows are counted: "" (along dim 0), "transpose" (its columns are the rows), or "stack" (the rows
-            of all its entries are counted through).
-        source_view: likewise for the tensors on the other side.
+        runs: the runs that make up the tensor, in order; they cover each row once.
+        view: the way to count the tensor's rows: "" (along dim 0), "transpose" (its columns are the rows), or "stack"
+            (consecutively through all its entries).
+        source_view: the way to count the rows of the tensors on the other side.
     """
 
     shape: Shape
@@ -96,7 +97,7 @@ class Assembly(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """Both directions: name -> how our tensors are assembled from theirs, and theirs from ours."""
+    """The assemblies in both directions, by name: of our tensors from theirs, and of theirs from ours."""
 
     ours: dict[str, Assembly]
     theirs: dict[str, Assembly]
@@ -113,7 +114,7 @@ def directions(rules: Iterable[Rule], shapes: Mapping[str, Shape], heads: Heads)
         Both directions, in the order of our names with layers sorted by number.
 
     Raises:
-        ValueError: no rule names a tensor, or only some of the tensors that one rule joins are there.
+        ValueError: a tensor is in no rule, or the model has only some of the tensors that one rule joins.
     """
     table = _table(rules)
     used = dict.fromkeys(_match(table, name) for name in sorted(shapes, key=_natural))
@@ -130,7 +131,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
     """Add to `result` the tensors that one rule names at one place of the model.
 
     Args:
-        ours: name -> shape of our tensors of the rule.
+        ours: name -> shape of each of our tensors in the rule.
     """
     stacked = "stack" in rule.words
     view, source_view = "", ""
@@ -163,11 +164,11 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Name -> rows of each of their tensors in one rule, counted before any transpose.
+    """Name -> number of rows of each of their tensors in one rule, counted before any transpose.
 
     Args:
-        total: rows of all our tensors of the rule.
-        n_entries: entries of our tensor, if the rule is a stack.
+        total: number of rows of all our tensors in the rule.
+        n_entries: number of entries of our tensor, if the rule is a stack.
     """
     patterns = _several(rule.theirs)
     if "stack" in rule.words:
@@ -185,9 +186,9 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
-    """Runs of a fused QKV: (row where it is sorted by head, row where q, k and v follow each other, number of rows).
+    """Runs of rows of a fused QKV: (first row if sorted by head, first row if q, k and v follow, number of rows).
 
-    The first order is [groups, (the group's q heads, k, v), K], the second [(q, k, v), heads of each, K].
+    The order by head is [groups, (the group's q heads, k, v), K], the other order is [(q, k, v), heads of each, K].
     """
     n_q = 0 if without_q else heads.n
     head_rows, remainder = divmod(total, n_q + 2 * heads.n_kv)
@@ -209,11 +210,15 @@ def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, 
 def _cut(
     runs: list[tuple[int, int, int]], ours: Mapping[str, int], theirs: Mapping[str, int]
 ) -> list[tuple[str, int, str, int, int]]:
-    """Cut runs wherever a tensor of either side ends: (our name, row in it, their name, row in it, number of rows).
+    """Cut runs wherever a tensor of either side ends.
 
     Args:
-        runs: (row over all of ours, row over all of theirs, number of rows).
-        ours, theirs: name -> rows of the tensors of a rule, in order.
+        runs: (first row, counted through all our tensors; first row, counted through all of theirs; number of rows).
+        ours: name -> number of rows of our tensors in a rule, in order.
+        theirs: name -> number of rows of their tensors in the rule, in order.
+
+    Returns:
+        (our name, first row in that tensor, their name, first row in that tensor, number of rows) of each piece.
     """
     pieces = []
     for our_row, their_row, rows in runs:
@@ -251,7 +256,7 @@ def _merged(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
 
 
 def stored_dims(view: str, dims: tuple[T, ...]) -> tuple[T, ...]:
-    """Reorder values given per dim, rows first as rules count them, into the order of the stored tensor's dims."""
+    """Put values of each dim, rows first as rules count them, into the order of the stored tensor's dims."""
     return dims[::-1] if view == "transpose" else dims
 
 
@@ -266,7 +271,7 @@ class _Place(NamedTuple):
     """A place in a model where a rule applies.
 
     Attributes:
-        layers: the numbers that `{}` stands for.
+        layers: the layer numbers that replace `{}`.
         suffix: "weight" or "bias"; '' if the rule names a tensor.
     """
 
@@ -279,7 +284,7 @@ class _Place(NamedTuple):
 
 
 def _table(rules: Iterable[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
-    """Pattern of each of our names, with the rule that has it."""
+    """The pattern of each of our names, with the rule that contains the name."""
     table = []
     for rule in rules:
         assert rule.words <= {*FORM_WORDS}, rule

@@ -32,7 +32,7 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]: ...
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor into host memory."""
+        """Read the part `index` of a tensor (None: the whole tensor) into host memory."""
         ...
 
 
@@ -44,7 +44,7 @@ class Renamed:
 
         Args:
             names: new name -> name in the source.
-            on_read: called before each tensor is read.
+            on_read: function that is called before each read.
         """
         self._source = source
         self._names = names
@@ -74,7 +74,7 @@ class Cast:
             where: path of the source, for messages.
             dtype: dtype of the tensors that are read; None keeps each tensor's own.
             allowed: names of tensors that may hold NaN and infinities.
-            kind: what the tensors are if they are not weights ("exp_avg"), for messages.
+            kind: kind of the tensors if they are not weights, such as "exp_avg", for messages.
             unchanged: names of tensors that keep their own dtype.
         """
         self._source = source
@@ -87,10 +87,10 @@ class Cast:
             self.tensors[name] = (stored_dtype if dtype is None or name in unchanged else dtype, shape)
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor.
+        """Read the part `index` of a tensor (None: the whole tensor).
 
         Raises:
-            ValueError: a number in that part is not finite in the new dtype; names its position.
+            ValueError: a number in that part is not finite in the new dtype; the message has the number's position.
         """
         before = self._source.read(name, index)
         after = before.to(self.tensors[name][0])
@@ -106,7 +106,8 @@ class Cast:
         Args:
             index: the part of the tensor that was read.
             first: position of the number within that part.
-            before, after: the number in the stored dtype, and in the new one.
+            before: the number in the stored dtype.
+            after: the number in the new dtype.
         """
         starts = [part.start or 0 for part in index] if index else [0] * len(first)
         place = [start + i for start, i in zip(starts, first, strict=True)]
@@ -132,15 +133,15 @@ class Combined:
 class Translated:
     """Tensors of one side of `Directions`, assembled from a source with the tensors of the other side.
 
-    A read fetches the rows that the requested box is made of, adjacent ones in one read. The memory it needs is the
-    box and one copy of those rows.
+    A read fetches only the rows that the requested box consists of, and fetches adjacent rows at once. It needs memory
+    for the box and for one copy of those rows.
     """
 
     def __init__(self, source: Source, assemblies: Mapping[str, Assembly]) -> None:
         """Assemble tensors from another source.
 
         Args:
-            assemblies: name -> how the tensor is assembled from the source's tensors.
+            assemblies: name -> assembly of the tensor from the source's tensors.
         """
         self._source = source
         self._assemblies = assemblies
@@ -151,7 +152,10 @@ class Translated:
             self.tensors[name] = (functools.reduce(torch.promote_types, dtypes), assembly.shape)
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor. The result for a transposed tensor is a view that is not contiguous."""
+        """Read the part `index` of a tensor (None: the whole tensor).
+
+        The result for a transposed tensor is a view that is not contiguous.
+        """
         assembly = self._assemblies[name]
         box = _box(assembly, index)
         if assembly.view == "transpose":
@@ -172,7 +176,7 @@ class Translated:
         """Some rows of a tensor, as its assembly counts them.
 
         Args:
-            others: the part of each row, a slice per further dim.
+            others: the part to take of each row, one slice per further dim.
         """
         assembly = self._assemblies[name]
         runs = [_clipped(run, rows) for run in assembly.runs if run.at < rows.stop and rows.start < run.at + run.rows]
@@ -193,7 +197,7 @@ class Translated:
         return result
 
     def _rows(self, run: RowRun, others: Sequence[slice], view: str) -> Tensor:
-        """The rows of a run, read from the source. The rows of a run over a stack lie in one of its entries."""
+        """The rows of a run, read from the source. If the source is a stack, they all lie in one entry."""
         if view == "stack":
             _, (_, rows_of_each, *_) = self._stored[run.tensor]
             entry, start = divmod(run.start, rows_of_each)
@@ -204,7 +208,7 @@ class Translated:
 
 
 def _box(assembly: Assembly, index: Slices | None) -> Slices:
-    """The bounds of an index in each dim (None: the whole tensor), with start and stop filled in."""
+    """The slices of an index (None: the whole tensor), with start and stop filled in."""
     index = index or (slice(None),) * len(assembly.shape)
     bounds = [part.indices(size) for part, size in zip(index, assembly.shape, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)

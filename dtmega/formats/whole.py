@@ -16,9 +16,9 @@ from dtmega.formats.sources import BY_TOKEN, Slices, Source, Translated
 
 Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
-# Sizes up to here are not compared with the stored tensors: a model built with them on meta takes no memory.
+# Sizes up to this one are not compared with the stored tensors: a model built with them on meta takes no memory.
 PLAUSIBLE_SIZE = 2**20
-# The limit for lengths, since most models have no tensor as long as their sequences.
+# The same for lengths of sequences. It is larger, because most models have no tensor as long as their sequences.
 PLAUSIBLE_LENGTH = 2**31
 LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
@@ -27,16 +27,16 @@ class TensorNames(NamedTuple):
     """The tensors of one model by their names on both sides.
 
     Attributes:
-        translation: how the tensors of each side are assembled from the other side's; tied parameters have an entry
-            under each of their names.
-        parameters: all names of each parameter; it is saved under the first.
+        translation: the assemblies of the tensors of each side from the other side's. A tied parameter has an entry
+            under each of its names.
+        parameters: all names of each parameter; the parameter is saved under the first.
     """
 
     translation: Directions
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """True if their tensor has a row for each token, and possibly rows of padding after them."""
+        """True if their tensor `name` has a row for each token, and possibly rows of padding after those."""
         return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 
@@ -52,7 +52,7 @@ def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames
     """The names on both sides of all tensors of a model.
 
     Args:
-        build: builds the whole model; called on meta, with a vocabulary without padding.
+        build: function that builds the whole model; called on meta, with a vocabulary without padding.
     """
     with torch.device("meta"):
         parameters = aliases(build(model.model_copy(update={"pad_vocab_to_multiple": 1})))
@@ -64,14 +64,14 @@ def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames
 
 
 class Deduplicated:
-    """A source by our names in which every parameter occurs once, though files may store tied ones more than once.
+    """A source under our names, in which a tied parameter occurs once even if files store several copies of it.
 
     Attributes:
-        tensors: name -> dtype and shape; a tied parameter has its first name.
+        tensors: name -> dtype and shape; a tied parameter is listed under its first name.
     """
 
     def __init__(self, weights: Source, copies: Mapping[str, Sequence[str]], where: str, otherwise: str) -> None:
-        """Read each parameter from the first of its copies, and compare the others with it.
+        """Prepare to read each parameter from its first copy, and to compare the other copies with the first.
 
         Args:
             weights: tensors under all names that are stored.
@@ -86,7 +86,7 @@ class Deduplicated:
         self.tensors = {name: weights.tensors[stored[0]] for name, stored in copies.items()}
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor, in the dtype in which it is stored.
+        """Read the part `index` of a tensor (None: the whole tensor), in its stored dtype.
 
         Raises:
             ValueError: another copy of this tied parameter has different values in that part.
@@ -104,10 +104,10 @@ class Deduplicated:
 
 
 def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> dict[str, list[str]]:
-    """First name of each parameter -> all its names under which it is stored.
+    """First name of each parameter -> those of its names under which it is stored.
 
     Args:
-        stored: names of their tensors that are stored.
+        stored: names of the stored tensors, as the other program calls them.
         where: path of the source, for messages.
 
     Raises:
@@ -134,7 +134,7 @@ def check_stored(model: config.Model, stored: Source, where: str) -> None:
         where: path of the source, for messages.
 
     Raises:
-        ValueError: more layers than tensors, or a size beyond every dim of the stored tensors.
+        ValueError: the model has more layers than there are tensors, or a size beyond every dim of the stored tensors.
     """
     if model.n_layers > len(stored.tensors):
         raise ValueError(f"{where} has n_layers={model.n_layers}, but {len(stored.tensors)} tensors")
@@ -148,15 +148,15 @@ def check_stored(model: config.Model, stored: Source, where: str) -> None:
 
 
 def as_ours(source: Source, form: Format, model: config.Model, build: Build, where: str) -> Deduplicated:
-    """Our tensors, assembled from a source with the other program's names. Its rows of padding are left out.
+    """Our tensors, assembled from a source with the other program's names. Rows of padding are left out.
 
     Args:
-        build: as for `tensor_names`.
+        build: argument of `tensor_names`.
         where: path of the source, for messages.
 
     Raises:
-        ValueError: a tensor is missing, is not part of the model, or has another shape. `read` of the result: copies
-            of a tied parameter differ.
+        ValueError: a tensor is missing, is not part of the model, or has a different shape. `read` of the result raises
+            the error if copies of a tied parameter differ.
     """
     names = tensor_names(form, model, build)
     theirs = names.translation.theirs
@@ -184,7 +184,7 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
     Tied tensors occur once, and there are no rows of padding.
 
     Args:
-        build: as for `tensor_names`.
+        build: argument of `tensor_names`.
 
     Raises:
         ValueError: the source does not have exactly the tensors of the model.
@@ -200,11 +200,11 @@ def as_theirs(source: Source, form: Format, model: config.Model, build: Build) -
 
 
 def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
-    """The key of the form whose modules fit the names of some tensors best: the fewest are missing or unknown.
+    """The key of the form that fits the names of some tensors best, with the fewest missing or unknown modules.
 
     Args:
         names: the tensors' names.
-        forms: forms of one program, in any order; at least one.
+        forms: key -> form; all forms are those of one program, in any order. There is at least one.
     """
     stored_modules = {_module(name) for name in names}
 
@@ -219,7 +219,11 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
 
 
 def _module(name: str) -> str:
-    """The module of a tensor, or of a rule's name that ends in a dot, with `{}` for numbers."""
+    """The name of a tensor's module, with `{}` in place of layer numbers.
+
+    Args:
+        name: name of a tensor; or a name in a rule, which may end in a dot.
+    """
     return re.sub(r"\.\d+\.", ".{}.", name).rpartition(".")[0]
 
 
@@ -227,10 +231,10 @@ def _check_tensors(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Non
     """Refuse a source that does not have exactly the tensors of a model.
 
     Args:
-        shapes: name -> shape of the model's tensors; those of BY_TOKEN may have more rows in the source.
+        shapes: name -> shape of the model's tensors; the tensors in BY_TOKEN may have more rows in the source.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or has another shape.
+        ValueError: a tensor is missing, is unknown, or has a different shape.
     """
     if wrong := sorted(shapes.keys() ^ source.tensors.keys()):
         raise ValueError(

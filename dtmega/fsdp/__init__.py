@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state cut over the data ranks; mixed precision with fp32 masters.
 
-FSDP2 is used where weights are cut, offloaded, or reduced in another dtype. Otherwise `masters.py` (casts on one rank)
-and `replicas.py` (sums over whole copies) do the same with fewer copies in memory.
+FSDP2 is used if weights are cut or offloaded, or if gradients are reduced in a dtype other than fp32. Otherwise
+`masters.py` (casts on one rank) and `replicas.py` (sums over whole copies) do the same with fewer copies in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtmega.ops.shards import dim_to_cut
 
 
 def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -> bool:
-    """True if FSDP2 holds the weights: if they are cut, cast or offloaded, or their gradients are reduced in a cast.
+    """True if FSDP2 holds the weights: they are cut, cast or offloaded, or their gradients are cast to be reduced.
 
     Otherwise gradients stay where backward writes them and are summed there (`replicas.py`), and a rank that holds the
     whole model casts it by itself (`masters.py`).
@@ -30,8 +30,8 @@ def wraps(cfg: config.Config, sizes: Mapping[str, int], splits_backward: bool) -
         sizes: resolved size of each axis of the mesh.
         splits_backward: True if the schedule runs backward in two parts.
     """
-    # torch's backward for weights passes nodes that several weights share more than once, and frees them the first time
-    # (`stage_backward_weight`). FSDP's own nodes in the graph keep the weights apart.
+    # In a split backward, torch's pass for the weights visits a node that several weights share more than once, but
+    # frees it at the first visit (`stage_backward_weight`). FSDP's own nodes in the graph keep the weights apart.
     if splits_backward:
         return True
     if keeps_masters(cfg, sizes):
@@ -64,8 +64,8 @@ def apply_fsdp(
 
     Args:
         mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, which with dp_shard = 1 is the same as DDP.
-        reshard: free each block's weights after its forward. Never the root's, which backward needs first and last, nor
-            the last block's, which backward needs next.
+        reshard: True to free each block's gathered weights after the block's forward. The weights of the root are kept,
+            because backward needs them first and last, and so are those of the last block, which it needs next.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -92,7 +92,7 @@ def apply_fsdp(
                 module.set_custom_all_gather(Gathers())  # pyright: ignore[reportArgumentType]
                 module.set_custom_reduce_scatter(ReducesAndScatters())  # pyright: ignore[reportArgumentType]
         else:
-            # Over one rank torch 2.13 would divide by 1.0, into another copy.
+            # Over one rank, torch 2.13 would divide the gradients by 1.0, which makes another copy of them.
             module.set_custom_reduce_scatter(_NothingToReduce())  # pyright: ignore[reportArgumentType]
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
             # If only some data ranks have used a parameter, the others contribute zeros instead of leaving it out.
@@ -115,7 +115,7 @@ class _NothingToReduce:
         return buffer
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        # FSDP copies input to output by itself over one rank, and skips that for the same memory.
+        # Over one rank FSDP itself copies the input to the output, and skips the copy if both are the same memory.
         raise AssertionError("one rank has nothing to reduce")
 
 
@@ -129,9 +129,9 @@ def _masters(model: nn.Module) -> Masters | None:
 
 
 def release(model: nn.Module) -> None:
-    """Put the fp32 parameters back in their places, which optimizer and checkpoints use, and free gathered weights.
+    """Put the fp32 parameters, which optimizer and checkpoints use, back into the modules, and free gathered weights.
 
-    Call it after the last microbatch: forwards without a backward leave the copies in place.
+    Call this after the last microbatch, and after forwards without a backward, which leave the copies in place.
     """
     masters = _masters(model)
     if masters is not None:
@@ -144,8 +144,8 @@ def release(model: nn.Module) -> None:
 def sync_gradients(model: nn.Module, last_microbatch: bool, *, reshard: bool) -> None:
     """Prepare for the backward of a microbatch: only the last one of a step reduces gradients over the data ranks.
 
-    Until then gradients add up on each rank. The root's weights stay gathered as well, and the blocks' do too unless
-    `reshard` saves their memory at the price of more traffic.
+    Until then gradients add up on each rank, and the root's weights stay gathered. The blocks' weights stay gathered
+    too, unless `reshard` is True, which saves their memory at the price of more traffic.
     """
     masters = _masters(model)
     if masters is not None:

@@ -1,7 +1,7 @@
 """Mixed precision for a model that a rank holds whole: parameters stay fp32, and copies in another dtype compute.
 
 FSDP2 can do this too, but it works as if there were other ranks to gather from: it copies weights twice, and gradients
-through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The numbers are FSDP2's to the bit:
+through two flat buffers (torch 2.13). Here each weight and gradient is cast once. The results equal FSDP2's to the bit:
 the gradient of a microbatch is rounded to the dtype of the copies and added up in fp32. Over several ranks
 `replicas.py` sums the fp32 gradients.
 """
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 class Masters:
     """The fp32 parameters of a model, which optimizer and checkpoints use, and the copies that compute.
 
-    From the model's forward until `release` the copies are in the places of the parameters. Between steps they have no
-    memory. As soon as backward has made a copy's gradient, it is added to the parameter's and freed.
+    From the model's forward until `release` the copies replace the parameters in the modules. Between steps the copies
+    have no memory. As soon as backward has computed the gradient of a copy, the gradient is added to that of the
+    parameter and freed.
 
     Args:
         model: the model; its parameters may still be on meta.
         dtype: dtype of the copies.
 
     Attributes:
-        last: True if backward is the one of a step's last microbatch; it then frees each copy with its gradient.
+        last: True if the next backward is that of a step's last microbatch, which frees each copy with its gradient.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -63,7 +64,7 @@ class Masters:
             copy.grad = None
             assert gradient is not None
             if master.grad is None:
-                # empty_like gives it the parameter's strides, which the optimizer's kernel expects.
+                # empty_like gives the gradient the parameter's strides, which the optimizer's kernel expects.
                 master.grad = torch.empty_like(master).copy_(gradient)
             else:
                 master.grad += gradient

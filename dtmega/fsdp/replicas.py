@@ -1,8 +1,8 @@
 """Data parallelism over whole copies of a model: gradients are summed in place, like DDP but without its buckets.
 
-DDP and FSDP2 copy the gradients of a block into one buffer before they reduce them. Where nothing is cut or cast there
-is no need: the gradient of each matrix is summed in its own memory, and only vectors, which are too small for a message
-each, are packed together.
+DDP and FSDP2 copy the gradients of a block into one buffer before they reduce them. If nothing is cut or cast, that
+copy is not needed: the gradient of each matrix is summed in its own memory. Only vectors are packed together, because
+each is too small for a message of its own.
 
     replicas = Replicas(stage, blocks, group)
     replicas.expect()      # before the last backward of a step: sums start while it runs
@@ -21,21 +21,22 @@ from dtmega.ops.shards import local
 
 
 class Replicas:
-    """The copies of one stage over a group of ranks.
+    """The copies of one stage on the ranks of a group, with the sums of their gradients.
 
-    Sums start block by block, the last block first, as backward finishes them. A block waits for the blocks before it
-    in this order, so that all ranks launch the same collectives in the same order even if they use other parameters.
+    Sums start block by block, the last block first, as backward finishes the blocks. A block waits for those before it
+    in this order, so that all ranks launch the same collectives in the same order even if the ranks use different
+    parameters.
 
     Args:
-        stage: the stage, with parameters that nothing replaces any more.
-        blocks: its blocks, in order.
+        stage: the stage; its parameters must not be replaced afterwards.
+        blocks: the stage's blocks, in order.
         group: the ranks that hold a copy of the stage.
     """
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._group = group
-        # A unit is a block, or as the last one everything outside the blocks. A parameter that several units share is
-        # ready with the last of them, so later units overwrite earlier ones here.
+        # Each block is a unit, and everything outside the blocks is the last unit. The gradient of a parameter that
+        # several blocks share is complete only with the last of them, so later blocks overwrite earlier ones here.
         unit_of: dict[nn.Parameter, int] = {}
         for number, module in enumerate(reversed(blocks)):
             unit_of |= dict.fromkeys(module.parameters(), number)
@@ -56,7 +57,7 @@ class Replicas:
         self._awaited = [set(unit) for unit in self._units]
 
     def finish(self) -> None:
-        """Start the remaining sums and wait for all. By now every trained parameter must have a gradient."""
+        """Start the remaining sums and wait for all sums. Every trained parameter must have a gradient by now."""
         while self._n_launched < len(self._units):
             self._launch()
         for work in self._under_way:
@@ -72,7 +73,7 @@ class Replicas:
         self._packed = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Note that a parameter's gradient is complete, and launch the units that no longer wait for any."""
+        """Note that a parameter's gradient is complete, and launch the units that no longer wait for any gradient."""
         if self._awaited is None:
             return
         for awaited in self._awaited:

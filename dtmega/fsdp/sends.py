@@ -1,7 +1,8 @@
 """FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
 
-gloo implements reduce-scatter as an all-reduce of everything and then keeps one part, and gathers through a buffer. As
-messages both move the least possible, (n - 1) / n of the payload, in a third of the CPU time (benchmarks/TIMINGS.md).
+gloo implements reduce-scatter as an all-reduce of everything, from which it keeps one part, and all-gather through a
+buffer. As messages, both move only (n - 1) / n of the payload, the least possible, in a third of the CPU time
+(benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 class _Allocates:
-    """The `allocate` that FSDP wants of a custom collective."""
+    """The method `allocate`, which FSDP requires of a custom collective."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -83,7 +83,7 @@ def evaluate(
     Returns:
         The harness's scores, with the checkpoint, its step, the date, the harness's version and the limit.
     """
-    # The harness would compute bootstraps in a pool, which forks a process that has threads.
+    # Keep the harness from a pool of processes for its bootstraps: it would fork this process, which has threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     evaluation = simple_evaluate(
         model=RunLM(trained, batch_size),

@@ -3,9 +3,9 @@
     trained = open_trained(path, step, axes, startup)   # on every rank
     logits = trained.model(tokens)                      # [B, S, V], the same on every rank
 
-Several processes are for a model that does not fit into one, or that one computes too slowly. They use [mesh] as
-training does, with two differences: they compute in fp32, and without sequence parallelism, because generation computes
-one token at a time and there is no sequence to cut.
+Use several processes for a model that does not fit into the memory of one, or that is too slow on one. They use [mesh]
+as training does, with two differences: they compute in fp32, and without sequence parallelism, because generation
+computes one token at a time and there is no sequence to cut.
 """
 
 from __future__ import annotations

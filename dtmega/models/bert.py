@@ -1,8 +1,8 @@
 """BERT (Devlin et al., arXiv:1810.04805), by default in Megatron's order (arXiv:1909.08053): LayerNorm first.
 
 An encoder: every token attends to all tokens of its sample except padding. It is trained to fill in masked tokens and
-to tell whether the two segments of a sample were swapped. bloom.py says how a file written for one device also runs in
-pieces.
+to tell whether the two segments of a sample were swapped. bloom.py explains how a model written for one device also
+runs in pieces.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dtmega.models.model import Model
 from dtmega.ops.attention_rule import AttentionRule, attention_rule
 from dtmega.ops.cross_entropy import IGNORED
 
-N_TYPES = 2  # token types: 0 in segment A, with its [CLS] and [SEP], 1 in segment B
+N_TYPES = 2  # token types: 0 in segment A with its [CLS] and [SEP], and 1 in segment B
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward. Each of them, f, has its LayerNorm where `[model] norm` puts it.
+    """One layer: attention, then a feed-forward. `[model] norm` decides where each of the two, f, has its LayerNorm.
 
-    pre: h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
-    post: LN(h + drop(f(h))).
+    `pre` is h + drop(f(LN h)), or LN h + drop(f(LN h)) with `apply_residual_connection_post_layernorm`.
+    `post` is LN(h + drop(f(h))).
     """
 
     def __init__(self, cfg: config.Bert, number: int) -> None:
@@ -100,8 +100,8 @@ class Bert(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        head_ids: global number of each head, by which attention dropout is keyed. A buffer, which a plan cuts as it
-            cuts the heads.
+        head_ids: global number of each head, which keys attention dropout. It is a buffer, so that a plan can cut it
+            with the heads.
     """
 
     cfg: config.Bert
@@ -113,10 +113,10 @@ class Bert(Model):
         super().__init__()
         self.cfg = cfg
         self.longest = cfg.max_position_embeddings
-        # What the FLOP counter has to know: WordHead computes labelled tokens only, OrderHead one token a sample.
+        # For the FLOP counter: WordHead computes only labelled tokens, and OrderHead one token per sample.
         self.works_per = {"head": "label", "order": "sequence"}
 
-        # With norm = "post" each layer ends in a LayerNorm, the embedding too, and none follows the last layer.
+        # With norm = "post" the embedding and each layer end in a LayerNorm, so the last layer needs no further one.
         def norm_if(order: str) -> nn.LayerNorm | None:
             return stream_norm(cfg, cfg.layer_norm_eps) if cfg.norm == order else None
 
@@ -148,25 +148,27 @@ class Bert(Model):
 
         Args:
             tokens: [B, S] int64, some of them replaced by [MASK].
-            labels: [B, S] int64, the token that a [MASK] hides; -100 takes no part in the loss.
+            labels: [B, S] int64, the token that a [MASK] hides; a label of -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
             token_types: [B, S] int64, the segment of each token, 0 or 1; None: all are 0.
             swapped: [B] int64, 1 if the sample's segments were swapped; needed with labels.
-            document_ids: [B, S] int64; a token attends only to tokens with its number. Padding has one of its own.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
-                cuts the sequence, only this rank's part of S.
+            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
+                Padding is a document of its own.
+            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
+                the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample, below `longest`.
 
         Returns:
-            With labels fp32 sums over the microbatch: lm, the token losses; order, the losses of the segments' order;
-            order_right, the number of samples whose larger logit is the right one, without a gradient. Without labels
-            logits [B, S, V], and order [B, 2], also logits. {"hidden": hidden state} on earlier stages.
+            With labels, fp32 sums over the microbatch: "lm", the token losses; "order", the losses of the segments'
+            order; "order_right", the number of samples whose order is predicted correctly, without a gradient. Without
+            labels, the logits of the tokens, "logits" [B, S, V], and of the segments' order, "order" [B, 2]. Earlier
+            stages return {"hidden": hidden state}.
 
         Raises:
             ValueError: dropout in training without sample_ids, or labels without swapped.
         """
-        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths. Dropout on
-        # attention probabilities needs the plain formula: no kernel takes a keyed mask.
+        # A fused kernel is compiled again for each length, and batches without labels come in many lengths. Attention
+        # dropout needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(places, document_ids=document_ids, fused=fused)
         if self.embed is not None and self.positions is not None and self.types is not None:
@@ -198,5 +200,5 @@ class Bert(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """The FLOPs of attention, twice a decoder's, since every token attends to all. Padding counts like text."""
+        """`Piece.attention_flops`, twice a decoder's: every token attends to all, and padding counts like text."""
         return 2 * super().attention_flops(piece)

@@ -1,8 +1,10 @@
 """BLOOM (arXiv:2211.05100): Megatron's GPT with ALiBi, a LayerNorm after the embedding, and a tied head.
 
-Written as if for one device, like every model here. Two habits let the same code run in pieces. The first and last
-modules may be None, so that one `forward` serves every stage of a pipeline. Numbers of heads are read off the tensors,
-so that a weight that tensor parallelism has cut needs no special case.
+The model is written as if for one device, like every model here. Two conventions let the same code run in pieces:
+
+- The first and last modules may be None, so that one `forward` serves every stage of a pipeline.
+- The number of heads is taken from the shapes of tensors, so that weights cut by tensor parallelism need no special
+  case.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class Bloom(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        slopes: ALiBi's slope of each head (arXiv:2108.12409). A buffer, which a plan cuts as it cuts the heads.
-        head_ids: global number of each head, by which attention dropout is keyed; cut likewise.
+        slopes: ALiBi's slope of each head (arXiv:2108.12409). It is a buffer, so that a plan can cut it with the heads.
+        head_ids: global number of each head, which keys attention dropout; a buffer for the same reason.
     """
 
     cfg: config.Bloom
@@ -99,26 +101,26 @@ class Bloom(Model):
 
         Args:
             tokens: [B, S] int64.
-            labels: [B, S] int64, the token to predict at each place; -100 takes no part in the loss.
+            labels: [B, S] int64, the token to predict at each place; a label of -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
-            position_ids: [B, S] int64, ignored: ALiBi measures distances by `places`, as Megatron's does.
-            document_ids: [B, S] int64; a token attends only to tokens of its own document.
-            prefix: [B, S] bool, True for tokens that their whole document sees, the tokens before them included.
+            position_ids: [B, S] int64, ignored, because ALiBi measures distances by `places`, as in Megatron.
+            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
+            prefix: [B, S] bool, True for tokens that all tokens of their document see, even those before them.
             label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
-                cuts the sequence, only this rank's part of S.
+            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
+                the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            cache: keys and values of earlier tokens; those of these tokens are added to it.
+            cache: cache with the keys and values of earlier tokens; this call adds those of `tokens`.
 
         Returns:
-            With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
-            {"hidden": hidden state} on earlier stages.
+            The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, S, V] without.
+            Earlier stages return {"hidden": hidden state}.
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
-        # token. Dropout on attention probabilities needs the plain formula: no kernel takes a keyed mask.
+        # A fused kernel is compiled again for each length. A forward without labels mostly belongs to generation, which
+        # has a new length at each token. Attention dropout needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         rule = attention_rule(
             places, causal=True, document_ids=document_ids, prefix=prefix, slopes=self.slopes, cache=cache, fused=fused

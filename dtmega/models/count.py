@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of each piece of a model, counted on its modules. They may be on the meta device."""
+"""Parameters and FLOPs of each piece of a model, counted from its modules, which may be on the meta device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pieces(whole: Model) -> list[Piece]:
                 per = works_per.get(module, "token")
                 multiplied[per] += _multiplied(module, parameter, whole.experts_per_token)
         of_decoder, across = whole.decoder_attention_flops(name)
-        # 2 FLOPs per element forward and 4 backward: a gradient for the input and one for the weight.
+        # 2 FLOPs per element in forward, and 4 in backward, which computes two gradients: of the input and the weight.
         flops = {
             "matmul_flops": 6 * multiplied["token"],
             "attention_flops": whole.attention_flops(name),
@@ -48,7 +48,7 @@ def pieces(whole: Model) -> list[Piece]:
 
 def _multiplied(module: nn.Module, weight: nn.Parameter, experts_per_token: int | None) -> int:
     """The number of a weight's elements that one row of activations, usually one token's, is multiplied with."""
-    # A look-up and a bias or scale multiply no matrix.
+    # Look-ups, biases and scales are not matrix products.
     if isinstance(module, nn.Embedding) or weight.ndim < 2:
         return 0
     if isinstance(module, LMHead):

@@ -29,12 +29,13 @@ class Family(Protocol):
 
     Attributes:
         libraries: libraries besides torch whose versions must be the same on all ranks.
-        directory: True if the model is read from a directory, which [model] path names.
+        directory: True if the model is read from the directory that [model] path names.
         formats: formats in which other programs store the family's models, by the name of the program in `convert`; a
-            program with several classes for them has several formats.
-        objectives: objectives that it can be trained for, by [data] objective; "auto" is the default.
+            program with several classes for such models has several formats.
+        objectives: objectives that the family can be trained for, by [data] objective; "auto" is the default.
         show: the kind of sample shown at the end of training.
-        dtypes: values of [precision] params that it can be trained in. float16 needs heads that know the loss scale.
+        dtypes: values of [precision] params that the family can be trained in. float16 needs heads that know the loss
+            scale.
     """
 
     @property
@@ -59,7 +60,7 @@ class Family(Protocol):
         """The configuration, completed with the values that only the family knows.
 
         Raises:
-            ValueError: keys that the family ignores or cannot honour.
+            ValueError: keys that the family would ignore or cannot follow.
         """
         ...
 
@@ -68,23 +69,23 @@ class Family(Protocol):
         ...
 
     def reread_directory(self, model: config.Model, trained: str) -> config.Model:
-        """A [model] section from a checkpoint, resolved again from the directory as it is today.
+        """A checkpoint's [model] section, completed again from the present content of the model's directory.
 
         Args:
             model: the section that the checkpoint stores.
-            trained: the directory's `digest` in training; '' if it is not known.
+            trained: `digest` of the directory during training; '' if it is not known.
 
         Raises:
-            ValueError: the directory is gone, or its configuration is not the one of training.
+            ValueError: a directory that is gone, or whose configuration differs from the one during training.
         """
         ...
 
     def notes(self, model: config.Model) -> list[str]:
-        """Notes for the user that are printed when a run starts."""
+        """Notes for the user, printed when a run starts."""
         ...
 
     def build(self, model: config.Model) -> Model:
-        """The whole model on the default device, which may be meta; its values are not initialised yet."""
+        """The whole model on the default device, which may be meta. Its parameters are not initialised yet."""
         ...
 
     def pieces(self, whole: Model) -> list[Piece]:
@@ -95,12 +96,13 @@ class Family(Protocol):
         """Refuse a mesh or settings that the model cannot run with.
 
         Raises:
-            ValueError: the equation that does not hold, and the keys to change.
+            ValueError: a combination that cannot run. The message has the equation that does not hold, and the keys to
+                change.
         """
         ...
 
     def cut(self, cfg: config.Config, stage: Model, world: World) -> list[str]:
-        """Cut a stage on meta over tp. Returns names of the parameters whose gradients must be summed over tp."""
+        """Cut a stage on meta over tp. Return the names of the parameters whose gradients must be summed over tp."""
         ...
 
     def allocate(self, cfg: config.Config, stage: Model, world: World, device: torch.device) -> None:
@@ -115,16 +117,16 @@ class Family(Protocol):
         """The weights that a new run starts with, by our names; None: draw initial values from the seed.
 
         Raises:
-            ValueError: [model] init_from or path names nothing usable, or weights of another model.
+            ValueError: [model] init_from or path without usable weights, or with the weights of a different model.
             Damaged: a checkpoint that is not intact.
         """
         ...
 
     def folder(self, path: Path, model: config.Model) -> Source:
-        """The weights in a directory of transformers, by our names.
+        """The weights in a directory that transformers saved, by our names.
 
         Raises:
-            ValueError: config.json does not agree with the [model] section, or the tensors are of another model.
+            ValueError: a config.json that does not agree with the [model] section, or tensors of a different model.
         """
         ...
 
@@ -137,13 +139,13 @@ class Family(Protocol):
             where: path of the source, for messages.
 
         Raises:
-            ValueError: a tensor that is missing, unknown, or of another shape. Reading from the returned source raises
-                it for copies of one parameter that differ.
+            ValueError: a tensor that is missing, is unknown, or has the wrong shape. Reading from the returned source
+                also raises it, for copies of one parameter that differ.
         """
         ...
 
     def vocabulary(self, tokenizer: Tokenizer, data: config.Data) -> ExportedTokenizer:
-        """The tokenizer as an exported directory stores it.
+        """The tokenizer in the form that an exported directory stores.
 
         Args:
             data: the [data] section that the model was trained with.
@@ -154,7 +156,7 @@ class Family(Protocol):
         ...
 
     def as_stored(self, program: str, source: Source, model: config.Model) -> tuple[dict[str, Any], Source]:
-        """A model as another program stores it.
+        """A model in the form that another program stores.
 
         Args:
             program: a key of `formats`.
@@ -165,21 +167,21 @@ class Family(Protocol):
             tied tensors once.
 
         Raises:
-            ValueError: the program has no such model, or the source is of another one.
+            ValueError: a model that the program does not have, or a source of a different model.
         """
         ...
 
     def export(self, source: Source, folder: Path, model: config.Model, tokenizer: str | None, **options: Any) -> None:
-        """Write weights as a directory of transformers; all ranks call it.
+        """Write weights as a directory that transformers can load. All ranks call it together.
 
         Args:
             source: tensors of the whole model by our names.
-            tokenizer: text of tokenizer.json; None: the one of the model's own directory, if there is any.
+            tokenizer: text of tokenizer.json; None: the tokenizer in the model's own directory, if it has one.
             options: options of `hf.files.export.export`.
 
         Raises:
-            ValueError: a model that the format cannot express, or weights of another model; nothing is written then.
-            OSError: writing failed.
+            ValueError: a model that the format cannot express, or weights of a different model. Nothing is written.
+            OSError: a failure to write.
         """
         ...
 
@@ -200,7 +202,7 @@ def check_units(cfg: config.Config, whole: Model) -> None:
     """Refuse to recompute several layers as a unit in a model that does not run them through `Model.run_layers`.
 
     Raises:
-        ValueError: [recompute] asks for units of several layers, and the model does not support them.
+        ValueError: units of several layers in [recompute] that the model does not support.
     """
     if cfg.recompute.method == "uniform" and cfg.recompute.layers > 1 and not whole.runs_layers:
         raise ValueError(
@@ -213,7 +215,7 @@ def lengths_of(cfg: config.Config, whole: Model) -> dict[str, int]:
     """The lengths of a model's sequences, by their keys in [data].
 
     Raises:
-        ValueError: a length is set for a sequence that the model does not have, such as a decoder's.
+        ValueError: a length for a sequence that the model does not have, such as a decoder's.
     """
     for key in cfg.data.lengths:
         field = config.Data.model_fields[key]

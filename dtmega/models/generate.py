@@ -1,12 +1,12 @@
-"""Generation: text sampled from a model token by token, for a look at it or for a few prompts at a time.
+"""Generation: sample text from a model token by token, for one prompt or a small batch of prompts.
 
 Keys and values of earlier tokens are kept (`dtmega/ops/key_value_cache.py`), so that each token is computed once. A
-model that tp cuts along the sequence cannot do so, because ranks cannot share a single token: it computes all tokens
-again for every new one, with the same result.
+model that tp cuts along the sequence cannot keep them, because a single token cannot be cut over ranks. Such a model
+computes all tokens again for every new token, with the same result.
 
-Prompts of different lengths are padded to one. Where keys and values are kept, padding goes on the left, so that the
-next token of every prompt is in the same column; it is a document of its own, at places below 0. Otherwise it goes on
-the right, where a causal model does not see it.
+Prompts of different lengths are padded to a common length. If keys and values are kept, padding goes on the left, so
+that the next token of every prompt is in the same column; the padding is a document of its own, at places below 0.
+Otherwise padding goes on the right, where a causal model does not see it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Settle = Callable[[Tensor], bool]
 
 
 def settle_alone(tokens: Tensor) -> bool:
-    """The `settle` of a single process, which has nobody to agree with."""
+    """The default `settle`, for a single process: keep the tokens as drawn."""
     return True
 
 
@@ -38,19 +38,19 @@ class Sampling:
     """Settings of sampling: how each token is drawn from its logits, and when a sample ends.
 
     Attributes:
-        vocab_size: size of the tokenizer's vocabulary; the model's may be larger.
+        vocab_size: size of the tokenizer's vocabulary; the model's vocabulary may be larger.
         end_ids: tokens that end the sample and are not part of it.
         seed: seed of the draws.
         temperature: temperature of the softmax; 0 takes the most probable token.
         top_k: number of most probable tokens to draw from; 0 = all.
         top_p: probability of the nucleus (Holtzman et al., arXiv:1904.09751): draw from the fewest most probable tokens
             that reach it together, among those that top_k leaves; 1 = all.
-        multiple: number of equal parts that a sequence must divide into: the size of tp. More than 1 computes all
-            tokens again for every new one.
+        multiple: number of equal parts that a sequence must divide into: the size of tp. If it is more than 1, all
+            tokens are computed again for every new token.
         settle: function called with the tokens just drawn, int64 [B], so that all ranks agree on them. It may overwrite
-            them; False ends the samples.
-        uses_cache: False computes all tokens again for every new one.
-        prompt_is_prefix: each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
+            the tokens. If it returns False, all samples end.
+        uses_cache: True to keep keys and values; False to compute all tokens again for every new token.
+        prompt_is_prefix: True if each token of the prompt attends to the whole prompt (`Objective.prompt_is_prefix`).
     """
 
     vocab_size: int
@@ -74,7 +74,7 @@ class Sampling:
         probabilities = (logits / self.temperature).softmax(-1)
         if self.top_p < 1:
             ordered, ids = probabilities.sort(descending=True, stable=True)
-            # The probability that the more probable tokens have together, so the one that reaches top_p is still in.
+            # Each token is compared by the sum of the tokens before it, so the token that reaches top_p is kept.
             before = ordered.cumsum(-1) - ordered
             probabilities = probabilities.index_fill(0, ids[before >= self.top_p], 0.0)
         return torch.multinomial(probabilities, 1, generator=generator)
@@ -83,10 +83,10 @@ class Sampling:
 def generate(model: Model, tokens: list[int], n: int, sampling: Sampling) -> list[int]:
     """Sample up to `n` tokens that follow `tokens`.
 
-    Fewer, if a token of `sampling.end_ids` is drawn or the model has no more positions.
+    The result is shorter if a token of `sampling.end_ids` is drawn or the model has no more positions.
 
     Raises:
-        ValueError: an empty prompt, or one that leaves no position for a new token.
+        ValueError: a prompt that is empty, or so long that the model has no position for a new token.
     """
     (new_tokens,) = generate_together(model, [tokens], n, sampling)
     return new_tokens
@@ -96,11 +96,11 @@ def generate(model: Model, tokens: list[int], n: int, sampling: Sampling) -> lis
 def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampling: Sampling) -> list[list[int]]:
     """Sample up to `n` tokens that follow each prompt, all prompts in one batch.
 
-    Each prompt gets the tokens that `generate` would give it, but for one thing: matrices of another size may be
-    multiplied in another order. Logits then differ in their last bits, and very rarely a sampled token does.
+    Each prompt gets the tokens that `generate` would give it, with one exception: products of larger matrices may add
+    their terms in a different order. Logits may then differ in their last bits, and very rarely a sampled token does.
 
     Raises:
-        ValueError: an empty prompt, or one that leaves no position for a new token.
+        ValueError: a prompt that is empty, or so long that the model has no position for a new token.
     """
     longest = 0
     for prompt in prompts:
@@ -112,7 +112,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
     same_length = all(len(prompt) == width for prompt in prompts)
 
     def logits_of_all(texts: list[list[int]]) -> Tensor:
-        """Next-token logits [B, V], with all tokens computed; padding on the right, which causality hides."""
+        """Logits [B, V] of the next tokens; computes all tokens. Padding is on the right, where causality hides it."""
         padded = torch.tensor(_padded(texts, 0, sampling.multiple, longest), device=device)
         last = [len(text) - 1 for text in texts]
         rows = {}
@@ -121,7 +121,7 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         return model(padded, **rows)[torch.arange(len(texts)), last]
 
     def logits_of_new(texts: list[list[int]], cache: KeyValueCache) -> Tensor:
-        """Next-token logits [B, V], with only new tokens computed; padding on the left, at places below 0."""
+        """Logits [B, V] of the next tokens; computes only new tokens. Padding is on the left, at places below 0."""
         new = _new_to_model(texts, cache, device)
         places = cache.length + torch.arange(new.shape[1], device=device) - n_padding
         rows = {"places": places}
@@ -130,8 +130,8 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
         if not same_length:
             # Padding is a document of its own, so no text sees it.
             rows["document_ids"] = (places < 0).long()
-            # A row of padding needs some position, and so does a sample that ended where the positions end, while
-            # others of the batch go on.
+            # Every token needs a valid position. Padding has none, and neither has a sample that has used all positions
+            # and stays in the batch while other samples go on.
             rows["position_ids"] = places.clamp(0, longest - 1)
         return model(new, cache=cache, **rows)[:, -1]
 
@@ -145,18 +145,18 @@ def generate_together(model: Model, prompts: Sequence[list[int]], n: int, sampli
 
 @torch.no_grad()
 def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start_id: int, pad_id: int) -> list[int]:
-    """Sample up to `n` tokens of a decoder's answer to what its encoder reads. The encoder runs once.
+    """Sample up to `n` tokens of the decoder's answer to the encoder's text. The encoder runs once.
 
     Args:
         model: a model with an encoder and a decoder.
         tokens: tokens that the encoder reads.
-        n: most tokens of the answer.
+        n: largest number of tokens in the answer.
         sampling: settings of the draws.
         start_id: token that the decoder starts from.
-        pad_id: padding of the encoder's tokens, which nothing attends to.
+        pad_id: token that pads the encoder's text; nothing attends to it.
 
     Raises:
-        ValueError: no tokens, or more than the model has positions for.
+        ValueError: an empty list of tokens, or more tokens than the model has positions for.
     """
     longest = _longest(model, tokens, sampling.multiple, answer_is_separate=True)
     device = next(model.parameters()).device
@@ -173,7 +173,7 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
             new = _new_to_model(texts, cache, device)
             places = cache.length + torch.arange(new.shape[1], device=device).unsqueeze(0)
             where = {"decoder_places": places, "cache": cache}
-        # The decoder's tokens are all of document 0, like the encoder's text; 1 is the encoder's padding.
+        # The decoder's tokens and the encoder's text are document 0, and the encoder's padding is document 1.
         documents = {"document_ids": is_padding, "decoder_document_ids": torch.zeros_like(new)}
         return model(read, new, encoded=encoded, **documents, **where)[:, last]
 
@@ -184,16 +184,16 @@ def answer(model: Model, tokens: list[int], n: int, sampling: Sampling, *, start
 
 
 def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_separate: bool) -> int:
-    """The longest sequence that the model has positions for and that `multiple` divides.
+    """The largest length that the model has positions for and that `multiple` divides.
 
     Args:
-        model: its `longest` bounds the sequence.
-        tokens: the prompt.
+        model: model whose `longest` limits the sequence.
+        tokens: tokens of the prompt.
         multiple: number of equal parts that a sequence must divide into.
-        answer_is_separate: the answer is a sequence of its own, so the prompt may take all positions.
+        answer_is_separate: True if the answer is a sequence of its own, so that the prompt may take all positions.
 
     Raises:
-        ValueError: an empty prompt, or one that is too long.
+        ValueError: a prompt that is empty or too long.
     """
     longest = (model.longest or sys.maxsize) // multiple * multiple
     if not tokens:
@@ -205,14 +205,14 @@ def _longest(model: Model, tokens: Sequence[int], multiple: int, *, answer_is_se
 
 
 def _padded(texts: Sequence[list[int]], pad_id: int, multiple: int, longest: int) -> list[list[int]]:
-    """The texts padded on the right to a common length: a multiple of PADDING and `multiple`, `longest` at most."""
+    """The texts, padded on the right to a common multiple of PADDING and `multiple`, but not beyond `longest`."""
     width = max(map(len, texts))
     width = min(width + -width % math.lcm(PADDING, multiple), longest)
     return [text + [pad_id] * (width - len(text)) for text in texts]
 
 
 def _new_to_model(texts: Sequence[list[int]], cache: KeyValueCache, device: torch.device) -> Tensor:
-    """The tokens [B, S] that are not in `cache` yet: at first the texts, padded on the left, then the last of each."""
+    """The tokens [B, S] that are not in `cache` yet: at first the padded texts, later the last token of each text."""
     if cache.length:
         return torch.tensor([text[-1:] for text in texts], device=device)
     width = max(map(len, texts))
@@ -238,11 +238,11 @@ def _draw_tokens(
 
     Args:
         model: the model that `next_logits` calls.
-        next_logits: function of the texts so far and of the kept keys and values (None: nothing is kept) that returns
+        next_logits: function of the texts so far and the cache of keys and values (None: nothing is kept) that returns
             the logits [B, V] of each text's next token. Texts that have ended stay in the batch, unchanged; their
             logits are ignored.
         prompts: tokens of each prompt.
-        limits: most new tokens of each.
+        limits: largest number of new tokens for each prompt.
         sampling: settings of the draws.
     """
     keeps = sampling.uses_cache and model.has_cache and sampling.multiple == 1
@@ -252,8 +252,8 @@ def _draw_tokens(
     going = [limit > 0 for limit in limits]
     while any(going):
         logits = next_logits(texts, cache)[:, : sampling.vocab_size].float()
-        # One generator a prompt, so that its tokens do not depend on the other prompts of the batch. Made here, because
-        # the device of the logits is not that of the parameters where FSDP offloads those to the host.
+        # Each prompt has a generator, so that its tokens do not depend on the other prompts. The generators are made
+        # here because only the logits tell the device: FSDP may offload the parameters to the host.
         if not generators:
             generators = [torch.Generator(logits.device).manual_seed(sampling.seed) for _ in prompts]
         drawn = []

@@ -22,7 +22,7 @@ def init_weights(model: Model, seed: int) -> None:
             if std is None:
                 part.fill_(model.init_constant(name))
                 continue
-            # A few rows at a time: the fp64 temporaries of a draw take ten times the memory of its result.
+            # Draw a few rows at a time, because the fp64 temporaries take ten times the memory of the result.
             n_rows = max(1, _values_per_draw(part.device) // part[0].numel())
             for start in range(0, part.shape[0], n_rows):
                 rows = part[start : start + n_rows]
@@ -31,7 +31,7 @@ def init_weights(model: Model, seed: int) -> None:
 
 
 def _values_per_draw(device: torch.device) -> int:
-    """Values to draw at a time: on a CPU few enough for each core's cache, on a GPU enough for few launches."""
+    """The number of values to draw at a time: few enough for a CPU's caches, or many, to save launches on a GPU."""
     return 2**16 * torch.get_num_threads() if device.type == "cpu" else 2**22
 
 
@@ -39,7 +39,7 @@ def _global_indices(part: Tensor, offsets: Sequence[int], whole: Sequence[int]) 
     """The row-major index in the whole tensor of each element of `part`, int64 in its shape.
 
     Args:
-        offsets: where `part` begins in the whole tensor, along each dim.
+        offsets: index in the whole tensor at which `part` begins, for each dim.
         whole: shape of the whole tensor.
     """
     indices = torch.zeros((), dtype=torch.int64, device=part.device)

@@ -20,7 +20,7 @@ Gelu = Literal["erf", "tanh"]
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of (site key, sample id, global place, channel), never of a generator.
+    """Dropout whose mask is a function of (site key, sample id, global place, channel) instead of a generator's state.
 
     So every layout drops the same elements, and recompute needs no saved generator state.
 
@@ -43,9 +43,9 @@ class KeyedDropout(nn.Module):
         Args:
             x: [B, S, D], or a rank's part of it along S or D.
             sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
-            places: [B, S] int, the global place of each token of x. Where a plan cuts S of x but not of the places that
-                the model passes, it puts the part's own places in here.
-            channel_ids: [D] int32, global numbers of the channels, where a plan cuts them; None: x has all channels.
+            places: [B, S] int, the global place of each token of x. If x is only a part along S, the plan replaces the
+                places of the whole sequence by those of the part.
+            channel_ids: [D] int32, global numbers of the channels of x; None: x has all channels.
         """
         if self.p == 0.0 or not self.training:
             return x
@@ -58,11 +58,11 @@ class KeyedDropout(nn.Module):
         return torch.where(keyed.keep(self.p, keyed.mix(rows), channels), x / (1 - self.p), 0.0)
 
     def of_probabilities(self, head_ids: Tensor, sample_ids: Tensor | None) -> Dropout | None:
-        """The same site's dropout for `attention`, which takes the places from its rule; None if nothing is dropped.
+        """This site's dropout in the form that `attention` takes, without places; None if nothing is dropped.
 
         Args:
             head_ids: [H] int32, global numbers of the heads of this rank.
-            sample_ids: [B] int64, global sample numbers.
+            sample_ids: [B] int64, global sample numbers; may be None only if nothing is dropped.
         """
         if self.p == 0.0 or not self.training:
             return None
@@ -83,14 +83,14 @@ def set_dropout_keys(model: nn.Module, seed: int) -> None:
 
 
 def residual_stream(embedded: Tensor, cfg: config.DropoutModel) -> Tensor:
-    """The embedding's output as the start of the residual stream, whose dtype all later sums keep."""
+    """The embedding's output in the dtype of the residual stream: fp32 if `cfg.fp32_residual` is set."""
     return embedded.float() if cfg.fp32_residual else embedded
 
 
 class MixedLayerNorm(nn.LayerNorm):
     """A LayerNorm that reads the fp32 residual stream and returns the dtype of its weight.
 
-    Computed in fp32 throughout and rounded once, at the end: Megatron's `MixedFusedLayerNorm`.
+    It computes in fp32 and rounds once, at the end, like Megatron's `MixedFusedLayerNorm`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class MixedLayerNorm(nn.LayerNorm):
 
 
 def stream_norm(cfg: config.DropoutModel, eps: float) -> nn.LayerNorm:
-    """A LayerNorm for the residual stream, in the kind that the stream's dtype needs."""
+    """A LayerNorm for the residual stream: mixed-precision if the stream is kept in fp32, else torch's."""
     kind = MixedLayerNorm if cfg.fp32_residual else nn.LayerNorm
     return kind(cfg.hidden_size, eps)
 
@@ -108,8 +108,8 @@ def stream_norm(cfg: config.DropoutModel, eps: float) -> nn.LayerNorm:
 class FusedAttention(nn.Module):
     """Self-attention with one fused projection; its rows are ordered [head, (q, k, v), K] as in Megatron and BLOOM.
 
-    With query-key layer scaling queries are divided by `number` x sqrt(K), and scores are multiplied by `number` in
-    fp32. Mathematically nothing changes, but in float16 the products q k^T stay below its largest number. That matters
+    With query-key layer scaling, queries are divided by `number` x sqrt(K), and scores are multiplied by `number` in
+    fp32. Mathematically nothing changes, but the products q k^T stay below the largest number of float16. That matters
     with attention dropout, whose plain formula stores the products in float16; all other kernels keep them in fp32.
 
     Args:
@@ -126,7 +126,7 @@ class FusedAttention(nn.Module):
         self.dropout = KeyedDropout(cfg.attention_dropout)
 
     def forward(self, x: Tensor, rule: AttentionRule, head_ids: Tensor, sample_ids: Tensor | None) -> Tensor:
-        # -1: under tp the projection has only this rank's heads, so their number comes from the tensor.
+        # -1 because under tp the projection has only this rank's heads: the tensor tells their number.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)  # [B, H, S, K] each
         dropout = self.dropout.of_probabilities(head_ids, sample_ids)
         if self.coefficient is not None:
@@ -141,7 +141,7 @@ class FusedAttention(nn.Module):
 
 
 def gelu(x: Tensor, form: Gelu) -> Tensor:
-    """GELU (arXiv:1606.08415): `erf` is x times the normal distribution's cdf, `tanh` the paper's approximation."""
+    """GELU (arXiv:1606.08415): `erf` is x times the normal cdf, and `tanh` is the approximation from the paper."""
     if form == "tanh" and x.device.type == "cpu" and torch.compiler.is_compiling():
         # The same function, by 1 + tanh(u) = 2 sigmoid(2 u): Inductor's CPU kernel takes half the time for this form.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -150,7 +150,8 @@ def gelu(x: Tensor, form: Gelu) -> Tensor:
     return F.gelu(x, approximate="none" if form == "erf" else "tanh")
 
 
-# Activation of the gate, which multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's glu_activations).
+# Activation of the gate; the activated gate multiplies the value (arXiv:2002.05202; Megatron-DeepSpeed's
+# glu_activations).
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "swiglu": F.silu,
@@ -187,17 +188,18 @@ class MLP(nn.Module):
 class LMHead(nn.Module):
     """The output layer: logits from the last hidden state, or with labels the sum of token losses.
 
-    It owns the loss, so that product and cross-entropy run chunk by chunk and all logits never exist at once. Weight
-    and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); those give no logits.
+    The head owns the loss, so that product and cross-entropy run chunk by chunk and all logits never exist at once.
+    Weight and bias may have more rows than the vocabulary (`[model] pad_vocab_to_multiple`); the extra rows give no
+    logits.
 
     Args:
         cfg: sizes and the terms of the loss.
-        bias: add one number per token of the vocabulary, as BERT does; BLOOM and GPT do not.
+        bias: True to add a bias to the logits, as BERT does; BLOOM and GPT have none.
 
     Attributes:
-        loss_name: name of its sum among those that the model returns.
-        expected: the factor with which backward will begin at this loss, set by `Model.expect`.
-        compiled: whether the loss runs in compiled kernels, set by `Model.compile_losses`.
+        loss_name: name of the head's loss among the sums that the model returns.
+        expected: gradient that backward will pass to this loss, set by `Model.expect`.
+        compiled: True if the loss runs in compiled kernels; set by `Model.compile_losses`.
     """
 
     bias: nn.Parameter | None
@@ -218,7 +220,7 @@ class LMHead(nn.Module):
 
         Args:
             h: [..., D].
-            labels: [...] int64; -100 takes no part in the sum.
+            labels: [...] int64, the token to predict; a label of -100 takes no part in the sum.
             label_weights: [...] fp32, the weight of each token's loss in the sum; None: all 1.
         """
         if labels is None:
@@ -230,7 +232,7 @@ class LMHead(nn.Module):
 
     def loss_terms(self, label_weights: Tensor | None = None) -> dict[str, Any]:
         """The keyword arguments for `linear_cross_entropy`."""
-        # Only in training, so that evaluations of runs with different settings can be compared.
+        # Only training has these terms, so that evaluations of runs with different settings can be compared.
         terms = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         weights = None if label_weights is None else label_weights.flatten()
         return {
@@ -248,7 +250,7 @@ def finish(
     """The result of one stage of a decoder.
 
     Returns:
-        {"hidden": hidden} on a stage without the head. With the head the logits [B, S, V], or if there are labels
+        {"hidden": hidden} on a stage without the head. On the stage with the head, the logits [B, S, V], or with labels
         {"lm": fp32 sum of token losses}.
     """
     if norm is None or head is None:

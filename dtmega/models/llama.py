@@ -1,6 +1,6 @@
 """Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
-bloom.py says how a file written for one device also runs in pieces.
+bloom.py explains how a model written for one device also runs in pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
     """The rotation of queries and keys by their positions (Su et al., arXiv:2104.09864).
 
     Attributes:
-        cos, sin: [B, S, 1, K / 2] fp32, of the angle by which each pair of channels is turned.
+        cos, sin: [B, S, 1, K / 2] fp32, cosine and sine of the angle by which each pair of channels is rotated.
     """
 
     cos: Tensor
@@ -32,14 +32,14 @@ class Rotation(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x, [B, S, H, K]; channels i and i + K / 2 are a pair, as in transformers' checkpoints."""
-        # In fp32, as cos and sin are, and rounded once at the end.
+        # Compute in fp32, the dtype of cos and sin, and round once at the end.
         first, second = x.float().chunk(2, dim=-1)
         turned = torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
         return turned.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245): groups of the H query heads share one of `n_kv_heads` KV heads."""
+    """Grouped-query attention (arXiv:2305.13245): each of the `n_kv_heads` KV heads serves a group of query heads."""
 
     def __init__(self, cfg: config.Llama) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class Attention(nn.Module):
         q = rotation(self.q(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, K]
         k = rotation(self.k(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, n_kv_heads, K]
         v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        # Transposed only here, after the rotation: memory then stays in the order [B, S, H, K] that the linears write
-        # and read, forward and backward, and nothing is copied.
+        # Transpose only after the rotation. Memory then keeps the order [B, S, H, K] that the linears write and read in
+        # forward and backward, and nothing is copied.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule)  # [B, H, S, K]
         return self.out(out.transpose(1, 2).flatten(2))
 
@@ -91,7 +91,7 @@ class Llama(Model):
     """The model, or the part of it that one pipeline stage holds.
 
     Attributes:
-        frequencies: angle per position of each pair of channels. A buffer, equal for all heads: no plan cuts it.
+        frequencies: angle per position of each pair of channels. It is the same for all heads, so no plan cuts it.
     """
 
     cfg: config.Llama
@@ -129,23 +129,23 @@ class Llama(Model):
 
         Args:
             tokens: [B, S] int64.
-            labels: [B, S] int64, the token to predict at each place; -100 takes no part in the loss.
+            labels: [B, S] int64, the token to predict at each place; a label of -100 takes no part in the loss.
             sample_ids: [B] int64, ignored: Llama has no dropout.
             position_ids: [B, S] int64, the positions by which queries and keys are rotated; None: `places`.
-            document_ids: [B, S] int64; a token attends only to tokens of its own document.
-            prefix: [B, S] bool, True for tokens that their whole document sees, the tokens before them included.
+            document_ids: [B, S] int64, the number of each token's document; a token attends only to its own document.
+            prefix: [B, S] bool, True for tokens that all tokens of their document see, even those before them.
             label_weights: [B, S] fp32, the weight of each token's loss in the sum; None: all 1.
-            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. Where a plan
-                cuts the sequence, only this rank's part of S.
+            hidden: [B, S, D], the hidden state from the stage before, on stages without the embedding. If a plan cuts
+                the sequence, only this rank's part of S.
             places: [B, S] int64, the global index of each token in its sample.
-            cache: keys and values of earlier tokens; those of these tokens are added to it.
+            cache: cache with the keys and values of earlier tokens; this call adds those of `tokens`.
 
         Returns:
-            With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, S, V].
-            {"hidden": hidden state} on earlier stages.
+            The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, S, V] without.
+            Earlier stages return {"hidden": hidden state}.
         """
-        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
-        # token: only a training or evaluation batch, which has labels, is worth one.
+        # A fused kernel is compiled again for each length. A forward without labels mostly belongs to generation, which
+        # has a new length at each token, so only batches with labels (training, evaluation) use such a kernel.
         rule = attention_rule(
             places, causal=True, document_ids=document_ids, prefix=prefix, cache=cache, fused=labels is not None
         )
@@ -163,16 +163,16 @@ class Llama(Model):
 
 
 def rotary_frequencies(cfg: config.Llama) -> Tensor:
-    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, slow ones divided.
+    """Rotary frequencies theta^(-2i / K) (Su et al., arXiv:2104.09864), [K / 2] fp32, with low ones reduced.
 
-    Llama 3.1 extends its context by slowing the low frequencies down. One that turns fewer
-    than `rope_low_freq_factor` times within `rope_original_length` is divided by `rope_factor`, one that turns more
-    than `rope_high_freq_factor` times stays, and those between are interpolated
+    Llama 3.1 extends its context by reducing the low frequencies. A frequency that turns fewer than
+    `rope_low_freq_factor` times within `rope_original_length` is divided by `rope_factor`. A frequency that turns more
+    than `rope_high_freq_factor` times stays, and frequencies between these two are interpolated
     (github.com/meta-llama/llama-models, models/llama3/model.py `apply_scaling`).
     """
     frequencies = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     turns = cfg.rope_original_length * frequencies / (2 * math.pi)
     width = cfg.rope_high_freq_factor - cfg.rope_low_freq_factor
-    # 1 for a frequency that stays, 0 for one that is divided in full.
+    # 1 for a frequency that stays, 0 for a frequency that is divided by the whole factor.
     stays = ((turns - cfg.rope_low_freq_factor) / width).clamp(0, 1)
     return frequencies * (stays + (1 - stays) / cfg.rope_factor)

@@ -1,4 +1,4 @@
-"""The base class of all models: what the trainer, the plans and the pipeline may ask of one."""
+"""The base class of all models: the interface that the trainer, the plans and the pipeline use."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ Per = Literal["token", "label", "decoder", "sequence"]
 
 
 class Model(nn.Module):
-    """A model, whole or the part of it that one pipeline stage holds. Every model that dtmega trains is one of these.
+    """A whole model, or the part of it that one pipeline stage holds. Every model that dtmega trains is a subclass.
 
-    It is called as `model(**rows of a microbatch, **tensors from the stage before)` and returns tensors by name: those
-    that it hands on to the next stage (listed by the family's `boundary`), and its sums over the microbatch (listed by
-    the family's objective) as fp32 scalars. Without labels the last stage returns its predictions instead of a loss, in
-    a language model the logits [B, S, V].
+    A model is called as `model(**rows of a microbatch, **tensors from the stage before)` and returns tensors by name:
+    the tensors that it hands on to the next stage (listed by the family's `boundary`), and its sums over the microbatch
+    (listed by the family's objective) as fp32 scalars. Without labels the last stage returns predictions instead of a
+    loss; those of a language model are the logits [B, S, V].
 
-    A stage runs whatever modules it holds, so a stack may begin on any stage, and a sum may come from any. A tensor
+    A stage runs the modules that it holds, so a stack may begin on any stage, and any stage may return a sum. A tensor
     that a stage is given and does not return goes on to the next stage unchanged, if the boundary lists it.
 
     Places are the global index of each token in its sample. They come with the batch, because a rank's tokens may be
-    any part of a sequence: no model counts for itself. Without them, as in a notebook, the tokens are taken for a whole
-    sequence that starts at 0.
+    any part of a sequence, so a model cannot count them itself. Without places, as in a notebook, the tokens are
+    treated as a whole sequence that starts at 0.
 
     Attributes:
         cfg: the [model] section.
         layers: the blocks by number, in a model with a single stack.
         ties: groups of names that share one parameter in the whole model; the first name is the one in checkpoints.
-        longest: longest sequence that the model has positions for; None: any length.
-        runs_layers: True if the model calls `run_layers` for all layers of a stack, as recomputing units needs it.
+        longest: length of the longest sequence that the model has positions for; None: any length.
+        runs_layers: True if the model calls `run_layers` for all layers of a stack. Recomputing units of several layers
+            needs this.
         has_cache: True if forward takes a `cache`, so that generation computes each token once.
-        experts_per_token: number of experts that a token uses of those stacked in a weight [experts, rows, columns];
-            None: no weight stacks experts.
+        experts_per_token: number of experts that each token uses, if a weight [experts, rows, columns] stacks experts;
+            None: no weight does.
         works_per: names of modules that do not run on every token -> how often they run: once per token with a label,
-            per token of a decoder, or per sequence. A name covers all modules inside; later names override earlier.
+            per token of a decoder, or per sequence. A name covers all modules inside; later names override earlier
+            ones.
         lengths: keys of [data] that hold the lengths of the model's sequences.
         decoder_begins: name of the first piece of a decoder that follows an encoder; '' if there is none.
         one_backward: reason why backward cannot run in two parts; '' if it can.
@@ -63,7 +65,7 @@ class Model(nn.Module):
         return super().__call__(tokens, *args, places=places, **kwargs)
 
     def stored_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that checkpoints store, by name: fixed numbers, which training does not change."""
+        """The buffers that checkpoints store, by name. Training does not change them."""
         for prefix, module in self.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -75,7 +77,7 @@ class Model(nn.Module):
         yield from self.stored_buffers()
 
     def blocks(self) -> list[nn.Module]:
-        """The layers held here, in order; recomputing, compiling and FSDP take them one by one."""
+        """The layers that this stage holds, in order. Each is recomputed, compiled and wrapped by FSDP on its own."""
         return list(self.layers.values())
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, *shared: Any) -> Tensor:
@@ -108,11 +110,11 @@ class Model(nn.Module):
         return modules_of
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops` of the piece with that name, for a causal decoder whose heads make up D."""
+        """`Piece.attention_flops` of the named piece, for a causal decoder with heads x head size = D."""
         return 6 * self.cfg.hidden_size if piece.startswith("layers.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
-        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the piece: 0 without a separate decoder."""
+        """`Piece.decoder_attention_flops` and `cross_attention_flops` of the named piece; 0 if there is one stack."""
         return 0, 0
 
     def handed_on(self, after: str) -> Mapping[str, str]:
@@ -120,7 +122,7 @@ class Model(nn.Module):
         return {"hidden": "seq_len"}
 
     def keep(self, pieces: Collection[str]) -> None:
-        """Delete all modules that none of these pieces needs, from a whole model that was copied on meta.
+        """Delete all modules that none of these pieces needs. The model is a copy of the whole model, on meta.
 
         A layer disappears from its ModuleDict, any other module becomes None; the modules that stay keep their names.
         """
@@ -131,20 +133,20 @@ class Model(nn.Module):
         _keep(self, needed)
 
     def expect(self, factors: Mapping[str, float]) -> None:
-        """Tell the heads, before a forward in training, the factor with which backward will begin at each sum.
+        """Set in the heads the gradient that backward will pass to each sum. Call it before a forward in training.
 
-        A head computes its gradient in forward already. In float16 it must include the factor before it rounds, or
-        small gradients become 0.
+        A head already computes its gradient in forward. In float16 the head must multiply by this factor before it
+        rounds, or small gradients become 0.
 
         Args:
-            factors: loss scale x weight / count of each sum, by its name.
+            factors: the factor of each sum, by the sum's name: loss scale x weight / count.
         """
         for module in self.modules():
             if hasattr(module, "expected"):
                 module.expected = factors[module.loss_name]  # pyright: ignore[reportArgumentType,reportIndexIssue]
 
     def compile_losses(self) -> None:
-        """Compile the kernels of the heads that sum a loss over tokens, as the blocks are compiled."""
+        """Let the heads that sum a loss over tokens use compiled kernels, for runs that also compile the blocks."""
         for module in self.modules():
             if isinstance(getattr(module, "compiled", None), bool):
                 module.compiled = True  # pyright: ignore[reportArgumentType]
@@ -165,8 +167,8 @@ class Model(nn.Module):
         """The std of N(0, std) for the parameter with that full name; None for those that `init_constant` fills."""
         if name.endswith("bias") or "norm" in name:
             return None
-        # 2 L of these write to the residual stream. Scaled down by sqrt(2 L), their sum keeps its variance whatever the
-        # depth (GPT-2; Megatron's `scaled_init_method_normal`).
+        # 2 L of these weights write to the residual stream. Dividing their std by sqrt(2 L) makes the variance of the
+        # sum independent of the depth (GPT-2; Megatron's `scaled_init_method_normal`).
         if name.endswith(("attn.out.weight", "mlp.down.weight")):
             return self.cfg.init_std / math.sqrt(2 * self.cfg.n_layers)
         return self.cfg.init_std
@@ -178,11 +180,12 @@ class Model(nn.Module):
     def unseen(self) -> dict[str, Tensor]:
         """Masks of the parameter elements that no output depends on: name -> bool, in the whole parameter's shape.
 
-        A bias of keys that are not rotated adds the same number to all scores of a query, and softmax does not see it.
-        Its gradient is 0, but is computed as rounding noise, which Adam would turn into full steps. So training sets
-        these gradients to 0, and the bias keeps its initial value; it exists because other programs' weights have it.
+        The bias of keys that are not rotated adds the same number to all scores of a query, so softmax cancels it. The
+        gradient of that bias is 0, but computing it leaves rounding noise, which Adam would turn into full steps. So
+        training sets these gradients to 0, and the bias keeps its initial value. The bias exists because other
+        programs' weights have it.
 
-        A module with such parameters has a method of this name, which returns the masks by the names inside of it.
+        A module with such parameters also has a method `unseen`, which returns the masks by the module's own names.
         """
         masks = {}
         for prefix, module in self.named_modules():
@@ -194,17 +197,17 @@ class Model(nn.Module):
         """Set the values of all buffers; needed after `to_empty`, which leaves them undefined."""
 
     def full_name(self, name: str) -> str:
-        """A parameter's name in checkpoints: its name in the whole model, and of tied names the first."""
+        """A parameter's name in checkpoints: its name in the whole model, or if names are tied, the first of them."""
         return next((names[0] for names in self.ties if name in names), name)
 
 
 def consecutive(tokens: Tensor) -> Tensor:
-    """Places [B, S] for tokens [B, S] that are whole sequences: 0, 1, ..., S - 1."""
+    """The places [B, S] of tokens [B, S] if each row is a whole sequence: 0, 1, ..., S - 1."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
 
 
 def _keep(owner: nn.Module, needed: Collection[nn.Module]) -> None:
-    """Delete from `owner`, at any depth, the modules in which nothing is needed; containers stay, even empty."""
+    """Delete all modules inside `owner` that hold no needed module; containers stay, even if they are empty."""
     for name, module in list(owner.named_children()):
         if isinstance(module, CONTAINERS) or any(inside in needed for inside in module.modules()):
             _keep(module, needed)

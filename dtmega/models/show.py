@@ -1,6 +1,6 @@
-"""Samples for people: the continuation of a prompt, or what a model puts in the prompt's masks or hidden spans.
+"""Samples for people to read: a model continues a prompt, or fills in the prompt's masks or hidden spans.
 
-Each family names one of these kinds; the end of a run and `dtmega generate` show it.
+Each family names one of these kinds of sample, which is shown at the end of a run and by `dtmega generate`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from dtmega.models.model import Model
 
 
 class Show(NamedTuple):
-    """A kind of sample, which a family names.
+    """A kind of sample. Each family names one.
 
     Attributes:
-        options: options of `dtmega generate` that it reads. It has a default for each, and is called with no others.
+        options: options of `dtmega generate` that `text` takes. Each has a default, and no other option is passed.
         text: function (model, tokenizer, prompt, **options) -> text to print. It also takes `multiple` and `settle` of
             `Sampling`, and the options that `families.sample_options` derives from the run. It raises a ValueError for
             a prompt that it cannot use.
-        reads: keys of [data] that it needs with the values of the run.
-        together: `text` for several prompts, which share each forward pass; None: prompts are taken one by one.
+        reads: keys of [data] whose values in the run are passed to `text`.
+        together: function like `text` for several prompts, which share each forward pass; None: prompts are processed
+            one by one.
     """
 
     options: tuple[str, ...]
@@ -46,7 +47,18 @@ class Show(NamedTuple):
 
 
 def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 128, **options: Any) -> str:
-    """The prompt and its continuation by a decoder; `options` are those of `Sampling`, errors those of `generate`."""
+    """The prompt and its continuation by a decoder.
+
+    Args:
+        model: a decoder that returns logits [B, S, V].
+        tokenizer: the model's tokenizer.
+        prompt: text to continue.
+        tokens: largest number of new tokens.
+        options: fields of `Sampling`.
+
+    Raises:
+        ValueError: a prompt that `generate` refuses.
+    """
     (text,) = all_continued(model, tokenizer, [prompt], tokens=tokens, **options)
     return text
 
@@ -54,7 +66,7 @@ def continued(model: Model, tokenizer: Tokenizer, prompt: str, *, tokens: int = 
 def all_continued(
     model: Model, tokenizer: Tokenizer, prompts: Sequence[str], *, tokens: int = 128, **options: Any
 ) -> list[str]:
-    """Each prompt and its continuation, all in one batch; otherwise like `continued`."""
+    """Each prompt and its continuation. Like `continued`, but for all prompts in one batch."""
     sampling = Sampling(tokenizer.vocab_size, frozenset([tokenizer.eod_id]), **options)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     continuations = generate_together(model, encoded, tokens, sampling)
@@ -71,18 +83,19 @@ def filled(
     multiple: int = 1,
     settle: Settle = settle_alone,
 ) -> str:
-    """The prompt, and a line for each [MASK] in it with the most probable tokens in its place.
+    """The prompt, and for each [MASK] in it a line with the most probable tokens at that place.
 
     Args:
         model: an encoder that returns logits [B, S, V] by name.
-        tokenizer: its tokenizer, which has [CLS], [MASK] and [SEP].
+        tokenizer: the model's tokenizer, which has [CLS], [MASK] and [SEP].
         prompt: text with at least one [MASK].
         top_k: number of tokens to list per mask; 0 = all.
         multiple: number of equal parts that a sequence must divide into: the size of tp.
-        settle: function called with their ids, int64 [masks, top_k], which it may overwrite (`Sampling.settle`).
+        settle: function called with the ids of these tokens, int64 [masks, top_k], which it may overwrite
+            (`Sampling.settle`).
 
     Raises:
-        ValueError: a prompt without a mask, or longer than the model has positions.
+        ValueError: a prompt without a mask, or one with more tokens than the model has positions for.
     """
     tokens, masks = masked(tokenizer, prompt)
     longest = (model.longest or sys.maxsize) // multiple * multiple
@@ -110,7 +123,7 @@ def masked(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int]]:
     """The ids of a prompt between [CLS] and [SEP], and the indices of its masks among them.
 
     Raises:
-        ValueError: the prompt has no mask.
+        ValueError: a prompt without a mask.
     """
     before, *after = prompt.split(MASK)
     if not after:
@@ -139,26 +152,26 @@ def answered(
     sentinels: int = 100,
     **options: Any,
 ) -> str:
-    """The prompt, and a line for each <extra_id_0>, <extra_id_1>, ... in it with the text that a decoder puts there.
+    """The prompt, and for each <extra_id_0>, <extra_id_1>, ... in it a line with the text that the decoder puts there.
 
-    A prompt without one gets <extra_id_0> at its end.
+    A prompt without any such mark gets <extra_id_0> at its end.
 
     Args:
         model: a model with an encoder and a decoder.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         prompt: text in which <extra_id_0> and so on stand for hidden spans.
-        tokens: most tokens of the answer, all spans together.
+        tokens: largest number of tokens in the answer, all spans together.
         objective, sentinels: keys of [data] as in training.
         options: fields of `Sampling`.
 
     Raises:
-        ValueError: a sentinel in the prompt whose number the model does not have, or an error of `answer`.
+        ValueError: a sentinel in the prompt whose number the model does not have, or a prompt that `answer` refuses.
     """
     if not SENTINEL.search(prompt):
         prompt += "<extra_id_0>"
     known = marks(tokenizer, sentinels)
     read = with_sentinels(tokenizer, prompt, known)
-    # In training the encoder's text ended in this token, except with separate spans (`data/objectives/rows.py`).
+    # In training the encoder's text ended with this token, except with separate spans (`data/objectives/rows.py`).
     if objective != "separate-spans":
         read = [*read, known.end]
     sampling = Sampling(tokenizer.vocab_size + known.n_added, frozenset([known.end]), **options)
@@ -193,7 +206,7 @@ def with_sentinels(tokenizer: Tokenizer, prompt: str, known: Marks) -> list[int]
 def by_sentinel(answer_ids: list[int], known: Marks, first: int) -> Mapping[int, list[int]]:
     """The ids that follow each sentinel in a decoder's answer, by the sentinel's number.
 
-    A model that has learnt little may begin with other tokens: those count as the span of number `first`.
+    A model that has learnt little may begin with other tokens. These count as part of the span with the number `first`.
     """
     numbers = {sentinel: number for number, sentinel in enumerate(known.sentinels)}
     spans: dict[int, list[int]] = {}

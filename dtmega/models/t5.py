@@ -1,8 +1,9 @@
 """T5 (Raffel et al., arXiv:1910.10683) and T5 v1.1: an encoder, and a decoder that reads the encoder's output.
 
-Positions are relative: each stack learns one number per head and bucket of distances, and all its layers add it to
-their attention scores. With other values of its keys the same file is Megatron's T5, which has learned positions,
-LayerNorm, biases everywhere and scaled scores. bloom.py says how a file written for one device also runs in pieces.
+Positions are relative: each stack learns one number per head and bucket of distances, and all layers of the stack add
+this number to their attention scores. With other values of the [model] keys the same classes are Megatron's T5, which
+has learned positions, LayerNorm, biases everywhere and scaled scores. bloom.py explains how a model written for one
+device also runs in pieces: as pipeline stages, or cut by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         super().__init__()
         inner = cfg.n_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
-        # None is the usual 1 / sqrt(K). T5 leaves scores unscaled: `init_std` draws smaller queries instead.
+        # None is the usual 1 / sqrt(K). T5 does not scale scores; `init_std` makes the initial queries smaller instead.
         self.scale = None if cfg.scale_scores else 1.0
         self.q = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
         self.k = nn.Linear(cfg.hidden_size, inner, bias=cfg.bias)
@@ -53,7 +54,7 @@ class Attention(nn.Module):
 
         Args:
             x: [B, T, D], the source of the queries.
-            rule: the pairs that attend, and the numbers added to their scores.
+            rule: rule that says which pairs attend, and what is added to their scores.
             head_ids: [H] int32, global numbers of this rank's heads.
             sample_ids: [B] int64, global sample numbers, which key dropout.
             encoded: [B, S, D], the encoder's output as the source of keys and values; None: x.
@@ -71,7 +72,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward down(drop(act(up x))), or gated down(drop(act(gate x) * up x)) (arXiv:2002.05202)."""
+    """The feed-forward down(drop(act(up x))), or if it is gated, down(drop(act(gate x) * up x)) (arXiv:2002.05202)."""
 
     def __init__(self, cfg: config.T5) -> None:
         super().__init__()
@@ -82,7 +83,14 @@ class MLP(nn.Module):
         self.down = nn.Linear(cfg.ffn, cfg.hidden_size, bias=cfg.bias)
 
     def forward(self, x: Tensor, channel_ids: Tensor, sample_ids: Tensor | None, places: Tensor) -> Tensor:
-        """Compute [B, T, D] from x, [B, T, D]; channel_ids, [F] int32, are global numbers of this rank's channels."""
+        """Compute the feed-forward of x.
+
+        Args:
+            x: [B, T, D].
+            channel_ids: [F] int32, global numbers of this rank's channels.
+            sample_ids: [B] int64, global sample numbers, which key dropout.
+            places: [B, T] int64, the global index of each token in its sample.
+        """
         up = self.up(x)
         inner = self._act(up) if self.gate is None else self._act(self.gate(x)) * up
         return self.down(self.dropout(inner, sample_ids, places, channel_ids))
@@ -94,7 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: h + drop(f(norm h)) for each f of self-attention, cross-attention (decoder only) and feed-forward."""
+    """One layer: self-attention, cross-attention (only in the decoder), feed-forward. Each is h + drop(f(norm h))."""
 
     def __init__(self, cfg: config.T5, decodes: bool) -> None:
         super().__init__()
@@ -134,8 +142,8 @@ class _Text(NamedTuple):
     Attributes:
         tokens: [B, S] int64.
         places: [B, S] int64, the global index of each token in its sample.
-        document_ids: [B, S] int64; a token attends only to tokens of its own document, and padding is a document of its
-            own. None: a single document.
+        document_ids: [B, S] int64, the number of each token's document. A token attends only to tokens of its own
+            document, and padding is a document of its own. None: all tokens are of one document.
     """
 
     tokens: Tensor
@@ -148,12 +156,14 @@ class T5(Model):
 
     Attributes:
         encoder, decoder: the blocks of each stack by number.
-        encoder_bias, decoder_bias: relative positions, [buckets, H], shared by all layers of a stack; None with learned
-            positions.
-        memory: identity that the encoder's output passes once, before all layers of the decoder read it. A plan gathers
-            the output here, for all of them at once.
-        head_ids, channel_ids: global number of each head and of each inner channel of the feed-forward, which key
-            dropout. Buffers, which a plan cuts as it cuts heads and channels.
+        encoder_bias, decoder_bias: biases of relative positions, [buckets, H], shared by all layers of a stack; None
+            with learned positions.
+        memory: identity through which the encoder's output passes once, before all layers of the decoder read it. A
+            plan gathers the output here, once for all layers.
+        head_ids: global number of each head, which keys attention dropout. It is a buffer, so that a plan can cut it
+            with the heads.
+        channel_ids: global number of each inner channel of the feed-forward, which keys dropout there. It is a buffer,
+            so that a plan can cut it with the channels.
     """
 
     cfg: config.T5
@@ -170,8 +180,8 @@ class T5(Model):
         learned = cfg.positions == "learned"
         self.longest = cfg.max_position_embeddings if learned else None
         # Some schedules run backward in two parts. torch finds the weights for the second part by following the graph
-        # from a stage's inputs, and goes through it once for each. The decoder's embedding depends on no input of its
-        # stage, and the table of relative positions is shared by all layers: either gives wrong gradients.
+        # from a stage's inputs, and walks through that graph once for each input. The decoder's embedding depends on no
+        # input of its stage, and all layers share the table of relative positions. Both cases give wrong gradients.
         self.one_backward = "a stage's inputs may not lead to the embedding with which the decoder begins there"
         if not learned:
             self.one_backward = "all layers of a stack add the one table that is made of its relative bias"
@@ -203,8 +213,8 @@ class T5(Model):
         if learned:
             self.ties = (*self.ties, ("positions.weight", "decoder_positions.weight"))
         self.tie()
-        # For the FLOP counter: the decoder's modules run once per decoder token, but cross-attention makes its keys and
-        # values from the encoder's tokens. Later names override earlier ones.
+        # For the FLOP counter: the decoder's modules run once per decoder token, but cross-attention computes its keys
+        # and values from the encoder's tokens. Later names override earlier ones.
         works_per: dict[str, Per] = {"decoder": "decoder", "head": "decoder"}
         for i in range(cfg.decoder_layers):
             works_per |= {f"decoder.{i}.cross.k": "token", f"decoder.{i}.cross.v": "token"}
@@ -236,7 +246,7 @@ class T5(Model):
         }
 
     def handed_on(self, after: str) -> dict[str, str]:
-        """The tensors handed on: inside the decoder its hidden state, and the encoder's output for later stages."""
+        """The tensors handed on: inside a stack its hidden state, and after the encoder's end the encoder's output."""
         if after == "embed" or after.startswith("encoder."):
             return {"hidden": "seq_len"}
         encoded = {"encoded": "seq_len"}
@@ -267,27 +277,29 @@ class T5(Model):
         Args:
             tokens: [B, S] int64, the text that the encoder reads.
             decoder_tokens: [B, T] int64, the decoder's text so far; None: run the encoder only.
-            labels: [B, T] int64, the token that should follow at each place; -100 takes no part in the loss.
+            labels: [B, T] int64, the token to predict at each place; a label of -100 takes no part in the loss.
             sample_ids: [B] int64, global sample numbers, which key dropout; needed in training if anything is dropped.
-            document_ids, decoder_document_ids: [B, S] and [B, T] int64, both or neither; a token attends only to tokens
-                of its own document, in the other text too. Padding is a document of its own.
+            document_ids, decoder_document_ids: [B, S] and [B, T] int64, numbers of the tokens' documents; both or
+                neither. A token attends only to tokens of its own document, in cross-attention too. Padding is a
+                document of its own.
             hidden: [B, S, D] or [B, T, D], the hidden state from the stage before, on stages that begin inside a stack.
-                Where a plan cuts the sequence, only this rank's part of it.
-            encoded: [B, S, D], the encoder's output, on stages behind the encoder; cut like hidden. A whole model that
-                is given it runs the decoder only, so that generation encodes once.
+                If a plan cuts the sequence, only this rank's part of it.
+            encoded: [B, S, D], the encoder's output, on stages behind the encoder; cut like hidden. With `encoded` a
+                whole model runs only the decoder, so that generation encodes once.
             places, decoder_places: [B, S] and [B, T] int64, the global index of each token in its sample.
-            cache: keys and values of the decoder's earlier tokens; those of these tokens are added to it.
+            cache: cache with the keys and values of the decoder's earlier tokens; this call adds those of
+                `decoder_tokens`.
 
         Returns:
-            With labels {"lm": fp32 sum of token losses} on the last stage, without labels its logits [B, T, V]. Earlier
-            stages return "hidden", and the stage on which the encoder ends "encoded", its output; so does a whole model
-            without decoder_tokens.
+            The last stage returns {"lm": fp32 sum of token losses} with labels, and its logits [B, T, V] without.
+            Earlier stages return {"hidden": hidden state}, and the stage on which the encoder ends returns {"encoded":
+            the encoder's output}. A whole model without decoder_tokens also returns "encoded".
 
         Raises:
             ValueError: dropout in training without sample_ids.
         """
-        # A fused kernel is compiled anew for each length, and logits are mostly asked for at many lengths, token by
-        # token. Dropout on attention probabilities needs the plain formula: no kernel takes a keyed mask.
+        # A fused kernel is compiled again for each length. A forward without labels mostly belongs to generation, which
+        # has a new length at each token. Attention dropout needs the plain formula: no kernel takes a keyed mask.
         fused = labels is not None and not (self.training and self.cfg.attention_dropout > 0)
         source = _Text(tokens, places, document_ids)
         handed_on: dict[str, Tensor] = {}
@@ -317,7 +329,8 @@ class T5(Model):
         """Run the modules of the encoder that this stage holds.
 
         Returns:
-            The encoder's hidden state, or None if the encoder ends here; the encoder's output, or None if it does not.
+            The encoder's hidden state, or None if the encoder ends on this stage; and the encoder's output, or None if
+            the encoder does not end on this stage.
         """
         if self.embed is not None and self.embed_dropout is not None:
             hidden = _embedded(self.embed, self.positions, source)
@@ -346,14 +359,14 @@ class T5(Model):
 
         Args:
             target: the decoder's text.
-            hidden: [B, T, D], the decoder's hidden state from the stage before, if the decoder began there.
+            hidden: [B, T, D], the decoder's hidden state from the stage before; None if the decoder begins here.
             source: the encoder's text.
             encoded: [B, S, D], the encoder's output.
             sample_ids, cache: as in `forward`.
-            fused: whether attention may use a kernel that is compiled for this length.
+            fused: True if attention may use a kernel that is compiled for this length.
 
         Returns:
-            The decoder's hidden state [B, T, D]. On a stage that holds nothing of the decoder `hidden` as it came.
+            The decoder's hidden state [B, T, D]. A stage without any part of the decoder returns `hidden` unchanged.
         """
         if self.decoder_embed is not None and self.decoder_embed_dropout is not None:
             hidden = _embedded(self.decoder_embed, self.decoder_positions, target)
@@ -390,8 +403,8 @@ class T5(Model):
         """The std of N(0, std) for the parameter with that full name; None for those that `init_constant` fills.
 
         With `init = "normal"` the values are Megatron's. Otherwise they are those of mesh_tensorflow and transformers:
-        1 / sqrt(inputs) for all but the embedding, and another factor 1 / sqrt(K) for queries, because their scores are
-        not divided by sqrt(K). An untied head has t5x's.
+        1 / sqrt(inputs) for all weights but the embedding, with another factor 1 / sqrt(K) for queries, because their
+        scores are not divided by sqrt(K). An untied head has the std that t5x uses.
         """
         cfg = self.cfg
         if name.endswith(".bias") or "norm" in name:
@@ -415,13 +428,14 @@ class T5(Model):
         set_dropout_keys(self, seed)
 
     def attention_flops(self, piece: str) -> int:
-        """`Piece.attention_flops`: every token of the encoder attends to all of them. Padding counts like text."""
+        """`Piece.attention_flops`. In the encoder every token attends to all tokens, and padding counts like text."""
         return 12 * self.cfg.n_heads * self.cfg.head_dim if piece.startswith("encoder.") else 0
 
     def decoder_attention_flops(self, piece: str) -> tuple[int, int]:
         """FLOPs of the decoder's self-attention and cross-attention.
 
-        A token of the decoder attends to the tokens before it, half of all on average, and to all of the encoder's.
+        A token of the decoder attends to the decoder's tokens before it, on average half of them, and to all tokens of
+        the encoder.
         """
         if not piece.startswith("decoder."):
             return 0, 0

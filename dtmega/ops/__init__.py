@@ -1,7 +1,11 @@
 """Tensor operations for models, plans and the training loop, and the arithmetic of their cost.
 
-Randomness as a function (`keyed.py`), attention under a rule (`attention.py`, `attention_rule.py`,
-`key_value_cache.py`), cross-entropy over a vocabulary that may be cut (`cross_entropy.py`), the part of a tensor that a
-rank holds (`shards.py`), optimizers (`optim.py`), float16's loss scale (`loss_scale.py`), parameters, FLOPs and bytes
-(`cost.py`). Kernels that only a CPU needs are in `cpu/`.
+- `keyed.py`: random numbers without a generator
+- `attention.py`, `attention_rule.py`, `key_value_cache.py`: attention
+- `cross_entropy.py`, `softmax.py`, `head_gradient.py`: cross-entropy over a vocabulary that may be cut
+- `shards.py`: the part of a tensor that a rank holds
+- `optim.py`, `loss_scale.py`: optimizers, and the loss scale of float16
+- `cost.py`: parameters and FLOPs
+- `ranges.py`: named ranges in profiles
+- `cpu/`: kernels that only CPUs need
 """

@@ -5,17 +5,17 @@
 
 - CUDA: FlexAttention. The bias is computed inside the kernel and never stored.
 - CPU: `scaled_dot_product_attention` over chunks of queries. If places are consecutive, a chunk reads only the keys
-  that it may see, and the bias depends on the distance alone: one strip of it, [H, C, S] floats instead of [H, S, S]
-  per layer, serves every chunk as a view. Otherwise, and for documents, a chunk's bias is computed when it is needed,
-  and once more in backward.
-- CPU that is fast at bfloat16 (AMX, avx512_bf16), in bfloat16: batched products over the same chunks
+  that it may see, and the bias depends only on the distance. Then a single strip of bias, [H, C, S] floats instead of
+  [H, S, S] per layer, serves every chunk as a view. Otherwise, and for documents, a chunk's bias is computed when it is
+  needed, and once more in backward.
+- CPU with fast bfloat16 instructions (AMX, avx512_bf16), for bfloat16: batched products over the same chunks
   (`cpu/attention.py`).
-- Elsewhere with attention dropout, or with a bias that learns: the plain formula over the same chunks, since no fused
-  kernel takes a dropout mask that is keyed by global indices.
+- Attention dropout on other devices, and a learned bias without FlexAttention: the plain formula over the same chunks.
+  No fused kernel takes a dropout mask that is keyed by global indices.
 
-The bias stays in fp32 whatever the compute dtype: rounded to bf16, as in the original BLOOM, `slope * place` is a
-staircase. Distances are between places in the sequence, even where position ids start again in each document, because
-Megatron's ALiBi ignores those ids.
+The bias stays in fp32 in every compute dtype. Rounded to bf16, as in the original BLOOM, `slope * place` would be a
+staircase. Distances are measured between places in the sequence, even if position ids start again in each document,
+because Megatron's ALiBi ignores those ids.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 from dtmega.ops.cpu import features
 from dtmega.ops.cpu.attention import attention_cpu
 
-FEW_QUERIES = 64  # with fewer, the calls of batched products would take longer than the products
+FEW_QUERIES = 64  # with fewer queries, calling the batched products would take longer than computing them
 
 
 class Dropout(NamedTuple):
@@ -60,13 +60,14 @@ def attention(
     Args:
         q: [B, H, S, K].
         k, v: [B, G, T, K], where G divides H: the first H / G heads of q share the first head of k, and so on. With a
-            cache only the new tokens, [B, G, S, K].
-        rule: from `attention_rule`; built with `fused=False` if `dropout` is given.
-        dropout: dropout of the probabilities; None: none.
-        scale: 1 / sqrt(K) if None. It is applied in fp32; the plain formula's products q k^T are in the dtype of q.
+            cache, keys and values of the new tokens only, [B, G, S, K].
+        rule: result of `attention_rule`; built with `fused=False` if `dropout` is given.
+        dropout: dropout of the probabilities; None: nothing is dropped.
+        scale: factor of the scores; None: 1 / sqrt(K). It is applied in fp32, but the plain formula computes the
+            products q k^T in the dtype of q.
 
     Returns:
-        [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
+        Output [B, H, S, K] in the dtype of v; 0 for a query that may see no key.
     """
     if rule.cache is not None:
         k, v = rule.cache.append(k, v)
@@ -101,7 +102,7 @@ def attention(
 
 
 def _products_are_fastest(q: Tensor, rule: AttentionRule) -> bool:
-    """True if batched products are faster than the fused kernels, which use no bfloat16 instructions."""
+    """True if batched products are faster than torch's fused kernels, which do not use bfloat16 instructions."""
     has_instructions = q.device.type == "cpu" and q.dtype == torch.bfloat16 and features.HAS_FAST_BFLOAT16
     return has_instructions and rule.cache is None and q.shape[2] >= FEW_QUERIES
 
@@ -121,11 +122,11 @@ def _plain(
     dropout: Dropout | None,
     scale: float | None,
 ) -> Tensor:
-    """The plain formula for one chunk, for what no kernel takes: dropout by global indices, a table that learns."""
+    """The plain formula for one chunk, for what no kernel supports: keyed dropout, and a table that is learned."""
     bias = rule.bias(chunk)
     scores = _scores(q, k, bias, scale)
-    # The softmax of a row of -inf is NaN, and its gradient too. So a query that sees no key gets zeros before and after
-    # it. With a strip every query sees at least itself.
+    # The softmax of a row of -inf is NaN, and so is its gradient. So if a query sees no key, its row is set to 0 before
+    # and after the softmax. With a strip every query sees at least itself.
     if bias is not None and rule.strip is None:
         sees_none = (bias == -math.inf).all(-1, keepdim=True)
         probabilities = scores.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
@@ -146,23 +147,23 @@ def _drop(probabilities: Tensor, dropout: Dropout, query_places: Tensor, key_pla
 
 
 def _in_dtype(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """The bias in fp64 if q is. In fp32 it would give wrong numbers there, on a CPU (torch 2.13)."""
+    """The bias, in fp64 if q is fp64. With an fp32 bias torch's CPU kernel returns wrong numbers then (torch 2.13)."""
     return None if bias is None else bias.to(torch.promote_types(bias.dtype, q.dtype))
 
 
 class _ByChunks(torch.autograd.Function):
     """torch's fused kernel for CPUs, chunk by chunk, with a backward that saves memory.
 
-    torch would keep the mask of each chunk for backward; here it is computed once more. And keys are read by many
-    chunks: their gradients are added up in place, where autograd would make a gradient of full length, with zeros, for
-    the slice of each chunk.
+    torch would keep the mask of each chunk for backward; here the mask is computed once more. The gradients of keys and
+    values, which many chunks read, are added up in place; autograd would instead create a gradient of full length,
+    mostly zeros, for each chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, *fields: Any) -> Tensor:
         rule = AttentionRule(*fields)
         n_rows, n_heads, n_queries, _ = q.shape
-        # In memory [B, S, H, K], as the projection that follows reads it.
+        # The memory layout is [B, S, H, K], in which the following projection reads it.
         out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
         sums: list[Tensor] = []
         for chunk in rule.chunks():
@@ -185,7 +186,7 @@ class _ByChunks(torch.autograd.Function):
         dk = torch.zeros_like(k)
         dv = torch.zeros_like(v)
         chunks = list(zip(rule.chunks(), sums, strict=True))
-        # From the last chunk to the first, as autograd would add them up: the sums have the same bits.
+        # Go from the last chunk to the first, as autograd would, so that the sums have the same bits.
         for chunk, log_sum_exp in reversed(chunks):
             queries = slice(chunk.start, chunk.stop)
             keys = slice(chunk.first, chunk.last)
@@ -209,7 +210,7 @@ class _ByChunks(torch.autograd.Function):
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
-    """The scores [B, H, C, keys], -inf where a pair is not allowed. In fp32, for a softmax in fp32."""
+    """The scores [B, H, C, keys] in fp32, because softmax is computed in fp32; -inf for pairs that are not allowed."""
     scores = _grouped_matmul(q, k.mT)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = scores / math.sqrt(q.shape[-1]) if scale is None else scores * scale
@@ -217,7 +218,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> T
 
 
 def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply x [B, H, C, n] by y [B, G, n, m], [B, H, C, m]: each of y's G heads serves H / G heads of x."""
+    """The product of x [B, H, C, n] and y [B, G, n, m], [B, H, C, m]. Each head of y serves H / G heads of x."""
     # The heads of x that share a head of y are stacked into one tall matrix, so that y is not repeated.
     n_groups = y.shape[1]
     return _unstacked(torch.matmul(_stacked(x, n_groups), y), x.shape[1])
@@ -246,10 +247,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, scale: float | N
 
 
 def _flex_kernel(device_type: str) -> Callable[..., Any]:
-    """FlexAttention for a type of device: compiled on CUDA, for otherwise it stores all S x S scores.
+    """FlexAttention for a type of device: compiled on CUDA, because without compilation it stores all S x S scores.
 
-    A block that is being compiled gets the plain function: it becomes a kernel there by itself, and Dynamo would warn
-    of the cached function.
+    A block that is being compiled gets the plain function, because Inductor compiles it as a part of the block, and
+    Dynamo would warn about the cached function.
     """
     if device_type != "cuda" or torch.compiler.is_compiling():
         return flex_attention

@@ -7,9 +7,9 @@ A rule is a function of (sample, head, place of the query, place of the key), wh
 its sample. Places are global and come with the batch: a rank may hold any part of a sequence, in any order. Documents
 and padding are numbers [B, S], and pairs of equal numbers attend. A mask [B, S, S] of all pairs never exists.
 
-Two methods define the rule, by indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls them in its
-kernel, and chunks of queries call them on ranges. The rest of this file saves work where the result for many pairs is
-known without looking at each:
+Two methods define the rule as a function of indices: `allowed` (the mask) and `added` (the bias). FlexAttention calls
+them in its kernel; the other kernels evaluate them for a chunk of queries at a time. The rest of this file saves work
+where the result for many pairs is known without looking at each pair:
 
 - on CUDA, blocks of pairs that are all allowed or all forbidden, found from the bounds of places and document numbers;
 - elsewhere, if places are consecutive, one strip of biases that serves all chunks of queries, because causality,
@@ -31,11 +31,11 @@ from dtmega.ops.key_value_cache import KeyValueCache
 BLOCK = 128  # queries and keys in one block of FlexAttention's masks
 # Approximate number of queries in a chunk. With fewer than 192, torch's kernel for CPUs works in its smallest tiles.
 CHUNK_QUERIES = {"cpu": 256, "cuda": 512}
-N_TENSORS = 8  # the first fields of an AttentionRule, which are tensors or None; settings follow
+N_TENSORS = 8  # the first 8 fields of an AttentionRule are tensors or None; the fields after them are settings
 
 
 class Chunk(NamedTuple):
-    """The queries [start, stop), and the only keys that they can see, [first, last)."""
+    """A chunk of queries, [start, stop), and the range of keys that they can see at most, [first, last)."""
 
     start: int
     stop: int
@@ -48,15 +48,16 @@ class AttentionRule(NamedTuple):
 
     Attributes:
         query_places, key_places: [B, S] and [B, T] int32.
-        query_documents, key_documents: the same shapes; pairs of equal numbers attend. None: one document.
-        prefix: [B, T] bool: keys that causality does not hide.
+        query_documents, key_documents: [B, S] and [B, T], document numbers; only pairs of equal numbers attend. None:
+            all tokens are of one document.
+        prefix: [B, T] bool, True for keys that causality does not hide.
         slopes: [H], factors of the distance (place of the key - place of the query) in the bias.
-        table: [H, 2 M + 1], biases for the distances from -M to M; distances beyond have the entry at the end.
-        strip: [1, H or 1, C, columns]: the bias of the last chunk, of which every chunk's bias is a part. None if
-            places are not consecutive, or on CUDA.
-        causal, window: see `attention_rule`.
-        block_mask: FlexAttention's mask; None where the kernels take chunks of queries.
-        cache: the cache of keys and values; the first ones of `key_places` are the cached tokens'.
+        table: [H, 2 M + 1], biases for the distances from -M to M; larger distances have the entry at the end.
+        strip: [1, H or 1, C, columns], the bias of the last chunk, which contains the bias of every other chunk. None
+            if places are not consecutive, and in rules with a `block_mask`.
+        causal, window: arguments of `attention_rule`.
+        block_mask: FlexAttention's mask; None if the kernels work on chunks of queries.
+        cache: cache of keys and values; the first columns of `key_places` belong to the cached tokens.
     """
 
     query_places: Tensor
@@ -84,7 +85,7 @@ class AttentionRule(NamedTuple):
             conditions.append((query - key).abs() < self.window)
         if self.query_documents is not None and self.key_documents is not None:
             conditions.append(self.query_documents[b, i] == self.key_documents[b, j])
-        # Begin with the first condition: on a CPU, `True & first` would take as long as everything else here.
+        # Begin with the first condition: on a CPU, `True & first` would take as long as the rest of this method.
         pairs = conditions[0] if conditions else b.new_ones((), dtype=torch.bool)
         for condition in conditions[1:]:
             pairs = pairs & condition
@@ -117,7 +118,7 @@ class AttentionRule(NamedTuple):
         """Cut all queries into chunks of `size`, or of `chunk_size`."""
         n_queries = self.query_places.shape[1]
         n_keys = self.key_places.shape[1]
-        n_cached = n_keys - n_queries  # if places are consecutive; their keys come before the first query
+        n_cached = n_keys - n_queries  # used only with consecutive places; cached keys come before the first query
         size = size or self.chunk_size
         for start in range(0, n_queries, size):
             stop = min(start + size, n_queries)
@@ -130,15 +131,15 @@ class AttentionRule(NamedTuple):
             yield Chunk(start, stop, first, last)
 
     def bias(self, chunk: Chunk) -> Tensor | None:
-        """The bias of a chunk's scores, -inf where a pair is not allowed: [B or 1, H or 1, queries, keys].
+        """The bias of a chunk's scores, -inf for pairs that are not allowed: [B or 1, H or 1, queries, keys].
 
-        None if there is none, and all pairs are allowed.
+        It is None if the rule adds nothing and allows all pairs.
         """
         if self.strip is None:
             return self._bias_pair_by_pair(chunk)
         n_queries = chunk.stop - chunk.start
-        # The strip is the bias of the last chunk. This chunk starts `shift` places earlier, so the strip has the same
-        # distances `shift` columns further right.
+        # The strip is the bias of the last chunk. This chunk starts `shift` places earlier, so its distances are in the
+        # strip `shift` columns further right.
         shift = _last_start(self.query_places.shape[1], self.strip.device) - chunk.start
         return self._in_documents(self.strip[:, :, :n_queries, shift + chunk.first : shift + chunk.last], chunk)
 
@@ -147,7 +148,7 @@ class AttentionRule(NamedTuple):
         if self.strip is None:
             return None
         n_rows, n_columns = self.strip.shape[2:]
-        # The strip's last query has all keys before it, its first one all keys after it.
+        # The strip's last query has all negative distances in its row, and the first query all others.
         negative = self.strip[0, :, -1, : self._strip_start + n_rows - 1]
         zero_and_positive = self.strip[0, :, 0, self._strip_start : n_columns]
         return torch.cat([negative, zero_and_positive], dim=1)
@@ -155,19 +156,19 @@ class AttentionRule(NamedTuple):
     def bias_reversed(self, chunk: Chunk, by_distance: Tensor | None) -> Tensor | None:
         """The bias of a chunk with the last query first.
 
-        From one row to the next, all distances then grow by 1. So all rows are a view of one row of numbers, each
-        beginning one number further right, and this row stays in the cache.
+        In this order all distances grow by 1 from one row to the next. So all rows are views of a single row of
+        numbers, and each begins one number further right. The single row stays in the CPU's cache.
 
         Args:
             chunk: chunk of at most `chunk_size` queries.
-            by_distance: from `bias_by_distance`.
+            by_distance: result of `bias_by_distance`.
         """
         if self.strip is None or by_distance is None:
             bias = self._bias_pair_by_pair(chunk)
             return None if bias is None else bias.flip(2)
         n_heads, n_distances = by_distance.shape
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
-        # The index of distance 0, and from there that of the last query to the first key.
+        # The index of distance 0, and from it the index of the distance from the last query to the first key.
         zero = self._strip_start + self.strip.shape[2] - 1
         at = zero + chunk.first - (n_cached + chunk.stop - 1)
         shape = (1, n_heads, chunk.stop - chunk.start, chunk.last - chunk.first)
@@ -176,12 +177,12 @@ class AttentionRule(NamedTuple):
 
     @property
     def _strip_start(self) -> int:
-        """The key column of the strip's first query, which is the first one of the last chunk."""
+        """The column in which the strip's first query is the key. That query is the first one of the last chunk."""
         n_cached = self.key_places.shape[1] - self.query_places.shape[1]
         return n_cached + _last_start(self.query_places.shape[1], self.query_places.device)
 
     def _in_documents(self, bias: Tensor, chunk: Chunk, is_reversed: bool = False) -> Tensor:
-        """A chunk's bias with -inf for pairs of different documents, which the strip knows nothing of."""
+        """A chunk's bias with -inf for pairs of different documents, which the strip does not contain."""
         if self.query_documents is None or self.key_documents is None:
             return bias
         queries = self.query_documents[:, None, chunk.start : chunk.stop, None]
@@ -230,23 +231,28 @@ def attention_rule(
 ) -> AttentionRule:
     """Build the attention rule of a batch, which all layers share.
 
-    A query sees a key if all conditions that are given hold (causal, window, documents); `prefix` makes an exception
-    from causality only. A query that sees no key gets the output 0.
+    A query sees a key if all given conditions hold (causal, window, documents). `prefix` makes an exception from
+    causality only. A query that sees no key gets the output 0.
 
     Args:
         places: [B, S] int, global places of the query tokens in their samples.
-        causal: a query sees the keys up to its own place.
-        window: a query sees keys that are fewer than `window` places away; 0: keys at any distance.
-        document_ids: [B, S] int; a query sees the keys of its own document. Padding is a document of its own.
-        prefix: [B, T] bool; keys that all queries of their document see, also those before them. With a cache it is
-            allowed for the first tokens only.
-        slopes: [H], ALiBi: the bias is slope x (place of the key - place of the query). Under tp this rank's heads.
-        table: [H, 2 M + 1], relative positions: the bias is the entry for (place of the key - place of the query),
-            clamped to -M ... M; its gradient is computed. See `distance_buckets`. Under tp this rank's heads.
-        key_places, key_document_ids: [B, T], if the keys are those of other tokens (an encoder's).
-        cache: earlier tokens, which queries see as well; the tokens of this rule are added to it. For one forward only.
-        fused: False to use no kernel on CUDA: for attention dropout, or lengths that occur only once. The chunked
-            formula then waits for the device once, to see whether places are consecutive.
+        causal: True if a query sees only the keys up to its own place.
+        window: distance in places from which a query no longer sees a key; 0: keys at any distance are seen.
+        document_ids: [B, S] int, document of each query; a query sees only the keys of its own document. Padding is a
+            document of its own.
+        prefix: [B, T] bool, True for keys that all queries of their document see, even queries before them. With a
+            cache, a prefix is allowed only for the first tokens.
+        slopes: [H], ALiBi's slopes: the bias is slope x (place of the key - place of the query). Under tp, the slopes
+            of this rank's heads.
+        table: [H, 2 M + 1], biases of relative positions (`distance_buckets`): the bias is the entry for (place of the
+            key - place of the query), clamped to -M ... M. Its gradient is computed. Under tp, the rows of this rank's
+            heads.
+        key_places, key_document_ids: [B, T], places and documents of the keys, if these belong to other tokens than
+            the queries (an encoder's).
+        cache: cache of earlier tokens, which the queries see as well. The tokens of this rule are added to the cache,
+            so the rule is for one forward only.
+        fused: False to use no fused kernel on CUDA: for attention dropout, or for lengths that occur only once. The
+            chunked formula then waits for the device once, to see whether places are consecutive.
     """
     if cache is not None:
         assert key_places is None, "a cache is of the same tokens"
@@ -254,7 +260,7 @@ def attention_rule(
         key_places, key_document_ids = cache.begin_forward(places, document_ids)
     attends_to_itself = key_places is None
     query_places = places.to(torch.int32)
-    # A copy, since a compiled block breaks where its own autograd function gets one tensor twice (torch 2.13).
+    # A copy, because torch 2.13 cannot compile a block whose custom autograd function gets the same tensor twice.
     keys = query_places.clone() if key_places is None else key_places.to(torch.int32)
     documents = key_document_ids
     if attends_to_itself and document_ids is not None:
@@ -276,7 +282,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     """ALiBi's slopes, [H] fp32 (Press, Smith, Lewis, "Train Short, Test Long", 2022).
 
     The first n heads have 2^(-8 i/n) for i = 1, 2, ..., n, where n is the largest power of two up to H. The other H - n
-    have the same for i = 1/2, 3/2, ..., exponents halfway between those.
+    heads have 2^(-8 i/n) for i = 1/2, 3/2, ..., so that their exponents are halfway between those of the first n.
     """
     n = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -285,14 +291,17 @@ def alibi_slopes(n_heads: int) -> Tensor:
 
 
 def distance_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """T5's bucket for each distance, [2 max_distance + 1] int64: rows of a weight [buckets, H] that make a `table`.
+    """T5's bucket for each distance, [2 max_distance + 1] int64.
 
-    Half of the buckets hold one distance each. The others hold ranges that grow with the logarithm of the distance, up
-    to `max_distance` (Raffel et al., arXiv:1910.10683; mesh_tensorflow `_relative_position_bucket`).
+    A bucket is a row of the weight [buckets, H]; looking up these rows gives the `table` of `attention_rule`. Half of
+    the buckets hold one distance each. The other buckets hold ranges of distances that grow logarithmically, up to
+    `max_distance` (Raffel et al., arXiv:1910.10683; mesh_tensorflow `_relative_position_bucket`).
 
     Args:
-        bidirectional: keys after the query have half of the buckets for themselves; if False, they share the bucket of
-            distance 0.
+        n_buckets: number of buckets.
+        max_distance: distance from which all distances share the last bucket.
+        bidirectional: True if keys after the query have half of the buckets for themselves; False if they share the
+            bucket of distance 0.
     """
     if bidirectional:
         n_buckets //= 2
@@ -320,7 +329,7 @@ def _last_start(n_queries: int, device: torch.device) -> int:
 
 
 def _consecutive(places: Tensor) -> bool:
-    """True if each row of `places` [B, S] counts up by one, from any start. The host waits for a GPU here."""
+    """True if each row of `places` [B, S] counts up by one, from any start. On a GPU the host waits for the answer."""
     count = torch.arange(places.shape[1], device=places.device, dtype=places.dtype)
     return torch.equal(places - places[:, :1], count.expand_as(places))
 
@@ -328,8 +337,8 @@ def _consecutive(places: Tensor) -> bool:
 def _strip(rule: AttentionRule) -> Tensor | None:
     """The bias of the last chunk's queries, for all keys at distances that any chunk sees.
 
-    Without causality, the first chunk sees keys further ahead than the last one has, so the strip has columns for keys
-    that do not exist.
+    Without causality, the first chunk sees keys further ahead than any key of the last chunk. For such distances the
+    strip has columns beyond the last key.
     """
     n_queries = rule.query_places.shape[1]
     device = rule.query_places.device
@@ -347,11 +356,11 @@ def _strip(rule: AttentionRule) -> Tensor | None:
 
 
 def block_mask(rule: AttentionRule) -> BlockMask:
-    """FlexAttention's mask, from the least and greatest place and document number in each block of queries and of keys.
+    """FlexAttention's mask, from the smallest and largest place and document in each block of queries and of keys.
 
-    Each block of pairs is called full (all allowed), empty or partial. The bounds prove the first two; in a partial
-    block the kernel looks at each pair, so calling a full block partial costs time but is not wrong.
-    `create_block_mask` would look at all pairs, with 12 bytes for each of B S^2 (torch 2.13).
+    Each block of pairs is marked as full (all pairs allowed), empty or partial. The bounds prove that a block is full
+    or empty. In a partial block the kernel looks at each pair, so a full block that is marked as partial costs time but
+    is not wrong. `create_block_mask` would look at all B S^2 pairs and take 12 bytes for each (torch 2.13).
     """
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -383,7 +392,7 @@ def block_mask(rule: AttentionRule) -> BlockMask:
 
 
 def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest number of x [B, S] in each block, both [B, blocks]."""
+    """The smallest and the largest number of x [B, S] in each block, both [B, blocks]."""
     n_blocks = -(-x.shape[1] // BLOCK)
     index = torch.arange(n_blocks * BLOCK, device=x.device).clamp(max=x.shape[1] - 1)
     low, high = x[:, index].unflatten(1, (n_blocks, BLOCK)).aminmax(dim=-1)
@@ -391,7 +400,7 @@ def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_full_size(places: Tensor) -> Tensor:
-    """True for each block [blocks], except for a shorter last one, where the kernel has to check the end."""
+    """True for each block, [blocks], but False for a shorter last block, in which the kernel has to check the end."""
     n_blocks = -(-places.shape[1] // BLOCK)
     return torch.arange(1, n_blocks + 1, device=places.device) * BLOCK <= places.shape[1]
 
@@ -400,8 +409,8 @@ def _key_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Turn bools [B, query blocks, key blocks] into FlexAttention's form, with a dim of 1 for the heads.
 
     Returns:
-        The number of key blocks that are True for each query block, [B, 1, query blocks]; the numbers of all key
-        blocks, those first, [B, 1, query blocks, key blocks].
+        For each query block, the number of key blocks that are True, [B, 1, query blocks], and the indices of all key
+        blocks, with the True ones first, [B, 1, query blocks, key blocks].
     """
     count = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)

@@ -4,14 +4,14 @@ The vocabulary may be cut over ranks:
 
     loss = linear_cross_entropy(h, weight, labels)                         # one device
     loss = linear_cross_entropy(h, shard, labels, n_valid=V, group=tp)     # the same number from this rank's rows
-    loss = linear_cross_entropy(h, weight, labels, bias=bias)              # of logits h @ weight.T + bias
+    loss = linear_cross_entropy(h, weight, labels, bias=bias)              # logits are h @ weight.T + bias
 
-The gradient is computed in the forward pass, while the logits are at hand (Liger, arXiv:2410.10989): three matrix
+The gradient is computed in the forward pass, while the logits are in memory (Liger, arXiv:2410.10989): three matrix
 products and one softmax for each chunk of tokens, and nothing is computed twice. In float16 much of this gradient would
-underflow to zero before backward could multiply it by the loss scale. So the forward pass is told the scale, as
+underflow to zero before backward could multiply it by the loss scale. So the forward pass gets the scale, as
 `expected`, and applies it before the first rounding.
 
-Over a group, the row maxima, the sums and the label's logits of a chunk travel in one packed all-gather. (Megatron's
+With a group, one all-gather exchanges the row maxima, the sums and the label's logits of a chunk. (Megatron's
 `mpu/cross_entropy.py` makes three all-reduces, and has neither smoothing nor ignored labels.)
 """
 
@@ -29,10 +29,10 @@ from dtmega.ops.head_gradient import WeightGradient
 from dtmega.ops.softmax import CompiledPasses, Passes, slices, wide
 
 IGNORED = -100
-# Tokens whose logits exist at once. Each chunk adds a product to dW [V, D]: with this many tokens, the addition costs
-# little compared with the product itself.
+# Tokens per chunk, whose logits exist at once. Each chunk adds a product to dW [V, D]; with this number of tokens, the
+# addition costs little compared with the product.
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
-# With a small vocabulary a chunk takes more tokens than that, up to this many logits.
+# With a small vocabulary a chunk has more tokens than that, up to this number of logits.
 CHUNK_LOGITS = 2**24
 
 
@@ -41,8 +41,8 @@ class Columns(NamedTuple):
 
     Attributes:
         start: global number of this rank's first column.
-        n_valid: columns of all ranks of `group` together, without the padding behind them.
-        group: the ranks that share the vocabulary; None: this rank has all of it.
+        n_valid: number of columns of all ranks of `group` together, without the padding at the end.
+        group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
     """
 
     start: int
@@ -66,38 +66,40 @@ def linear_cross_entropy(
     expected: float = 1.0,
     compiled: bool = False,
 ) -> Tensor:
-    """Sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
+    """The sum over tokens of cross_entropy(h @ weight.T + bias, labels) + z_loss log(Z)^2 (PaLM, arXiv:2204.02311).
 
     Args:
         h: [N, D], any floating dtype, the same on all ranks. Products are computed in this dtype, softmax and sums in
-            fp32. With N = 0 the loss is 0, and so is every gradient.
-        weight: [V, D], same dtype; with `group`, this rank's rows of it, [V_local, D].
+            fp32. With N = 0 the loss and all gradients are 0.
+        weight: [V, D], in the dtype of h; with `group`, this rank's rows of the whole weight, [V_local, D].
         labels: [N] int64, global numbers. A label of -100 takes no part in the loss; any other number outside
             [0, n_valid) is an index error.
-        bias: [V], same dtype; cut like the weight, [V_local]. Its gradient is summed over tokens in fp32.
-        label_weights: [N] fp32, the weight of each token's loss in the sum; None: 1.
-        label_smoothing: as in `F.cross_entropy`, over the n_valid columns of all ranks.
+        bias: [V], in the dtype of h; with `group`, cut like the weight, [V_local]. Its gradient is summed over tokens
+            in fp32.
+        label_weights: [N] fp32, the weight of each token's loss in the sum; None: all 1.
+        label_smoothing: amount of smoothing as in `F.cross_entropy`, over the n_valid columns of all ranks.
         z_loss: factor of log(Z)^2, where Z is the softmax's denominator.
-        softcap: logits are softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2, arXiv:2408.00118). The derivative
-            needs a second buffer for a chunk's logits.
-        n_valid: V without the padding rows at its end, which never enter the softmax. None: there are none.
-        vocab_start: global number of the first row. None: the ranks tell each other how many rows they have.
-        group: the ranks that share the vocabulary. One all-gather a chunk, of 3 fp32 a token (4 with smoothing).
-        expected: the gradient that backward will pass to this sum, in float16 loss scale / count. The gradients are
-            multiplied by it in fp32, before they are rounded. If backward passes another number, the gradients are
+        softcap: cap of the logits, which become softcap * tanh((h @ weight.T + bias) / softcap) (Gemma 2,
+            arXiv:2408.00118); None: no cap. The derivative needs a second buffer for a chunk's logits.
+        n_valid: V without the padding rows at the end, which never enter the softmax. None: there is no padding.
+        vocab_start: global number of the first row. None: the ranks exchange the numbers of their rows.
+        group: the ranks that share the vocabulary; None: this rank has the whole vocabulary. With a group there is one
+            all-gather per chunk, of 3 fp32 numbers per token (4 with smoothing).
+        expected: gradient that backward will pass to this sum; in float16, loss scale / count. The gradients are
+            multiplied by it in fp32, before they are rounded. If backward passes a different number, the gradients are
             rescaled and rounded once more.
-        compiled: the softmax runs as two kernels of Inductor, compiled once for all sizes; on a GPU they never store
-            the softmax in fp32.
+        compiled: True to compute the softmax by two kernels of Inductor, compiled once for all sizes. On a GPU these
+            never store the softmax in fp32.
 
     Returns:
-        fp32 scalar, the same on all ranks. The gradients of weight and bias are final. That of h is this rank's part of
-        a sum over the group ({U_group}), to be added up by the operation that gave h to all ranks. Backward works once,
-        because it hands out its buffers.
+        The loss as an fp32 scalar, the same on all ranks. The gradients of weight and bias are final. The gradient of h
+        is this rank's part of a sum over the group ({U_group}); the operation that gave h to all ranks has to add up
+        these parts. Backward works once, because it hands out its buffers.
     """
     columns = locate(weight.shape[0], vocab_start, n_valid, group, weight.device)
     n_tokens = h.shape[0]
-    # Every chunk has a collective, so all ranks must cut the tokens alike: the size follows from numbers that they
-    # share, not from V_local, which is smaller on the last rank.
+    # Every chunk has a collective, so all ranks must cut the tokens in the same way. So the size follows from numbers
+    # that are equal on all ranks, not from V_local, which is smaller on the last rank.
     n_columns = -(-columns.n_valid // (1 if group is None else group.size()))
     chunk = max(CHUNK_TOKENS[h.device.type], CHUNK_LOGITS // n_columns)
     gradients = _Gradients(h, weight, bias, chunk)
@@ -118,7 +120,8 @@ def linear_cross_entropy(
         # Free the logits first: the weight's gradient in its final dtype can then take their memory.
         logits = dlogits = tanh = buffer = None
         dh, dweight, dbias = gradients.finish(weight.dtype)
-    # One node of the graph for each: zero-bubble schedules go backward to h and to the parameters at different times.
+    # h, weight and bias each get a node of the graph, because zero-bubble schedules run backward for h and for the
+    # parameters at different times.
     for x, dx in ((h, dh), (weight, dweight), (bias, dbias)):
         if x is not None and dx is not None:
             loss = loss + with_gradient(torch.zeros_like(loss), x, dx.to(x.dtype), expected)
@@ -128,10 +131,13 @@ def linear_cross_entropy(
 def _logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, out: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The logits of a chunk, and the tanh that the cap's derivative needs; None without a cap. Both are [n, V_local].
+    """The logits of a chunk, and the tanh that the derivative of the cap needs, or None without a cap.
+
+    Both are [n, V_local].
 
     Args:
-        out: memory for h @ weight.T + bias.
+        h, weight, bias, softcap: as in `linear_cross_entropy`, but with the n tokens of the chunk.
+        out: memory for h @ weight.T + bias, [n, V_local].
     """
     if bias is None:
         torch.mm(h, weight.t(), out=out)
@@ -146,13 +152,14 @@ def _logits(
 class _Gradients:
     """The gradients of h [N, D], weight [V_local, D] and bias [V_local], collected chunk by chunk.
 
-    A gradient that nobody needs stays None.
+    A gradient that is not needed stays None.
 
     Args:
-        chunk: tokens of each chunk but the last.
+        h, weight, bias: inputs of `linear_cross_entropy`.
+        chunk: number of tokens in each chunk but the last, which may be smaller.
 
     Attributes:
-        are_needed: True if at least one of the three is.
+        are_needed: True if at least one of the three gradients is needed.
     """
 
     def __init__(self, h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> None:
@@ -165,11 +172,11 @@ class _Gradients:
         # Zeros if there are no tokens: FSDP reduces the gradients that exist, so all ranks must have the same ones.
         self._dweight = torch.zeros_like(weight) if needs_dweight and n_tokens == 0 else None
         self._products = WeightGradient(n_tokens, chunk) if needs_dweight and n_tokens else None
-        # In fp32: a sum of thousands of tokens in bf16 would lose the small terms.
+        # The sum is in fp32, because a sum over thousands of tokens in bf16 would lose the small terms.
         self._dbias = torch.zeros_like(bias, dtype=wide(h.dtype)) if bias is not None and needs_dbias else None
 
     def add(self, rows: slice, dlogits: Tensor, h: Tensor, weight: Tensor) -> None:
-        """Add what the tokens `rows` contribute, from the gradient [n, V_local] of their logits."""
+        """Add the contribution of the tokens `rows`, computed from the gradient of their logits, [n, V_local]."""
         if self._dh is not None:
             torch.mm(dlogits, weight, out=self._dh[rows])
         if self._products is not None:
@@ -195,15 +202,18 @@ def token_losses(
     weights: Tensor | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """Losses [N] in fp32 from logits [N, V_local]; all ranks of the group call it together.
+    """The losses [N] of the tokens in fp32, from logits [N, V_local]. All ranks of the group call this together.
 
-    A rank may have no columns; it still takes part in the collective, for which the others would wait in vain.
+    A rank without columns also has to call it, because the other ranks would wait for it in the collective.
 
     Args:
-        gradient: [N, V_local], to which the derivative of each loss by its logits is written; None: no derivatives.
-            It may be the logits themselves. Columns of padding, which are never read, get a gradient of 0.
+        logits: [N, V_local], this rank's columns of the logits.
+        labels, label_smoothing, z_loss, compiled: as in `linear_cross_entropy`.
+        columns: place of this rank's columns among all columns.
+        gradient: [N, V_local], memory for the derivative of each loss by its logits; None: no derivatives. It may be
+            the logits themselves. Columns of padding, which are never read, get a gradient of 0.
         expected: number by which the derivatives are multiplied before they are rounded to the dtype of `gradient`.
-        weights: [N] fp32, the factor of each loss; None: 1.
+        weights: [N] fp32, the factor of each loss; None: all 1.
     """
     start, n_valid, group = columns
     n_tokens = logits.shape[0]
@@ -211,12 +221,12 @@ def token_losses(
     if gradient is not None:
         gradient[:, n_local:] = 0
         gradient = gradient[:, :n_local] if n_local else None
-    # A rank without columns computes on one that no label names. Its logits are finite: -inf would become NaN.
+    # A rank without columns uses a dummy column that no label refers to. Its logits are finite: -inf would become NaN.
     logits = logits[:, :n_local] if n_local else logits.new_full((n_tokens, 1), torch.finfo(logits.dtype).min)
     is_counted, is_local, column = _find_labels(labels, columns, n_local)
 
-    # From here on one number a row, [N, 1], in fp32. This rank's are `local_`, to tell them from those of all ranks.
-    # What is read from the logits is read now, for the derivatives may overwrite them below.
+    # The tensors from here on have one fp32 number per row, [N, 1]. Names with `local_` are for this rank's columns.
+    # The label's logits are read now, because the derivatives may overwrite the logits below.
     dtype = wide(logits.dtype)
     local_label = logits.gather(1, column).to(dtype)
     local_peak = torch.empty_like(local_label)
@@ -230,7 +240,7 @@ def token_losses(
         local_sums.append(logits[:, :n_local].sum(dim=1, keepdim=True, dtype=dtype))
 
     # Without a group the softmax of a few rows is complete at once, and their derivatives follow while the rows are
-    # still in the cache. With a group they have to wait for the other ranks' maxima and sums.
+    # still in the cache. With a group the derivatives have to wait for the other ranks' maxima and sums.
     passes = (CompiledPasses if compiled else Passes)(logits)
     for rows in passes.rows:
         peak, total = local_peak[rows], local_total[rows]
@@ -239,7 +249,7 @@ def token_losses(
             slope = _slope(peak, total, factor[rows], z_loss)
             passes.derivatives(logits[rows], gradient[rows], peak, slope, _rows(smooth, rows), reuse_scratch=True)
     sums = _all_gather(torch.cat(local_sums, dim=1), group).split(1, dim=2)  # 3 or 4 of [ranks, N, 1]
-    # Each rank summed exp(x - its own peak); brought to the peak of all ranks, the sums can be added.
+    # Each rank has summed exp(x - its own peak). To add these sums, they are rescaled to the peak of all ranks.
     peak = sums[0].amax(dim=0)
     total = (sums[1] * (sums[0] - peak).exp()).sum(dim=0)  # Z / exp(peak)
     slope = _slope(peak, total, factor, z_loss)
@@ -252,8 +262,8 @@ def token_losses(
         target = (1 - label_smoothing) * is_local * factor
         _subtract_target(gradient, column, local_label, peak, slope, smooth, target)
 
-    # The loss is log(Z) - label's logit, with log(Z) = peak + log(total). The two logits are subtracted first: both may
-    # be large, and log(Z) alone would round away the small difference that remains of them.
+    # The loss is log(Z) - label's logit, with log(Z) = peak + log(total). The label's logit is first subtracted from
+    # the peak: both may be large, and their small difference would be lost in the rounding of log(Z).
     log_total = total.log()
     losses = log_total + (1 - label_smoothing) * (peak - sums[2].sum(dim=0)) + z_loss * (peak + log_total).square()
     if label_smoothing:
@@ -263,11 +273,15 @@ def token_losses(
 
 
 def _find_labels(labels: Tensor, columns: Columns, n_local: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find each label among this rank's `n_local` columns; three tensors [N, 1].
+    """Find each label among this rank's `n_local` columns.
 
     Returns:
-        True where the token takes part in the loss; True where this rank has the label's column; the number of that
-        column on this rank, 0 where another rank has it, and -1, which fails in `gather`, for an invalid label.
+        Three tensors [N, 1]:
+
+        - True if the token takes part in the loss;
+        - True if this rank has the label's column;
+        - the index of that column on this rank. It is 0 if another rank has the column, and -1, which fails in
+          `gather`, if the label is invalid.
     """
     start, n_valid, _ = columns
     labels = labels.unsqueeze(1)
@@ -287,15 +301,15 @@ def _subtract_target(
     smooth: Tensor | None,
     target: Tensor,
 ) -> None:
-    """Subtract `target` [N, 1] in the label's column of each row of `gradient`; 0 leaves the row as it is.
+    """Subtract `target` [N, 1] in the label's column of each row of `gradient`; a target of 0 changes nothing.
 
-    The derivative there is computed anew from the label's logit: subtracting from the number that stands in `gradient`,
-    which is rounded to its dtype already, would round twice.
+    The derivative in that column is computed again from the label's logit. The number in `gradient` is rounded to its
+    dtype already, so subtracting from it would round twice.
     """
     derivative = (local_label - peak).exp() * slope - target
     if smooth is not None:
         derivative -= smooth
-    # By an index, since scatter_ would copy all of a gradient in bf16 to fp32 and back on a CPU (torch 2.13).
+    # Assign by an index: on a CPU, scatter_ would copy a whole bf16 gradient to fp32 and back (torch 2.13).
     tokens = torch.arange(gradient.shape[0], device=column.device)
     gradient[tokens, column.squeeze(1)] = derivative.squeeze(1).to(gradient.dtype)
 
@@ -318,7 +332,7 @@ def locate(
 ) -> Columns:
     """Find this rank's `n_local` columns among those of the group.
 
-    A start or a number of columns that is None follows from the sizes of all ranks, which one all-gather exchanges.
+    If `vocab_start` or `n_valid` is None, it is computed from the sizes of all ranks, which one all-gather exchanges.
     """
     sizes, rank = [n_local], 0
     if group is not None and (vocab_start is None or n_valid is None):
@@ -328,12 +342,14 @@ def locate(
 
 
 def with_gradient(value: Tensor, x: Tensor, gradient: Tensor, expected: float = 1.0) -> Tensor:
-    """Return `value` as a function of x with a derivative that is known already.
+    """Return `value` as a function of x whose derivative is known already.
 
     Args:
-        value: number or numbers; the leading dims of x are those of `value`, and each number depends on its part of x.
+        value: one or more numbers. The leading dims of x are those of `value`, and each number depends on its part of
+            x.
+        x: tensor that `value` was computed from.
         gradient: `expected` times the derivative, in the shape of x. Backward changes it in place and hands it out.
-        expected: the gradient that backward will probably pass to `value`.
+        expected: gradient that backward will probably pass to `value`.
     """
     return _KnownGradient.apply(value, x, gradient, expected)  # pyright: ignore[reportReturnType]
 
@@ -354,19 +370,20 @@ class _KnownGradient(torch.autograd.Function):
             # Dividing by a tensor of the same dtype gives exactly 1 for the expected gradient, and then the product
             # below changes no bit.
             upstream = upstream / upstream.new_full((), ctx.expected)
-        # A scalar stays a scalar: it does not promote dtypes, so a bf16 gradient is multiplied without an fp32 copy.
+        # A scalar stays a tensor without dims, because such a tensor does not promote dtypes: a bf16 gradient is then
+        # multiplied without an fp32 copy.
         if upstream.ndim:
             upstream = upstream[(..., *[None] * (gradient.ndim - upstream.ndim))]
-        # In place, for dW [V, D] is the largest buffer of the step. The product also marks the buffer as changed, so
-        # that autograd raises in a second backward. If the factor is 1, a product of no rows is enough to mark it. Only
-        # a factor on the CPU is looked at: reading one from a GPU would make the host wait.
+        # Multiply in place, because dW [V, D] is the largest buffer of the step. This also marks the buffer as changed,
+        # so that autograd raises an error in a second backward. If the factor is 1, multiplying zero rows is enough to
+        # mark the buffer. Only a factor on the CPU is compared with 1: reading one from a GPU would make the host wait.
         is_one = upstream.ndim == 0 and upstream.device.type == "cpu" and bool(upstream == 1)
         (gradient[:0] if is_one else gradient).mul_(upstream)
         return None, gradient, None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """x of all ranks of the group, [ranks, *x.shape]."""
+    """The tensors x of all ranks of the group, [ranks, *x.shape]."""
     if group is None:
         return x.unsqueeze(0)
     ranks = [torch.empty_like(x) for _ in range(group.size())]

@@ -1,8 +1,8 @@
 """The gradient of the head's weight, summed over chunks of tokens: dW [V, D] = sum of dlogits^T h.
 
-A CPU with AMX multiplies bfloat16 at half its rate where the first factor is transposed, as dlogits^T is (oneDNN, torch
-2.13). There, if there are many tokens, the transposed sum of h^T dlogits [D, V] is made instead, and transposed once at
-the end.
+A CPU with AMX multiplies bfloat16 at half the rate if the first factor is transposed, as dlogits^T is (oneDNN, torch
+2.13). On such a CPU, if there are many tokens, the transposed sum of h^T dlogits [D, V] is computed instead, and
+transposed once at the end.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dtmega.ops.cpu import features
 from dtmega.ops.cpu.huge_pages import on_huge_pages
 from dtmega.ops.softmax import slices, wide
 
-PRODUCT_COLUMNS = 4096  # columns of the vocabulary whose product is made in bf16 before it is added to the fp32 sum
-TRANSPOSE_FROM_TOKENS = 768  # below that, transposing the sum costs more than the slower products
-TRANSPOSED_COLUMNS = 256  # columns of the vocabulary that are transposed at a time: they stay in the second-level cache
+PRODUCT_COLUMNS = 4096  # columns of the vocabulary whose product is computed in bf16 and then added to the fp32 sum
+TRANSPOSE_FROM_TOKENS = 768  # with fewer tokens, transposing the sum costs more than the slower products
+TRANSPOSED_COLUMNS = 256  # columns of the vocabulary to transpose at a time, so that they stay in the level-2 cache
 
 
 class WeightGradient:
-    """The sum over chunks, in fp32 if there are more than two.
+    """The gradient of the head's weight as a sum over chunks, in fp32 if there are more than two chunks.
 
-    One or two products are rounded no more often if they are added in their own dtype.
+    One or two products are added in their own dtype, which does not round more often.
 
     Args:
-        n_tokens: tokens of all chunks together.
-        chunk: tokens of each chunk but the last.
+        n_tokens: number of tokens in all chunks together.
+        chunk: number of tokens in each chunk but the last, which may be smaller.
     """
 
     def __init__(self, n_tokens: int, chunk: int) -> None:
@@ -37,7 +37,7 @@ class WeightGradient:
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """Add the product of one chunk, from dlogits [n, V] and h [n, D]."""
-        # A GPU writes the product of bf16 factors in fp32 by itself; a CPU needs `_add_product` for that.
+        # A GPU can write the product of bf16 factors in fp32. A CPU cannot, so `_add_product` adds it to an fp32 sum.
         if h.is_cuda and h.dtype != wide(h.dtype) and not self._at_most_two_chunks:
             product = torch.mm(dlogits.t(), h, out_dtype=wide(h.dtype))
             self._total = product if self._total is None else self._total.add_(product)
@@ -57,7 +57,7 @@ class WeightGradient:
         n_columns = self._total.shape[1]
         gradient = on_huge_pages(self._total.new_empty(n_columns, self._total.shape[0], dtype=dtype))
         for columns in slices(n_columns, TRANSPOSED_COLUMNS):
-            # Copied first, since torch transposes a whole tensor in blocks, but a slice of one number by number.
+            # Copy the slice first: torch transposes a whole tensor in blocks, but a slice element by element.
             block = self._total[:, columns].to(dtype, memory_format=torch.contiguous_format, copy=True)
             gradient[columns] = block.t()
         return gradient
@@ -71,8 +71,8 @@ class WeightGradient:
         if self._total.dtype == first.dtype:
             torch.addmm(self._total, first, second, beta=0 if is_first else 1, out=self._total)
             return
-        # On a CPU the product of bf16 factors is bf16, too, and has to be added to the fp32 sum. Made for a part of the
-        # vocabulary at a time, it is still in the cache when it is added.
+        # On a CPU the product of bf16 factors is bf16, and has to be added to the fp32 sum. It is computed for a part
+        # of the vocabulary at a time, so that it is still in the cache when it is added.
         vocabulary_dim = 1 if self._is_transposed else 0
         for columns in slices(self._total.shape[vocabulary_dim], PRODUCT_COLUMNS):
             if self._is_transposed:

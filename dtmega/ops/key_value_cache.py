@@ -1,12 +1,12 @@
-"""Cache of keys and values, so that a decoder that generates one token at a time computes each token only once.
+"""The cache of keys and values, with which a decoder that generates token by token computes each token only once.
 
     cache = KeyValueCache()
     model(prompt, cache=cache)                                  # [1, S]: attention stores keys and values
-    model(token, places=torch.tensor([[S]]), cache=cache)       # [1, 1]: and sees those of the prompt, too
+    model(token, places=torch.tensor([[S]]), cache=cache)       # [1, 1]: attention also sees those of the prompt
 
-A model only hands the cache to `attention_rule`, as it does with places and documents; the rule brings it to
-`attention`. Places are global, so masks and biases follow from the same formulas as without a cache. A rank stores what
-it computes: under tp the keys of its own heads, in a pipeline those of its own layers.
+A model only passes the cache to `attention_rule`, as it does with places and documents; the rule passes it on to
+`attention`. Places are global, so masks and biases follow from the same formulas as without a cache. A rank stores the
+keys and values that it computes: under tp those of its own heads, in a pipeline those of its own layers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """The keys and values of one model, or of one pipeline stage, for a batch whose rows grow. Forward only.
+    """The keys and values of one model, or of one pipeline stage, for a batch whose rows grow. It has no backward.
 
     Attributes:
         places: [B, P] int, places of the cached tokens; None: no token is cached.
-        documents: [B, P] int, their documents; None: all tokens are of one document.
+        documents: [B, P] int, documents of the cached tokens; None: all tokens are of one document.
         inner: the cache of a model that stores keys and values itself: transformers' `past_key_values`, or for a
             pipeline one cache for each stage, by its number.
     """

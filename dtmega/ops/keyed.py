@@ -1,8 +1,8 @@
 """Randomness as a function: a counter-based hash of (seed, name, global index) instead of a generator with a state.
 
-Nothing here remembers anything, so a mask or an initial value is the same on every layout, is repeated by recompute,
-and needs no place in a checkpoint. The arithmetic is integer (hash) or single correctly rounded operations (normal),
-so the bits do not depend on the device, the number of threads, or where in a tensor an element happens to sit.
+There is no state, so a mask or an initial value is the same on every layout, is repeated by recompute, and needs no
+place in a checkpoint. The hash uses integers, and the normal values use correctly rounded operations only. So the bits
+do not depend on the device, the number of threads, or the place of an element in a tensor.
 
 The hash and the normal values are written once for both tensors and numpy arrays, because on a CPU numpy takes half of
 torch's time.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[Any])
-BLOCK = 2**15  # normal values that a CPU thread computes at a time: their temporaries stay in the core's cache
+BLOCK = 2**15  # normal values that a CPU thread computes at a time, so that temporaries stay in the core's cache
 
 
 def key(seed: int, name: str) -> int:
@@ -32,7 +32,7 @@ def key(seed: int, name: str) -> int:
 
 def mix(x: Numbers) -> Numbers:
     """Bijective hash of int32 lanes: "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018)."""
-    # int32 has no logical shift: the mask removes the copies of the sign bit. In place where the memory is our own.
+    # int32 has no logical shift: the mask removes the copies of the sign bit. The operations are in place, except on x.
     first = x >> 16
     first &= 0xFFFF
     first ^= x
@@ -48,7 +48,7 @@ def mix(x: Numbers) -> Numbers:
 
 
 def fold(index: Tensor) -> Tensor:
-    """Hash int64 to int32; all 64 bits take part. Numbers below 2^32 keep their low 32 bits."""
+    """Hash int64 to int32. All 64 bits affect the result; numbers below 2^32 keep their low 32 bits."""
     return (index ^ mix((index >> 32).to(torch.int32))).to(torch.int32)
 
 
@@ -77,11 +77,11 @@ ROUNDS = 8
 
 
 def permuted(i: int, n: int, name: str) -> int:
-    """The place of i in a permutation of 0 to n - 1 that depends on (n, name) only. It needs no table of n entries.
+    """The place of i in a permutation of 0 to n - 1 that depends only on (n, name), without a table of n entries.
 
     A Feistel network on two digits in base ceil(sqrt(n)) permutes the numbers that two such digits can write, which are
-    n or a few more. A result outside 0 to n - 1 goes through the network until it is inside, which keeps the whole a
-    permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    n or a few more. A result outside 0 to n - 1 goes through the network again until it is inside; the result is still
+    a permutation (Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     assert 0 <= i < n
     base = math.isqrt(n - 1) + 1
@@ -103,45 +103,45 @@ def key64(name: str) -> int:
 def draws(keys: NDArray[np.uint64], name: str, index: NDArray[np.integer]) -> NDArray[np.uint64]:
     """64 uniform bits for each pair of a key and an index.
 
-    Each is output number `index` of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number
-    Generators"), seeded with a hash of key and name. So it depends on its own key and index only.
+    The bits are output number `index` of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number
+    Generators"), seeded with a hash of key and name. So they depend only on key, index and name.
 
     Args:
-        keys, index: arrays that broadcast, of at least one dim: numpy warns of an overflow in a scalar.
-        name: the purpose of the bits; draws for different purposes are independent.
+        keys, index: arrays that broadcast, each with at least one dim, because numpy warns of overflows in scalars.
+        name: purpose of the bits; draws for different purposes are independent.
     """
     seeds = _mix64(keys ^ np.uint64(key64(name)))
     return _mix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's bijective hash of 64 bits: Stafford's variant 13 of the one in MurmurHash3."""
+    """SplitMix64's bijective hash of 64 bits: Stafford's variant 13 of the finalizer of MurmurHash3."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def uniform(drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), made of the upper 53 of the 64 bits."""
+    """Numbers in [0, 1) from the upper 53 of the 64 bits."""
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def below(drawn: NDArray[np.uint64], n: NDArray[np.integer] | int) -> NDArray[np.int64]:
-    """Integers in [0, n), made of the upper 32 bits; n <= 2**32. Each has probability 1 / n to within 2**-32."""
+    """Integers in [0, n) from the upper 32 bits; n <= 2**32. Each has probability 1 / n to within 2**-32."""
     return (((drawn >> np.uint64(32)) * np.asarray(n).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
 def normal(seed: int, name: str, index: Tensor) -> Tensor:
     """Standard normal values in fp32, one for each global element number in `index` (int64, any shape, >= 0).
 
-    Each is the quantile of a hashed uniform number, by Wichura's PPND7 (Applied Statistics 37, 1988, AS 241), accurate
-    to 1e-7. Its logarithm is computed by a series here, because those of libraries differ in the last bit between
-    devices, and between the vectorised part of a tensor and its tail.
+    Each value is the quantile of a hashed uniform number, by Wichura's PPND7 (Applied Statistics 37, 1988, AS 241),
+    accurate to 1e-7. The logarithm in that formula is computed by a series here, because library logarithms differ in
+    the last bit between devices, and between the vectorised part of a tensor and its tail.
     """
     if index.numel() == 0:
         return torch.empty(index.shape, dtype=torch.float32, device=index.device)
     flat = index.reshape(-1)
-    # `fold` leaves a number of 32 bits as it is (its upper half is 0, whose hash is 0), so the cast alone is enough.
+    # `fold` does not change numbers of 32 bits (their upper half is 0, and its hash is 0), so the cast is enough.
     folded = flat.to(torch.int32) if int(flat.max()) < 2**32 else fold(flat)
     keys = key(seed, name), key(seed, name + "#")
     if index.device.type != "cpu":
@@ -167,8 +167,8 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
 def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
     """Normal values [n] fp32 for folded element numbers [n] int32.
 
-    Computed in fp64 and rounded to fp32 at the end. Every operation is rounded correctly, so all devices get the same
-    bits.
+    The values are computed in fp64 and rounded to fp32 at the end. Every operation is rounded correctly, so all devices
+    get the same bits.
     """
     hashed = mix(mix(folded ^ first_key) ^ second_key)
     library = _library(folded)
@@ -177,7 +177,7 @@ def _normal(folded: Numbers, first_key: int, second_key: int) -> Numbers:
     u *= 2.0**-32  # in (0, 1), symmetric about 1/2
     q = u - 0.5
     values = _cast(_central(q), library.float32)
-    # The outer 15 % take ten times the arithmetic of the others, so they are computed apart.
+    # The outer 15 % take ten times the arithmetic of the central ones, so they are computed separately.
     outer = _places(abs(q) > 0.425)
     values[outer] = _cast(_outer(u[outer]), library.float32)
     return values
@@ -243,6 +243,6 @@ def _log(x: Numbers) -> Numbers:
     log_m *= s
     log_m -= 0.2876820724517809  # log 3/4
     e = _cast(exponent, library.float32)
-    e *= 0.6931471805599453  # log 2; in fp32 because the first version had it so, and its bits must stay
+    e *= 0.6931471805599453  # log 2; in fp32 as in the first version, because the bits must not change
     log_m += e
     return log_m

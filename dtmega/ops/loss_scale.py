@@ -1,13 +1,14 @@
 """The loss scale of float16: a factor of the loss, without which gradients below 6e-8 would be rounded to zero.
 
 The scale starts high and adapts. A step with a gradient that is not finite is skipped, and from the second such step on
-the scale is halved. After a thousand steps without one it is doubled. This is Megatron-LM's `DynamicGradScaler`
-(optimizer/grad_scaler.py) with its factors; its four numbers are keys of [precision].
+the scale is halved. After a thousand steps without such a step the scale is doubled. This is Megatron-LM's
+`DynamicGradScaler` (optimizer/grad_scaler.py), with the same factors; its four numbers are keys of [precision].
 
-Where the scale enters: `Tally.factors` has scale x weight / count for each sum, the gradient that backward begins with.
-A head that computes its gradients in forward gets this number in advance (`Model.expect`). From there on all gradients
-are scaled: in float16, and where they are summed over microbatches and ranks, in the dtype of [precision] reduce.
-`optim.unscale` divides the fp32 gradients, so that norm, clipping and update are those of any other precision.
+The scale is applied at the start of backward: for each sum, `Tally.factors` has scale x weight / count, the gradient
+that backward begins with. A head that computes its gradients in forward gets this number in advance (`Model.expect`).
+From then on all gradients are scaled, both in float16 and while they are summed over microbatches and ranks in the
+dtype of [precision] reduce. `optim.unscale` divides the fp32 gradients by the scale. After that, norm, clipping and
+update are the same as in any other precision.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class ScaleState(NamedTuple):
 
     Attributes:
         scale: factor of the loss.
-        growth: steps since the last overflow, or since the scale was doubled.
-        hysteresis: number of overflows until the scale is halved, that one included. At 0 each overflow halves it,
-            until a doubling restores the number.
+        growth: number of steps since the last overflow, or since the scale was doubled.
+        hysteresis: number of overflows until the scale is halved, including the overflow that halves it. At 0 each
+            overflow halves the scale, until a doubling restores this number.
     """
 
     scale: Annotated[float, Field(gt=0)]
@@ -41,8 +42,8 @@ class LossScale:
     """The loss scale of a run, changed after each step. It is the same on all ranks, because they agree on overflows.
 
     Args:
-        precision: the run's section [precision].
-        state: state in the checkpoint that the run resumes from; None: the initial one.
+        precision: section [precision] of the run's configuration.
+        state: state in the checkpoint that the run resumes from; None: the initial state.
     """
 
     def __init__(self, precision: config.Precision, state: ScaleState | None = None) -> None:
@@ -56,7 +57,7 @@ class LossScale:
     def update(self, overflowed: bool) -> None:
         """Change the scale after a step.
 
-        Only a doubling restores the hysteresis. It does not recover between two overflows, however far apart they are.
+        Only a doubling restores the hysteresis. Steps without an overflow do not, however many there are.
 
         Args:
             overflowed: True if a gradient was not finite in this step.

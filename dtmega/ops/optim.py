@@ -1,4 +1,4 @@
-"""Optimizers with Megatron's groups of decay, learning rate and decay by progress, gradient norm, clipping, spikes."""
+"""Optimizers as in Megatron: parameter groups, schedules of learning rate and decay, gradient clipping, loss spikes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dtmega.ops.shards import local
 class _OnLocalParts(torch.optim.Adam):
     """An Adam whose fused kernel gets this rank's part of each DTensor.
 
-    That is right because Adam updates every number by itself. DTensor would do the same, but would first work out the
-    placements of the lists of tensors, which takes longer than a small step.
+    This gives the same result because Adam updates every element by itself. DTensor would do the same, but would first
+    work out the placements of the lists of tensors, which takes longer than a small step.
     """
 
     def _init_group(
@@ -34,7 +34,7 @@ class _OnLocalParts(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fill the lists as torch does, and replace their DTensors by local parts. The state keeps its DTensors."""
+        """Fill the lists as torch does, and replace the DTensors in them by local parts. The state keeps DTensors."""
         lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         has_complex = super()._init_group(group, *lists)
         for parameter, gradient in zip(params_with_grad, grads, strict=True):
@@ -53,11 +53,11 @@ class Adam(_OnLocalParts, torch.optim.Adam):
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], optim: config.Optim) -> torch.optim.Optimizer:
-    """Build AdamW (arXiv:1711.05101), Adam with the decay in its gradient, or SGD with momentum.
+    """Build AdamW (arXiv:1711.05101), Adam with weight decay added to the gradient, or SGD with momentum.
 
-    Biases and LayerNorms are not decayed, embeddings are (Megatron's `get_param_groups`). A group holds the parameters
+    Biases and LayerNorms are not decayed; embeddings are (Megatron's `get_param_groups`). A group holds the parameters
     with the same decay and the same factor of the learning rate; `set_rates` reads both as `decays` and `lr_factor`.
-    Frozen parameters are left out. If a pipeline stage has no others, it gets one empty group.
+    Frozen parameters are left out. A pipeline stage with only frozen parameters gets one empty group.
 
     Args:
         named: parameters with their names in the whole model.
@@ -85,7 +85,7 @@ def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
     """Check that each pattern of lr_factors names a parameter of the whole model.
 
     Raises:
-        ValueError: a pattern names none.
+        ValueError: a pattern that matches no parameter.
     """
     names = list(names)
     for pattern, _ in optim.factors:
@@ -99,12 +99,12 @@ def check_factors(optim: config.Optim, names: Iterable[str]) -> None:
 def learning_rate(optim: config.Optim, progress: int, total: int) -> float:
     """The learning rate of the update that brings the run to `progress`.
 
-    Megatron's curves (`optimizer_param_scheduler.py`), with one difference: progress counts the batch of the update
-    itself, so that the first update already moves (Megatron's first one has rate 0).
+    The curves are Megatron's (`optimizer_param_scheduler.py`), with one difference: progress includes the batch of the
+    update itself, so that the first update already has an effect (Megatron's first update has rate 0).
 
     Args:
-        progress: steps, samples or tokens ([optim] unit) consumed when this update is done; >= 1.
-        total: progress at the end of the run. The decay ends there if [optim] decay is 0.
+        progress: number of steps, samples or tokens ([optim] unit) consumed when this update is done; >= 1.
+        total: progress at the end of the run, where the decay ends if [optim] decay is 0.
     """
     peak, low = optim.lr, optim.min_lr
     end = optim.decay or total
@@ -130,15 +130,19 @@ def rate_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) ->
     """The learning rate of the update after which the run has done `steps` steps with `samples` samples.
 
     Args:
+        cfg: the run's configuration.
+        steps: number of steps after the update.
+        samples: number of samples after the update.
         end: end of the run in steps and samples, from `cfg.end`.
     """
     return learning_rate(cfg.optim, cfg.progress(steps, samples), cfg.progress(*end))
 
 
 def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
-    """A line for the user if the warm-up takes more than half of the run, and [optim] lr is reached late or never.
+    """A line for the user if the warm-up takes more than half of the run, so that [optim] lr is reached late or never.
 
     Args:
+        cfg: the run's configuration.
         end: end of the run in steps and samples, from `cfg.end`.
     """
     total = cfg.progress(*end)
@@ -155,10 +159,13 @@ def notes_on_warmup(cfg: config.Config, end: config.RunEnd) -> list[str]:
 def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.RunEnd) -> float:
     """The weight decay of the update after which the run has done `steps` steps with `samples` samples.
 
-    Megatron's curves (`optimizer_param_scheduler.py`, get_wd), which end with the training. As for the rate, progress
-    counts the batch of the update itself.
+    The curves are Megatron's (`optimizer_param_scheduler.py`, get_wd) and end with the training. As for the learning
+    rate, progress includes the batch of the update itself.
 
     Args:
+        cfg: the run's configuration.
+        steps: number of steps after the update.
+        samples: number of samples after the update.
         end: end of the run in steps and samples, from `cfg.end`.
     """
     optim = cfg.optim
@@ -172,7 +179,7 @@ def weight_decay_at(cfg: config.Config, steps: int, samples: int, end: config.Ru
 def set_rates(optimizer: torch.optim.Optimizer, rate: float, weight_decay: float) -> None:
     """Set learning rate and weight decay of the groups that `build_optimizer` made.
 
-    Each group gets the rate times its factor, and the decay or 0.
+    Each group gets the rate times the group's factor, and the weight decay, or 0 if the group is not decayed.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]
@@ -183,8 +190,9 @@ class Spikes:
     """A detector of steps whose loss or gradient norm is far above the recent ones (OLMo-core's `SkipStepOptimizer`).
 
     Args:
-        sigmas: standard deviations above the mean of the last WINDOW steps from which a step is a spike; 0: never.
-        recent: (loss, gradient norm) of those steps, as a checkpoint stores them.
+        sigmas: number of standard deviations above the mean of the last WINDOW steps at which a step counts as a spike;
+            0: no step does.
+        recent: pairs (loss, gradient norm) of the last steps, as a checkpoint stores them.
     """
 
     WINDOW = 128
@@ -193,23 +201,23 @@ class Spikes:
         self.sigmas, self.recent = sigmas, deque(map(tuple, recent), maxlen=self.WINDOW)
 
     def is_spike(self, loss: float, grad_norm: float) -> bool:
-        """True if a step is a spike compared with those before; the step is then added to them.
+        """True if a step is a spike compared with the steps before it. The step is then added to the recent steps.
 
-        In the first half window there are too few steps to compare with, and none is a spike.
+        In the first WINDOW / 2 steps there is too little to compare with, so no step counts as a spike.
         """
         is_spike = False
         if self.sigmas and len(self.recent) >= self.WINDOW // 2:
             losses, norms = zip(*self.recent, strict=True)
             for value, before in ((loss, losses), (grad_norm, norms)):
                 is_spike |= value > statistics.fmean(before) + self.sigmas * statistics.pstdev(before)
-        # A number that is not finite would make every mean that it enters useless.
+        # A single number that is not finite would make the means of the next WINDOW steps useless.
         if self.sigmas and math.isfinite(loss) and math.isfinite(grad_norm):
             self.recent.append((loss, grad_norm))
         return is_spike
 
 
 def total_norm(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> float:
-    """The L2 norm over the local tensors of all ranks of `group`; each element must come from exactly one rank."""
+    """The L2 norm over the local tensors of all ranks of `group`. Each element must come from exactly one rank."""
     return math.sqrt(_sum(squared_norm(tensors), device, group))
 
 
@@ -223,8 +231,8 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
     """The L2 norm over tensors on a CPU, an fp64 scalar.
 
-    On a CPU torch adds up the squares of a tensor in fp32: the sum of half a million is 5e-5 off, and differs with the
-    layout. So norms of short rows are computed first, and then their norm in fp64.
+    On a CPU torch adds up the squares of a tensor in fp32. The sum of half a million squares is 5e-5 off, and differs
+    with the layout. So the norms of short rows are computed first, and then the norm of these in fp64.
     """
     norms = [torch.zeros(1)]
     for tensor in tensors:
@@ -236,7 +244,7 @@ def _norm(tensors: list[Tensor], row: int = 4096) -> Tensor:
 
 
 def count_zeros(tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup) -> int:
-    """The number of zeros in the local tensors of all ranks of `group`, with the same rule for elements."""
+    """The number of zeros in the local tensors of all ranks of `group`. Each element must come from one rank only."""
     zeros = torch.stack([(t == 0).sum() for t in tensors]).sum() if tensors else torch.zeros(())
     return int(_sum(zeros.to(torch.float64), device, group))
 
@@ -248,14 +256,19 @@ def _sum(value: Tensor, device: torch.device, group: dist.ProcessGroup) -> float
 
 
 def unscale(gradients: Sequence[Tensor], scale: float) -> None:
-    """Divide local gradients by the scale of their loss, in place. For a power of 2 no bit is rounded."""
+    """Divide local gradients by the loss scale, in place. If the scale is a power of 2, nothing is rounded."""
     _multiply(gradients, 1 / scale)
 
 
 def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float) -> None:
-    """Scale local gradients, whose norm over all ranks is `norm`, to a norm of at most `largest`; 0: leave them.
+    """Scale local gradients down in place, so that their norm over all ranks is at most `largest`.
 
-    Megatron's factor (`optimizer/clip_grads.py`): largest / (norm + 1e-6) if that is below 1.
+    The factor is Megatron's (`optimizer/clip_grads.py`): largest / (norm + 1e-6) if that is below 1.
+
+    Args:
+        gradients: this rank's parts of the gradients.
+        norm: present norm over all ranks.
+        largest: largest norm that is allowed; 0: any.
     """
     factor = largest / (norm + 1e-6)
     if 0 < factor < 1:

@@ -1,6 +1,6 @@
-"""Named ranges of a profile: inside `with named("forward", 1, 3):` a trace shows "forward s1 m3".
+"""Named ranges of a profile: for code inside `with named("forward", 1, 3):` a trace shows "forward s1 m3".
 
-Without a profile a range costs the test of one flag: no operator runs, and no name is put together.
+Without a profile a range only tests a flag: no operator runs, and no name is built.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NOTHING = nullcontext()
 
 
 def recording() -> bool:
-    """True while this process is profiled, by the trainer or by whoever uses its parts."""
+    """True while this process is being profiled, by the trainer or by a user's own code."""
     return profiler._is_profiler_enabled
 
 
@@ -23,8 +23,8 @@ def named(what: str, stage: int | None = None, microbatch: int | None = None) ->
 
     Args:
         what: name of the work, such as "forward".
-        stage: number of the pipeline stage that does it; 0 without a pipeline, None if it is not the work of a stage.
-        microbatch: number of the microbatch within the step, from 0; None if the work is that of the whole step.
+        stage: number of the pipeline stage that does the work; 0 without a pipeline, None for work outside of stages.
+        microbatch: number of the microbatch within the step, from 0; None for work of the whole step.
     """
     if not recording():
         return _NOTHING

@@ -17,8 +17,8 @@ class Box(NamedTuple):
     """A box of a tensor that this rank holds.
 
     Attributes:
-        offsets: where the box starts in the whole tensor, one number for each dim.
-        part: the box's elements, a view of this rank's memory.
+        offsets: index in the whole tensor at which the box starts, for each dim.
+        part: elements of the box, a view of this rank's memory.
     """
 
     offsets: tuple[int, ...]
@@ -31,14 +31,15 @@ class Box(NamedTuple):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """All that this rank holds of a tensor, as one plain tensor."""
+    """This rank's part of a tensor, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def boxes(tensor: Tensor) -> list[Box]:
     """The boxes that this rank holds, without empty ones.
 
-    There are several if a dim is cut in parts: of GPT-2's [q | k | v] each rank has some of q, of k and of v.
+    There are several boxes if a dim is cut in parts. For example, each rank holds a part of q, of k and of v of GPT-2's
+    [q | k | v].
     """
     part = local(tensor)
     if not isinstance(tensor, DTensor):
@@ -46,7 +47,7 @@ def boxes(tensor: Tensor) -> list[Box]:
     if part.numel() == 0:
         return []
     if not in_parts(tensor):
-        # torch's own arithmetic, which knows one box a rank.
+        # torch's own arithmetic, which supports one box per rank.
         (chunk,) = tensor.__create_chunk_list__()
         return [Box(tuple(chunk.offsets), part)]
     # Along each dim this rank has one or more runs of consecutive elements. Each combination of runs is a box.
@@ -60,9 +61,9 @@ def boxes(tensor: Tensor) -> list[Box]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every rank. All ranks of its mesh must call this together.
+    """The whole tensor, on every rank. All ranks of the tensor's mesh must call this together.
 
-    In torch 2.11 DTensor's own `full_tensor()` is an error for a tensor that is cut in parts.
+    In torch 2.11 DTensor's own `full_tensor()` raises an error for a tensor that is cut in parts.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -71,8 +72,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    # Each rank fills its boxes into zeros, and the sum over all ranks is the tensor. Of ranks that hold copies of the
-    # same boxes, only the first may add them.
+    # Each rank writes its boxes into a tensor of zeros, and the sum over all ranks is the whole tensor. If several
+    # ranks hold the same boxes, only the first of these ranks writes them.
     copied = [
         number for number, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
     ]
@@ -88,8 +89,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def in_parts(tensor: DTensor) -> bool:
     """True if a dim is cut in parts, so that a rank may hold several boxes of the tensor.
 
-    DTensor marks such a cut as strided. It also marks FSDP2's cut of dim 0 so, if tp cuts the same dim after it; but
-    these two together leave one box a rank.
+    DTensor marks such a cut as strided. It also marks FSDP2's cut of dim 0 as strided if tp cuts the same dim after it,
+    but these two cuts together leave one box per rank.
     """
     for i, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
@@ -100,9 +101,9 @@ def in_parts(tensor: DTensor) -> bool:
 
 
 def dim_to_cut(parameter: Tensor) -> Shard | None:
-    """The cut for FSDP2 to make: None for its default, dim 0; dim 1 if dim 0 is cut in parts.
+    """The cut for FSDP2 to make: None for FSDP2's default, dim 0; dim 1 if dim 0 is cut in parts.
 
-    A second cut of that dim would mix the parts up.
+    A second cut of dim 0 would mix up the parts.
     """
     if isinstance(parameter, DTensor) and in_parts(parameter) and any(_cuts(p, 0) for p in parameter.placements):
         return Shard(1)
@@ -114,9 +115,9 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
-    """The numbers [n] along `dim` of this rank's elements.
+    """The indices along `dim` of this rank's elements, [n].
 
-    DTensor itself finds them: it cuts the vector 0, 1, 2, ... in the same way as the tensor along that dim.
+    DTensor itself finds them: it cuts the vector 0, 1, 2, ... in the same way as it cuts the tensor along that dim.
     """
     cut: list[Placement] = []
     for placement in tensor.placements:
@@ -131,7 +132,7 @@ def _local_numbers(tensor: DTensor, dim: int) -> Tensor:
 def _runs(numbers: Tensor) -> Iterator[tuple[int, int, int]]:
     """Runs of consecutive numbers, as (start, at, size).
 
-    Elements [start, start + size) of the whole stand at [at, at + size) on this rank.
+    Elements [start, start + size) of the whole tensor are elements [at, at + size) on this rank.
     """
     ends = [*(torch.diff(numbers) != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
     for at, end in zip([0, *ends], ends, strict=False):

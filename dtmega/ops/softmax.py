@@ -1,8 +1,8 @@
-"""The passes of cross-entropy over logits, a few rows at a time: peak and sum of each row first, then its derivatives.
+"""The passes of cross-entropy over logits, a few rows at a time: first peak and sum of each row, then the derivatives.
 
-On a CPU a few rows stay in the core's cache from one pass to the next, with one scratch buffer in fp32. Such plain
-passes are faster there than torch's softmax and than Inductor's kernels (benchmarks/TIMINGS.md). On a GPU two kernels
-of Inductor read the logits of a whole chunk, so that no fp32 tensor as large as the logits exists.
+On a CPU a few rows and a scratch buffer in fp32 stay in the core's cache from one pass to the next. There such plain
+passes are faster than torch's softmax and Inductor's kernels (benchmarks/TIMINGS.md). On a GPU two kernels of Inductor
+read the logits of a whole chunk, so that no fp32 tensor as large as the logits exists.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits that are processed at a time. On a CPU in fp32 they take 1 MiB, half of a recent core's second-level cache.
+# Logits to process at a time. On a CPU they take 1 MiB in fp32, half of the level-2 cache of a recent core.
 SLICE_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 COMPILED_ON = {"cuda"}  # types of devices on which the compiled passes are faster
 
 
 class Passes:
-    """The passes over logits [N, V], made of torch's own operations.
+    """The passes over logits [N, V] by torch's own operations.
 
     Attributes:
-        rows: slices of the rows, to be processed one after the other.
+        rows: slices of the rows to process one after the other.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -36,8 +36,8 @@ class Passes:
         """Write the largest logit of each row of x [n, V] to `peak` [n, 1], and the sum of exp(x - peak) to `total`."""
         exponentials = self._scratch[: len(x)]
         in_fp32 = x if x.dtype == exponentials.dtype else exponentials.copy_(x)
-        # The peak is subtracted before the exp, which overflows fp32 from 89 on. Softmax does not change by that, and
-        # the sum is at least 1, so neither a division by it nor its logarithm can fail.
+        # The peak is subtracted before exp, because exp(89) overflows fp32. The softmax stays the same. The sum is
+        # at least 1 then, so neither a division by the sum nor its logarithm can fail.
         torch.amax(in_fp32, dim=1, keepdim=True, out=peak)
         torch.sub(in_fp32, peak, out=exponentials).exp_()
         torch.sum(exponentials, dim=1, keepdim=True, out=total)
@@ -48,8 +48,10 @@ class Passes:
         """Write slope exp(x - peak) - smooth to dx [n, V], which may be x itself.
 
         Args:
-            peak, slope, smooth: [n, 1].
-            reuse_scratch: the last call was `peak_and_total` of the same x and with this peak, so that the scratch
+            x: [n, V], the logits.
+            dx: [n, V], memory for the derivatives.
+            peak, slope, smooth: [n, 1], the numbers of the formula; `smooth` may be None, which stands for 0.
+            reuse_scratch: True if the last call was `peak_and_total` with the same x and this peak, so that the scratch
                 buffer still holds the exponentials.
         """
         exponentials = self._scratch[: len(x)]
@@ -79,7 +81,7 @@ class CompiledPasses(Passes):
     def derivatives(
         self, x: Tensor, dx: Tensor, peak: Tensor, slope: Tensor, smooth: Tensor | None, reuse_scratch: bool
     ) -> None:
-        # The kernel takes one tensor and changes it in place. Given x and dx as two arguments that are views of one
+        # The kernel takes one tensor and changes it in place. If x and dx were two arguments that are views of the same
         # tensor, torch 2.13 would write to the tensor of the first call.
         if dx.data_ptr() != x.data_ptr():
             dx.copy_(x)
@@ -88,7 +90,7 @@ class CompiledPasses(Passes):
 
 
 def slices(n_tokens: int, n_rows: int) -> list[slice]:
-    """Cut `n_tokens` into slices of `n_rows`, or of 1 if `n_rows` is 0; the last slice may be smaller."""
+    """Cut `n_tokens` rows into slices of `n_rows` rows, or of 1 if `n_rows` is 0. The last slice may be smaller."""
     n_rows = max(1, n_rows)
     return [slice(start, min(start + n_rows, n_tokens)) for start in range(0, n_tokens, n_rows)]
 
@@ -99,7 +101,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _without_base(x: Tensor) -> Tensor:
-    """x, no longer a view: for a view of a part of its base, kernels would be compiled again at every size."""
+    """x without the reference to the tensor that it is a view of. For a view kernels would be compiled at each size."""
     return x.detach()
 
 

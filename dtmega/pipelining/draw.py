@@ -1,4 +1,4 @@
-"""A picture of a schedule as SVG: one row per rank, one cell per action; gaps are bubbles."""
+"""A picture of a schedule as SVG, with one row per rank and one cell per action. Gaps are bubbles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOP = 76  # height of title and legend
 LEGEND_TOP = 36  # height of the title alone
 MIDDLE = 0.35  # mix of the two fills for a rank with a single stage, and for the legend
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
-# Fills of a rank's first and last stage; stages between get a mix. Text is black or white, for contrast.
+# Fill colours of a rank's first and last stage. Stages between them get a mix. Text is dark or white, for contrast.
 COLOURS = {
     "F": ((0xCF, 0xE3, 0xFA), (0x3B, 0x7D, 0xC4)),
     "B": ((0xCD, 0xEB, 0xCB), (0x3F, 0x96, 0x4B)),
@@ -31,7 +31,7 @@ def draw_schedule(cfg: config.Config, pp: int, data_size: int) -> None:
     """Draw the configured schedule at the full global batch to the file that [pipeline] draw names.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: a file that cannot be written.
     """
     n_microbatches = cfg.batch.global_batch_size // (data_size * cfg.batch.micro_batch_size)
     table = make_table(cfg.pipeline, pp, n_microbatches)
@@ -42,7 +42,7 @@ def draw(table: Table, path: str, name: str) -> None:
     """Write a table as an SVG file, titled with the schedule's name and sizes.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: a file that cannot be written.
     """
     try:
         Path(path).write_text(svg(table, describe(table, name)), encoding="utf-8")
@@ -61,12 +61,12 @@ def describe(table: Table, name: str) -> str:
 def svg(table: Table, title: str) -> str:
     """The table's timeline as an SVG element.
 
-    A cell is as wide as its action takes (F = I = W = 1, B = 2; transfers take no time). It shows the microbatch, and
-    below it the stage: the darker the cell, the later this stage among those of the rank.
+    The width of a cell is the time of its action (F = I = W = 1, B = 2; transfers take no time). The cell shows the
+    microbatch, and below it the stage. A darker cell is a later stage of the rank.
 
     Args:
         table: a complete table.
-        title: text above the picture; '' leaves it out, with its space.
+        title: text above the picture; '': no title, and no space for it.
     """
     timeline = simulate(table)
     stages_of_ranks = stages_in(table)
@@ -97,7 +97,7 @@ def svg(table: Table, title: str) -> str:
 
 
 def _cell(step: TimedAction, y: int, depth: float) -> str:
-    """One action: a rectangle at height `y` with the numbers of its microbatch and stage."""
+    """The cell of one action: a rectangle at height `y` with the numbers of the microbatch and the stage."""
     x, width = LEFT + step.start * UNIT, (step.end - step.start) * UNIT
     stage, kind, microbatch = step.action
     fill, ink = _colours(kind, depth)
@@ -110,14 +110,14 @@ def _cell(step: TimedAction, y: int, depth: float) -> str:
 
 
 def _colours(kind: str, depth: float) -> tuple[str, str]:
-    """Fill and text colour of an action; depth is 0 for the first stage of a rank and 1 for its last."""
+    """Fill and text colour of an action. `depth` is 0 for the first stage of a rank and 1 for the last."""
     red, green, blue = (round(a + (b - a) * depth) for a, b in zip(*COLOURS[kind], strict=True))
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 128  # luma, ITU-R BT.601
     return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if dark else "#1d2733"
 
 
 def _legend(kinds: set[str]) -> list[str]:
-    """The colour and the name of each kind of action, and a note on the rest."""
+    """The legend: colour and name of each kind of action, and a note that explains the numbers and shades."""
     svg_lines = []
     x = 16
     for kind in KIND_NAMES:
@@ -133,7 +133,7 @@ def _legend(kinds: set[str]) -> list[str]:
 
 
 def _axis(end: int, y: int) -> list[str]:
-    """The time axis, with ticks in units of one forward: at most twelve or so, at round numbers."""
+    """The time axis in units of one forward, with about twelve ticks at most, at round numbers."""
     every = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, end) if end <= 12 * step or step == end)
     ticks = [
         f'<text x="{LEFT + t * UNIT}" y="{y + 10}" font-size="11" text-anchor="middle" fill="#7a8591">{t}</text>'

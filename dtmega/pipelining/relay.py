@@ -1,4 +1,4 @@
-"""A model cut into stages that is called as if it were whole, for generation: forward only, one batch at a time."""
+"""A model in pipeline stages that is called like a whole model, for generation: only forward, one batch at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dtmega.ops.key_value_cache import KeyValueCache
 
 
 class Relay:
-    """Stages that compute one after the other; after each, its rank broadcasts the result to the whole pipeline.
+    """Stages that compute one after the other. The rank of each stage broadcasts the result to the whole pipeline.
 
-    A schedule would use the time in which the other ranks wait, but needs one fixed length and the shapes of gradients.
+    A schedule would use the time in which other ranks wait, but it needs a fixed length and the shapes of gradients.
 
     Args:
         stages: this rank's models, by stage number.
         group: the ranks of the pipeline.
-        device: the device that this rank computes on.
+        device: device that this rank computes on.
 
     Attributes:
-        longest, has_cache: those of the model (`Model`).
+        longest, has_cache: attributes of the model (`Model`).
         training: always False.
     """
 
@@ -59,7 +59,7 @@ class Relay:
 
         Args:
             tokens: [B, S] int64.
-            cache: cache of the whole model, which holds one for each stage.
+            cache: cache of the whole model, which holds a cache for each stage; None: nothing is cached.
             rows: other tensors of the batch, by name.
         """
         if cache is not None:
@@ -74,10 +74,10 @@ class Relay:
         return outputs
 
     def _broadcast(self, rank: int, outputs: Any) -> Any:
-        """The outputs of one rank's stage, on every rank: hidden states by name, or on the last stage the logits."""
+        """Broadcast the outputs of one rank's stage: hidden states by name, or the logits of the last stage."""
         single = isinstance(outputs, Tensor)
         tensors = {"": outputs} if single else outputs
-        # Shapes first: the other ranks have to allocate the tensors before they can receive them.
+        # Send the shapes first, because the other ranks have to allocate the tensors before they can receive them.
         shapes: list[Any] = [single, [(name, t.shape, t.dtype) for name, t in tensors.items()]]
         dist.broadcast_object_list(shapes, src=rank, group=self._group)
         if rank != dist.get_rank():

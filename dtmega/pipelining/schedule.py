@@ -1,4 +1,4 @@
-"""A rank's stages, run in the order of one of torch's pipeline schedules, which [pipeline] names."""
+"""The stages of a rank, run in the order of a torch pipeline schedule that [pipeline] names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtmega.ops.cost import Piece
 from dtmega.pipelining.split import plan_stages
 from dtmega.pipelining.table import SCHEDULES, csv_table, microbatches_in
 
-if TYPE_CHECKING:  # torch.distributed.pipelining imports the compiler: half a second that only a pipeline should pay
+if TYPE_CHECKING:  # torch.distributed.pipelining imports the compiler, which takes half a second: only for pipelines
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     from dtmega.pipelining.stage import Boundary, Stage
@@ -26,6 +26,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
     """Refuse a schedule that cannot run on pp > 1 ranks, before anything is built.
 
     Args:
+        cfg: the run's configuration.
+        pp: number of ranks in the pipeline.
         pieces: the pieces of the whole model.
         data_size: number of data ranks that share the global batch.
         compiled: True if blocks will be compiled.
@@ -46,7 +48,8 @@ def check_schedule(cfg: config.Config, pieces: Sequence[Piece], pp: int, data_si
                 f"micro_batch_size, [mesh] pp, [pipeline] schedule)"
             )
     splits = splits_backward(cfg, pp)
-    # Both combinations give exact gradients, but the repeated work costs more time than the bubbles that it fills.
+    # A split backward gives exact gradients with compile and with recompute too, but the repeated work takes more time
+    # than filling the bubbles saves.
     if splits and compiled:
         raise ValueError(
             f"{name} runs backward in two parts, but that of a compiled block is one piece and would run twice "
@@ -70,7 +73,7 @@ def splits_backward(cfg: config.Config, pp: int) -> bool:
 
 
 def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
-    """The rule of the schedule that n microbatches break, in words; '' if none. The rules are torch's."""
+    """The rule of the schedule that n microbatches break, in words; '' if they break no rule. The rules are torch's."""
     if pipeline.csv:
         n_in_file = microbatches_in(csv_table(pipeline.csv, pp))
         return "" if n == n_in_file else f"the {n_in_file} that the file has"
@@ -85,23 +88,25 @@ def broken_rule(pipeline: config.Pipeline, pp: int, n: int) -> str:
 
 
 class Pipeline:
-    """A rank's stages, trained or evaluated on a list of microbatches at a time.
+    """The stages of a rank, which are trained or evaluated on a list of microbatches at a time.
 
-    All ranks of a pipeline get the same microbatches. Gradients add up over them unscaled (`scale_grads` is off),
-    because the loss is divided by global counts already. Under FSDP torch's stages gather weights once, before the
-    first forward, and reduce gradients once, after the last backward (W, if backward runs in two parts), provided that
-    the modules were wrapped with reshard_after_forward=False; they set all other switches of FSDP themselves. With more
-    than three stages per rank torch keeps three gathered and gathers the others again.
+    All ranks of a pipeline get the same microbatches. Gradients are summed over microbatches without scaling
+    (`scale_grads` is off), because the loss is divided by global counts already.
 
-    *Memory:* torch keeps two receive buffers, activation and gradient, for every microbatch (pytorch#136380). For a
-    hidden state and n microbatches these are 2 n B S D elements.
+    Under FSDP, torch's stages gather weights once, before the first forward, and reduce gradients once, after the last
+    backward (after the last W, if backward runs in two parts). For this the modules must be wrapped with
+    reshard_after_forward=False; the stages set all other switches of FSDP themselves. With more than three stages per
+    rank torch keeps three stages gathered, and gathers the other stages again.
+
+    *Memory:* torch keeps two receive buffers for every microbatch, for activation and gradient (pytorch#136380). For a
+    hidden state and n microbatches these buffers have 2 n B S D elements.
 
     Args:
-        pipeline: the section [pipeline].
-        stages: this rank's modules by stage number, ascending; `stage.Stage` says how they are called.
+        pipeline: section [pipeline] of the configuration.
+        stages: this rank's modules by stage number, ascending, with the interface that `stage.Stage` describes.
         group: the pp group.
-        boundaries: the tensors that each stage but the last hands on, on meta.
-        device: the device that this rank computes on.
+        boundaries: tensors on meta that each stage but the last hands on.
+        device: device that this rank computes on.
     """
 
     def __init__(
@@ -119,30 +124,30 @@ class Pipeline:
         self._built: tuple[tuple[int, bool], PipelineScheduleSingle | PipelineScheduleMulti] | None = None
 
     def step(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward and backward of all microbatches; gradients add up, and the tally takes the sums."""
+        """Run forward and backward of all microbatches. Gradients are added up, and the sums are added to the tally."""
         self._run(microbatches, tally, training=True)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally) -> None:
-        """Run forward only, for the tally's sums. The caller sets eval mode."""
+        """Run only forward, and add the sums to the tally. The caller sets eval mode."""
         self._run(microbatches, tally, training=False)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], tally: Tally, training: bool) -> None:
         schedule = self._schedule(len(microbatches), training)
-        # torch takes a whole batch and chunks every tensor along dim 0: [n B, ...] -> n times [B, ...].
+        # torch takes a whole batch and cuts every tensor along dim 0: [n B, ...] -> n times [B, ...].
         rows: dict[str, Any] = {}
         for name in microbatches[0]:
             rows[name] = torch.cat([microbatch[name] for microbatch in microbatches])
         self._tally = tally
         run = schedule.step if training else schedule.eval
-        # torch insists on a target for its loss function, which ignores it: the last stage returns the loss itself.
+        # torch requires a target for its loss function. Ours ignores it, since the last stage returns the loss itself.
         run(target=next(iter(rows.values())), return_outputs=False, **rows)
 
     def _schedule(self, n_microbatches: int, training: bool) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """torch's schedule, rebuilt if the number of microbatches changes, or between training and evaluation.
 
-        torch's stages set up their buffers for one mode. Reused for training after evaluation, they failed in backward
-        (pytorch#162822); since that was repaired, they set up everything again by themselves.
+        torch's stages set up their buffers for one mode. When they were used for training after an evaluation, backward
+        failed (pytorch#162822). Since that was fixed, the stages set up everything again by themselves.
         """
         key = n_microbatches, training
         if self._built is None or self._built[0] != key:
@@ -151,7 +156,7 @@ class Pipeline:
         return self._built[1]
 
     def _build(self, n_microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        # A private class, because none of torch's public ones runs an arbitrary table.
+        # Use a private class, because none of torch's public classes runs an arbitrary table.
         from torch.distributed.pipelining.schedules import (
             PipelineScheduleSingle,
             _PipelineScheduleRuntime,
@@ -183,10 +188,10 @@ class Pipeline:
         )
 
     def _take(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        # Stages live longer than a tally: they call this, and it finds the one of the present step.
+        # Stages live longer than a tally. So they call this method, which uses the tally of the present step.
         return self._tally.add(outputs)
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """The loss function for torch's schedules: the last stage returns the loss already."""
+    """The loss function for torch's schedules. It returns the stage's output, which is the loss already."""
     return output

@@ -1,4 +1,4 @@
-"""The cut of a model into stages: which pieces each stage holds, and which stages each rank."""
+"""The cut of a model into stages: which pieces each stage holds, and which stages each rank holds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Stages(NamedTuple):
     """The stages of a whole pipeline.
 
     Attributes:
-        pieces: for each stage, the names of its pieces.
-        ranks: for each pp rank, its stage numbers, ascending.
+        pieces: names of the pieces of each stage.
+        ranks: stage numbers of each pp rank, ascending.
     """
 
     pieces: list[list[str]]
@@ -26,11 +26,11 @@ class Stages(NamedTuple):
 
 
 def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
-    """Cut the pieces into stages and assign these to the ranks, as the configured schedule needs it.
+    """Cut the pieces into stages, and assign the stages to ranks as the configured schedule needs it.
 
     Raises:
         ValueError: a number of stages per rank that the schedule cannot run, an invalid CSV file, or pieces that cannot
-            be cut into that many stages.
+            be cut into this number of stages.
     """
     per_rank = stages_per_rank(cfg.pipeline)
     if cfg.pipeline.csv:
@@ -49,7 +49,7 @@ def plan_stages(cfg: config.Config, pieces: Sequence[Piece], pp: int) -> Stages:
 
 
 class Cost(NamedTuple):
-    """The cost of one piece of a model: FLOPs per token, forward and backward, for time; parameters for memory."""
+    """The cost of a piece in time, as FLOPs per token forward and backward, and in memory, as parameters."""
 
     flops: int
     parameters: int
@@ -58,10 +58,9 @@ class Cost(NamedTuple):
 def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
     """The contiguous cut into stages that makes the slowest stage as fast as possible, and then memory even.
 
-    Every microbatch waits for the slowest stage, so the cut minimises the maximum of FLOPs. Among the best cuts it is
-    the one with the least sum of squared parameters, and among equals the one with fewer pieces in earlier stages,
-    because under 1F1B these keep the activations of more microbatches. Exact, by dynamic programming. No stage is
-    empty.
+    Every microbatch waits for the slowest stage, so the cut minimises the largest FLOPs of a stage. Among the best cuts
+    the sum of squared parameters is minimised. Among equal cuts, earlier stages get fewer pieces, because under 1F1B
+    they keep the activations of more microbatches. The cut is exact, by dynamic programming, and no stage is empty.
     """
     assert 1 <= n_stages <= len(costs)
     flops = [0, *accumulate(piece.flops for piece in costs)]
@@ -78,20 +77,22 @@ def balanced(costs: Sequence[Cost], n_stages: int) -> list[range]:
 def _best_cut(
     n_pieces: int, n_stages: int, stage_cost: Callable[[int, int], Value], combine: Callable[[Value, Value], Value]
 ) -> tuple[Value, list[int]]:
-    """The smallest combined cost of a cut into stages, and the cut's n_stages + 1 bounds.
+    """The smallest combined cost of a cut into stages, and the n_stages + 1 bounds of that cut.
 
-    Among cuts of equal cost it is the one whose later stages begin earlier.
+    Among cuts of equal cost, the cut whose later stages begin earlier is chosen.
 
     Args:
-        stage_cost: cost of a stage of pieces i to j - 1, called with i and j.
-        combine: the cost of two stages together, such as max or sum.
+        n_pieces: number of pieces.
+        n_stages: number of stages.
+        stage_cost: function (i, j) -> cost of a stage with the pieces i to j - 1.
+        combine: function (cost, cost) -> cost of two stages together, such as max or sum.
     """
     # best[j] is the cheapest cut of the first j pieces into k stages, with its bounds. It starts with k = 1.
     best: dict[int, tuple[Value, list[int]]] = {}
     for j in range(1, n_pieces + 1):
         best[j] = stage_cost(0, j), [0, j]
     for k in range(2, n_stages + 1):
-        # One stage more: the last of the k stages is [i, j), and k - 1 stages hold the i pieces before it.
+        # Add one stage: the last of the k stages holds pieces [i, j), and k - 1 stages hold the i pieces before it.
         longer: dict[int, tuple[Value, list[int]]] = {}
         for j in range(k, n_pieces + 1):
             candidates = []
@@ -118,24 +119,30 @@ def pieces_of_stages(
     With `[pipeline] split` encoder and decoder have separate stages, balanced separately, like Megatron's
     --pipeline-model-parallel-split-rank (which has one stage per rank).
 
-    The cost of a piece is its matrix products and attention, and the memory of all weights that it needs. So the
-    embedding costs no time (it is a look-up), but as many parameters as the head, V D, whether the two are tied or not.
+    The cost of a piece is the FLOPs of its matrix products and attention, and the memory of all weights that it needs.
+    So the embedding, which is a look-up, costs no time, but as many parameters as the head, V D, whether the two are
+    tied or not.
 
-    *Example:* BLOOM-176B on 12 stages, where the head costs as much as 1.44 layers, becomes eleven stages of 6 layers
-    and a last one of 4 layers and the head; the slowest takes the time of 6 layers. The published cut counts embedding
-    and head as one layer each: [embedding + 5], ten times [6], [5 + head]. Its last stage takes 6.44 layers, so every
-    step is 7 % longer, but its first stage holds one layer less.
+    *Example:* BLOOM-176B on 12 stages, where the head costs as much as 1.44 layers, is cut into eleven stages of 6
+    layers and a last stage of 4 layers and the head; the slowest stage takes the time of 6 layers. The published cut
+    counts embedding and head as one layer each: [embedding + 5], ten times [6], [5 + head]. Its last stage takes the
+    time of 6.44 layers, so every step is 7 % longer, but its first stage holds one layer less.
 
-    *Tip:* list `stages` yourself if memory is short. Where the head costs many layers (250k words, small D), the first
-    and the last stage may hold no layer at all.
+    *Tip:* list `stages` yourself if memory is short. If the head costs as much as many layers (250k words, small D),
+    the first and the last stage may hold no layer at all.
 
     Args:
+        pieces: pieces of the whole model.
+        seq_len: S, number of tokens in a sequence.
+        pipeline: section [pipeline] of the configuration.
+        n_stages: number of stages.
         labelled: share of tokens with a label (`Piece.flops_per_token`).
-        decoder_seq_len: T of a model with a decoder behind an encoder, else 0.
+        decoder_seq_len: T in a model with a decoder behind an encoder, else 0.
 
     Raises:
         ValueError: more stages than layers; `stages` that are not a cut of layers 0 to L - 1 into n_stages; a `split`
-            together with `stages`, for a model without encoder and decoder, or that leaves one of the two no stage.
+            together with `stages`; a `split` for a model without encoder and decoder; a `split` that leaves no stage
+            for one of the two.
     """
     if pipeline.split:
         border = _border(pieces, pipeline, n_stages)
@@ -164,7 +171,11 @@ def pieces_of_stages(
 
 
 def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -> int:
-    """The index of the piece with which the decoder, and by `split` a stage, begins; refuses an impossible `split`."""
+    """The index of the piece with which the decoder begins, and with `split` also a stage.
+
+    Raises:
+        ValueError: a `split` that is impossible, or that is set together with `stages`.
+    """
     border = _decoder_start(pieces)
     if border == len(pieces):
         raise ValueError(
@@ -187,12 +198,12 @@ def _border(pieces: Sequence[Piece], pipeline: config.Pipeline, n_stages: int) -
 def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> list[list[str]]:
     """The names of each stage's pieces, from lists of layers.
 
-    Pieces that are not layers stay with the layer before them; those at the beginning are in the first stage, and the
-    decoder's embedding stays with the decoder's first layer.
+    Pieces that are not layers stay with the layer before them, with two exceptions: pieces before the first layer are
+    in the first stage, and the decoder's embedding stays with the decoder's first layer.
     """
     _check_stages(pieces, stages, n_stages)
     places = [i for i, piece in enumerate(pieces) if piece.is_layer]
-    # cuts[n] is the index of the piece with which a stage begins that n layers precede.
+    # cuts[n] is the index of the first piece of a stage, if there are n layers before the stage.
     cuts = []
     for place in places:
         follows_decoder_start = place > 0 and pieces[place - 1].begins_decoder
@@ -205,7 +216,7 @@ def _listed(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: 
 
 
 def _count_layers(pieces: Sequence[Piece]) -> str:
-    """The number of layers in each stack among these pieces, for messages: 'n_layers + n_decoder_layers=3 + 2'."""
+    """The number of layers in each stack, in words for messages: 'n_layers + n_decoder_layers=3 + 2'."""
     border = _decoder_start(pieces)
     stacks = {"n_layers": pieces[:border], "n_decoder_layers": pieces[border:]}
     counts = {key: sum(piece.is_layer for piece in stack) for key, stack in stacks.items()}
@@ -219,7 +230,7 @@ def _decoder_start(pieces: Sequence[Piece]) -> int:
 
 
 def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_stages: int) -> None:
-    """Refuse [pipeline] stages that do not list every layer once and in order, for the right number of stages."""
+    """Refuse [pipeline] stages that do not list every layer once, in order, for the right number of stages."""
     n_layers = sum(piece.is_layer for piece in pieces)
     if len(stages) != n_stages:
         raise ValueError(
@@ -242,8 +253,8 @@ def _check_stages(pieces: Sequence[Piece], stages: Sequence[Sequence[int]], n_st
 def stages_of_ranks(shape: Literal["loop", "v"], pp: int, per_rank: int) -> list[list[int]]:
     """The stage numbers that each pp rank holds, ascending.
 
-    loop: rank r holds stages r, r + pp, ... (Narayanan et al. 2021, section 2.2). v: rank r holds stages r and
-    2 pp - 1 - r, so rank 0 holds the first and the last (Qi et al. 2023, arXiv:2401.10241, section 6).
+    In a `loop`, rank r holds stages r, r + pp, ... (Narayanan et al. 2021, section 2.2). In a `v`, rank r holds stages
+    r and 2 pp - 1 - r, so that rank 0 holds the first and the last stage (Qi et al. 2023, arXiv:2401.10241, section 6).
     """
     if shape == "v":
         assert per_rank == 2

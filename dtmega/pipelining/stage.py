@@ -1,7 +1,9 @@
-"""One stage as torch's schedules run it. Our modules take and return tensors by name, torch's stages tuples.
+"""One pipeline stage as torch's schedules run it.
 
-torch knows a single loss, that of the last stage. Here other stages may have sums of the loss too: their gradient
-enters backward together with the gradient of the tensors that the stage hands on (as in Megatron's
+Our modules take and return tensors by name, while torch's stages take and return tuples.
+
+torch expects a loss from the last stage only. Here any stage may contribute terms to the loss. The gradient of such a
+term enters the stage's backward together with the gradient of the tensors that the stage hands on (as in Megatron's
 `MoEAuxLossAutoScaler`).
 """
 
@@ -24,16 +26,21 @@ Boundary = Mapping[str, Tensor]  # name -> meta tensor with the shape, dtype and
 class Stage(PipelineStage):
     """torch's stage around a module that takes and returns tensors by name.
 
-    In V shapes two neighbouring stages may be on one rank. They exchange no messages, and in evaluation no gradients.
+    In a V two neighbouring stages may be on one rank. They send each other no messages, and in evaluation they
+    also pass no gradients.
 
     Args:
-        module: the stage's module, called as module(**rows of a microbatch, **tensors from the stage before). It
+        module: module of the stage, called as module(**rows of a microbatch, **tensors from the stage before). It
             returns by name the tensors that it hands on, and its sums. A tensor that it is given and does not return is
             handed on unchanged.
-        before: the tensors that the stage is given; empty for the first stage.
-        after: the tensors that the stage hands on; empty for the last stage.
-        take: function called with the module's outputs, which returns the sums in the loss and their factors
-            (`Tally.add`).
+        number: number of the stage.
+        n_stages: number of stages in the pipeline.
+        device: device that this rank computes on.
+        group: the pp group.
+        before: tensors that the stage is given; empty for the first stage.
+        after: tensors that the stage hands on; empty for the last stage.
+        take: function that is called with the module's outputs and returns the sums that are in the loss, with their
+            factors (`Tally.add`).
     """
 
     def __init__(
@@ -47,7 +54,7 @@ class Stage(PipelineStage):
         after: Boundary,
         take: Callable[[Mapping[str, Tensor]], list[tuple[Tensor, float]]],
     ) -> None:
-        # Given the shapes, torch does not run the model once more and send pickles to find them.
+        # With the shapes given, torch need not run the model an additional time and send pickles to find them.
         loss = torch.empty((), dtype=torch.float32, device="meta").requires_grad_()
         super().__init__(
             module,
@@ -70,7 +77,8 @@ class Stage(PipelineStage):
         """Run a microbatch through the module.
 
         Returns:
-            The tensors that the stage hands on; of the last stage the loss, the sums weighted by their factors.
+            The tensors that the stage hands on; or on the last stage the loss, which is the sum of all sums, each times
+            its factor.
         """
         inputs = dict(zip(self._input_names, carried, strict=True))
         outputs = self.submod(**rows, **inputs)
@@ -79,12 +87,13 @@ class Stage(PipelineStage):
             zero = torch.zeros((), dtype=torch.float32, device=self.device)
             return sum((total * factor for total, factor in in_loss), zero)
         handed_on = {name: outputs.get(name, inputs.get(name)) for name in self._handed_on}
-        # torch starts this stage's backward from the tensors that it hands on: one of them brings the sums along.
+        # torch starts this stage's backward from the tensors that the stage hands on, so the sums are attached to one
+        # of these tensors.
         if in_loss:
             carrier = next(name for name, meta in self._handed_on.items() if meta.requires_grad)
             totals, factors = zip(*in_loss, strict=True)
             handed_on[carrier] = _Seeded.apply(handed_on[carrier], factors, *totals)
-        # torch detaches in place the tensors that it has sent, which fails for views.
+        # torch detaches the tensors in place after it has sent them, which fails for views.
         return tuple(t.clone() if t._is_view() else t.contiguous() for t in handed_on.values())
 
     def backward_one_chunk(
@@ -92,8 +101,8 @@ class Stage(PipelineStage):
     ) -> None:
         """Run backward, in one piece if no input of the stage needs a gradient.
 
-        torch finds the weights for the second part while it runs the first, for inputs. It treats only the first stage
-        as one without that part; a later stage behind frozen ones would be left without gradients.
+        torch finds the weights for the second part of backward while it runs the first part, for inputs. It expects no
+        first part only in the first stage, so a later stage that follows frozen stages would get no gradients.
         """
         whole = full_backward or self._no_input_part
         with ranges.named("backward" if whole else "backward-inputs", self.stage_index, bwd_chunk_id):
@@ -106,9 +115,9 @@ class Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first messages between neighbours, without those to this rank itself, which torch 2.11 includes.
+        """The first messages between neighbours, without messages from this rank to itself.
 
-        gloo fails on a message from a rank to itself.
+        torch 2.11 includes such messages, and gloo fails on them.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
@@ -121,7 +130,7 @@ class Stage(PipelineStage):
 
 
 class _Seeded(torch.autograd.Function):
-    """The identity on a tensor, whose backward also starts the backward of some scalars, each with its factor."""
+    """The identity on a tensor. Its backward also starts the backward of some scalars, each with its factor."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, factors: tuple[float, ...], *totals: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The order of all computations of a pipeline: one row of actions per rank, from torch's schedules or a CSV file.
+"""The order of all computations in a pipeline: one row of actions per rank, from torch's schedules or a CSV file.
 
 A table is plain data and needs no process group, so it can be checked, simulated and drawn before anything is built.
 """
@@ -21,7 +21,8 @@ class Action(NamedTuple):
 
     Attributes:
         stage: number of the stage.
-        kind: F forward, B whole backward, I its part for inputs, W its part for weights.
+        kind: letter of the computation: F for forward, B for the whole backward, I for the part of backward for inputs,
+            W for the part for weights.
         microbatch: number of the microbatch.
     """
 
@@ -33,7 +34,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Table = list[list[Action]]  # for each pp rank, its actions in order
+Table = list[list[Action]]  # the actions of each pp rank, in order
 
 
 class ScheduleKind(NamedTuple):
@@ -41,8 +42,8 @@ class ScheduleKind(NamedTuple):
 
     Attributes:
         per_rank: number of stages per rank: exactly 1, exactly 2, or at least 2.
-        shape: rule by which ranks get their stages (`split.stages_of_ranks`).
-        splits_backward: True if backward runs in two parts, the one for weights later than the one for inputs.
+        shape: name of the rule that assigns stages to ranks (`split.stages_of_ranks`).
+        splits_backward: True if backward runs in two parts: first for inputs, later for weights.
     """
 
     per_rank: Literal["1", "2", "2+"]
@@ -63,7 +64,7 @@ SCHEDULES = {
 # Actions as torch prints them: 0F0, or two actions that overlap in one step, (0F4;3B1)OVERLAP_F_B.
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 CELL = re.compile(r"\d+[FBIW]\d+|\(\d+[FBIW]\d+(;\d+[FBIW]\d+)+\)OVERLAP_F_B")
-# Times in units of a forward. A backward takes two, one for each of its parts (arXiv:2401.10241, section 2).
+# Times in units of a forward. Backward takes two units, one for each of its parts (arXiv:2401.10241, section 2).
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
@@ -71,7 +72,7 @@ def stages_per_rank(pipeline: config.Pipeline) -> int:
     """The number of stages that each rank holds; 0 if a CSV file decides it.
 
     Raises:
-        ValueError: a number that the schedule cannot run.
+        ValueError: a configured number that the schedule cannot run.
     """
     configured = pipeline.virtual_stages
     if pipeline.csv:
@@ -87,7 +88,7 @@ def stages_per_rank(pipeline: config.Pipeline) -> int:
 
 
 def make_table(pipeline: config.Pipeline, pp: int, n_microbatches: int) -> Table:
-    """The configured table. A CSV file has its own number of microbatches, whatever `n_microbatches` is."""
+    """The configured table. A CSV file has its own number of microbatches, so `n_microbatches` is ignored for it."""
     if pipeline.csv:
         return csv_table(pipeline.csv, pp)
     return named_table(pipeline.schedule, pp, stages_per_rank(pipeline), n_microbatches)
@@ -101,7 +102,8 @@ def named_table(schedule: str, pp: int, per_rank: int, n_microbatches: int) -> T
         return [_one_forward_one_backward(rank, pp, n_microbatches) for rank in range(pp)]
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # A stand-in with the attributes that torch's classes read before they run. Any stage makes the tables of all ranks.
+    # A stand-in with the attributes that torch's classes read before they run. Given any stage, they compute the rows
+    # of all ranks.
     stage: Any = SimpleNamespace(num_stages=pp * per_rank, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * per_rank, n_microbatches).pipeline_order
     table = []
@@ -119,7 +121,7 @@ def _all_forwards_all_backwards(rank: int, n_microbatches: int) -> list[Action]:
 
 
 def _one_forward_one_backward(rank: int, pp: int, n_microbatches: int) -> list[Action]:
-    """1F1B's row: a forward for each stage from this one on, backward and forward in turn, the remaining backwards."""
+    """1F1B's row: a forward for each stage from this one on, then backward and forward in turn, then only backwards."""
     ahead = min(pp - rank, n_microbatches)
     row = [Action(rank, "F", m) for m in range(ahead)]
     for m in range(n_microbatches):
@@ -135,14 +137,15 @@ def parse(text: str) -> list[Action]:
 
 
 def csv_table(path: str, pp: int) -> Table:
-    """A table from a file with one row of cells (0F0, 1B0, empty = idle) per rank, as torch's schedules write it.
+    """A table from a file with one row of cells (0F0, 1B0, empty = idle) per rank, the form that torch writes.
 
-    A schedule has stages 0, 1, ... on one rank each; the first stage is on the first rank, the last one on the last
-    rank or, in a V, on the first. Each stage runs one forward and one backward of every microbatch.
+    In a valid schedule each of the stages 0, 1, ... is on one rank. The first stage is on the first rank, and the last
+    stage is on the last rank or, in a V, on the first. Each stage runs one forward and one backward of every
+    microbatch.
 
     Raises:
-        ValueError: a file that cannot be read, a cell that is not an action, a number of rows other than pp, or rows
-            that are not a schedule, because something is missing or the order cannot run.
+        ValueError: a file that cannot be read; a cell that is not an action; a number of rows that differs from pp;
+            rows that are not a valid schedule, because something is missing or the order cannot run.
     """
     where = f"{path} ([pipeline] csv)"
     try:
@@ -170,7 +173,7 @@ def _check_complete(table: Table, where: str) -> None:
     """Check that a table holds every action of a pipeline once, on the right ranks.
 
     Raises:
-        ValueError: it does not.
+        ValueError: a table that is not complete. The message says where.
     """
     stages_of_ranks = stages_in(table)
     stages = sorted(itertools.chain.from_iterable(stages_of_ranks))
@@ -229,8 +232,8 @@ class Timeline(NamedTuple):
     """The result of a simulation.
 
     Attributes:
-        rows: for each rank, its actions with their times.
-        bubble: fraction of all ranks' time that is spent waiting.
+        rows: actions of each rank with their times.
+        bubble: fraction of all ranks' time that they spend waiting.
     """
 
     rows: list[list[TimedAction]]
@@ -240,8 +243,8 @@ class Timeline(NamedTuple):
 def simulate(table: Table, where: str = "schedule") -> Timeline:
     """Run every action as early as its rank and its inputs allow; transfers take no time.
 
-    A forward needs the forward of the stage before. A backward (B or I) needs its own stage's forward and the backward
-    of the stage after. W needs its I.
+    A forward needs the forward of the stage before. A backward (B or I) needs the forward of the same stage and the
+    backward of the next stage. A W needs the I of the same stage.
 
     Args:
         table: the actions of each rank, in order.
@@ -255,7 +258,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
     rows: list[list[TimedAction]] = [[] for _ in table]
 
     def ready_at(action: Action) -> int | None:
-        """The time at which an action can begin; None as long as an input is missing."""
+        """The earliest time at which an action can begin; None while an input is missing."""
         stage, kind, m = action
         inputs_at: list[int | None] = []
         if kind == "F":
@@ -266,7 +269,7 @@ def simulate(table: Table, where: str = "schedule") -> Timeline:
         else:
             inputs_at.append(ends.get(Action(stage, "F", m)))
             if stage < last:
-                # The next stage's gradient comes from its whole backward or from the part for inputs.
+                # The gradient from the next stage comes from a whole backward there, or from the part for inputs.
                 whole_at = ends.get(Action(stage + 1, "B", m))
                 inputs_at.append(ends.get(Action(stage + 1, "I", m)) if whole_at is None else whole_at)
         known = [end for end in inputs_at if end is not None]

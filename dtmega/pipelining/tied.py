@@ -1,9 +1,9 @@
 """Parameters that several stages share, such as an embedding tied to the head, or a bias that a whole stack reads.
 
 Each stage has a copy under the same name. The copies start equal, because initial values are keyed by the name. After
-backward their gradients are summed in the order of the stages, and every copy gets the sum; then the optimizer, which
-is elementwise and in the same state everywhere, changes all copies alike. Megatron does so for its `shared` weights;
-here any number of stages may share, and a rank may hold several copies.
+backward their gradients are summed in the order of the stages, and every copy gets the sum. The optimizer then changes
+all copies in the same way, because it is elementwise and has the same state for each. Megatron does this for its
+`shared` weights; here any number of stages may share a parameter, and a rank may hold several copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dtmega.distributed import replica_check
 from dtmega.ops.shards import local
 
-GATHERED = 2**22  # elements of each copy to gather at a time, to bound the memory for the other ranks' copies
+GATHERED = 2**22  # elements of each copy to gather at a time, to limit the memory for the other ranks' copies
 
 
 def shared(
@@ -53,8 +53,8 @@ class Tied:
     Args:
         name: name of the parameter in checkpoints.
         copies: stage number -> this rank's copy, ascending; at least one.
-        places: for each rank of the group, in its order, the stages whose copies it holds.
-        group: the ranks that hold a copy; None if this rank holds all of them.
+        places: stages whose copies each rank of the group holds, in the order of the ranks.
+        group: the ranks that hold a copy; None: this rank holds all copies.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Tied:
 
     @property
     def duplicates(self) -> list[nn.Parameter]:
-        """This rank's copies that norms, counts of zeros and checkpoints leave out: all but the first stage's."""
+        """The copies that norms, counts of zeros and checkpoints leave out: all on this rank but the first stage's."""
         return [copy for number, copy in self.copies.items() if number != self.stages[0]]
 
     def sum_gradients(self) -> None:
-        """Set the gradient of every copy to the sum over all copies; frozen copies have none.
+        """Set the gradient of every copy to the sum over all copies. Frozen copies have no gradient.
 
-        All ranks of the group call it, after backward and before the gradient norm.
+        All ranks of the group call this together, after backward and before the gradient norm.
         """
         gradients = [local(copy.grad) for copy in self.copies.values() if copy.grad is not None]
         assert len(gradients) == sum(copy.requires_grad for copy in self.copies.values())
@@ -86,20 +86,21 @@ class Tied:
                 gradient.copy_(total)
 
     def _sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum of the gradients of all copies, on the device that collectives run on.
+        """The sum of the gradients of all copies.
 
-        Added in the order of the stages, so that the bits do not depend on which rank holds which copy.
+        They are added in the order of the stages, so that the bits do not depend on which rank holds which copy.
         """
         device = _device(next(iter(self.copies.values())))
         if self._group is None:
             return _add_up(gradients)
         if len(self.stages) == 2:
             total = gradients[0].to(device)
-            # A sum of two numbers has the same bits in either order, so a plain all-reduce will do.
+            # A sum of two numbers has the same bits in either order, so a plain all-reduce is enough.
             dist.all_reduce(total, group=self._group)
             return total
         flat = torch.stack([gradient.flatten() for gradient in gradients]).to(device)
-        # An all-gather takes as much from each rank: one with fewer copies fills up with its first, which nobody reads.
+        # An all-gather needs the same size from each rank, so ranks with fewer copies repeat their first, which is not
+        # read by any rank.
         most_copies = max(map(len, self._places))
         mine = torch.cat([flat, flat[:1].expand(most_copies - len(flat), -1)])
         order = []
@@ -116,7 +117,7 @@ class Tied:
 
     @torch.no_grad()
     def equal(self) -> bool:
-        """True if all copies are equal to the bit. All ranks of the group call it and get the same answer."""
+        """True if all copies are bitwise equal. All ranks of the group call this together and get the same answer."""
         sums = replica_check.checksums({str(number): copy for number, copy in self.copies.items()})
         least_and_most = torch.stack([sums.min(), sums.max()])
         if self._group is not None:
@@ -125,7 +126,7 @@ class Tied:
 
 
 def _add_up(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of some tensors, added one after the other."""
+    """The sum of the tensors, added one after the other in the given order."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor
@@ -133,5 +134,5 @@ def _add_up(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """The device that collectives run on. A parameter that FSDP offloads is in host memory, but its mesh is not."""
+    """The device that collectives run on: for a DTensor that of its mesh, since FSDP may offload it to the host."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

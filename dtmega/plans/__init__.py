@@ -1,4 +1,4 @@
-"""Tensor parallelism as a table: pattern of module names -> how tp cuts these modules. Read apply.py first."""
+"""Tensor parallelism as a table: pattern of module names -> style that says how to cut them. Read apply.py first."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `dtmega.interop.hf` only when it is asked for.
+    """Import a name of `dtmega.interop.hf` on first use.
 
-    Plans for transformers' models are built from the ones here, so `hf` imports this package and not the other way
-    round; users find the names of both here.
+    Users find the names of both packages here. But `hf` imports this package, because plans for transformers' models
+    are built from the styles here, so this package cannot import `hf` when it is loaded.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

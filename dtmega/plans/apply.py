@@ -1,11 +1,11 @@
-"""Tensor parallelism as a table: pattern of module names -> how tp cuts these modules.
+"""Tensor parallelism as a table: pattern of module names -> style that says how tp cuts these modules.
 
-    table = plans.bloom.plan(cfg.model)            # styles.py lists the styles that may stand in it
+    table = plans.bloom.plan(cfg.model)            # styles.py lists the styles
     partial = apply_plan(model, mesh, table)       # on meta, before fully_shard; then to_empty, tie, initial values
     shard_buffers(model, mesh, table)              # once the buffers have values
     sum_partial_gradients(model, partial, mesh)    # after the last backward of a step, before the gradient norm
 
-`check_plan` finds out whether a plan fits a model before there is a mesh.
+`check_plan` checks that a plan fits a model, before there is a mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from dtmega.ops.shards import local
 from dtmega.plans.base import Style, distribute
 from dtmega.plans.styles import Enter, Plan, ShardBuffer
 
-# Parameter of a model before it is cut -> the modules that hold it, and its name in each; several for a tied one.
+# Parameter of a model before the cut -> pairs of a module that holds the parameter and its name there. A tied parameter
+# has several.
 Owners = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
@@ -37,19 +38,20 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
     Nothing is communicated: each rank takes its part of the parameters that it holds whole, or of meta tensors.
 
     Args:
-        model: a whole model, or a pipeline stage, where modules of other stages are None or missing from their
+        model: a whole model, or a pipeline stage, in which modules of other stages are None or missing from their
             ModuleDict.
         mesh: the 1-D tp mesh.
-        plan: patterns of names to styles; `*` stands for one component of a name, "" for the model itself.
+        plan: style for each pattern of names; `*` stands for one component of a name, "" for the model itself.
 
     Returns:
         Names of the parameters whose gradients `sum_partial_gradients` must sum.
 
     Raises:
-        ValueError: a pattern that matches nothing, a matrix that no pattern names, a size that tp does not divide, a
-            cut module whose input comes through no Enter or through several.
+        ValueError: a pattern that matches nothing; a matrix that no pattern names; a size that tp does not divide; a
+            cut module whose input passes through no Enter, or through several.
     """
-    # Styles replace parameters one by one, which unties them. So who shares what is noted first and restored last.
+    # Styles replace parameters one by one, which unties them. So we note first which modules share a parameter, and tie
+    # them again at the end.
     owners = _owners(model)
     partial: set[tuple[nn.Module, str]] = set()
     entered: list[str] = []
@@ -67,7 +69,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> list[str]:
             if isinstance(style, Style | Enter):
                 entered += [name] * style.enters
                 inside += [name] * style.inside
-    # The product of a region that has only one can overlap its communication in a compiled block too (products.py).
+    # If a region has only one product, the product overlaps its communication in a compiled block too (products.py).
     n_products = Counter(_check_regions(entered, inside))
     for name in entered:
         model.get_submodule(name).has_one_product = n_products[name] == 1  # pyright: ignore[reportArgumentType]
@@ -89,7 +91,7 @@ def _owners(model: nn.Module) -> Owners:
 def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
     """Replicate the vectors that no style has cut, and tie the parameters that were tied before.
 
-    If a style has cut a parameter in one of its modules, all its modules get the cut one.
+    If a style has cut a tied parameter in one module, all modules that share it get the cut parameter.
     """
     for parameter, places in owners.items():
         now = [module.get_parameter(name) for module, name in places]
@@ -104,9 +106,9 @@ def _distribute_rest(owners: Owners, mesh: DeviceMesh) -> None:
 
 
 def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> list[str]:
-    """The names in the whole model of parameters that are given by their module and their name in it.
+    """The names in the whole model of parameters, each given as a module and a name in that module.
 
-    In the order of the model, so that all ranks sum them in the same order; a tied one comes once.
+    They are in the order of the model, so that all ranks sum them in the same order. A tied parameter comes once.
     """
     prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     full_names = {prefixes[module] + name for module, name in parameters}
@@ -114,11 +116,11 @@ def _full_names(model: nn.Module, parameters: set[tuple[nn.Module, str]]) -> lis
 
 
 def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Refuse a plan that cannot share the model among tp ranks. Needs no mesh; a whole model on meta is enough.
+    """Refuse a plan that cannot cut the model over tp ranks. This needs no mesh, and the model may be on meta.
 
     Raises:
-        ValueError: a pattern that matches nothing, a size that tp does not divide, a style on a module that it is not
-            for.
+        ValueError: a pattern that matches nothing, a size that tp does not divide, or a style for a different kind of
+            module.
     """
     for pattern, style in plan.items():
         for name, match in _matches(model, pattern):
@@ -129,10 +131,10 @@ def check_plan(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Let regions keep their gathered input for backward, where gathering it once more costs more than it saves.
+    """Make regions keep their gathered input for backward. Call it if gathering again costs more than it saves.
 
-    Two cases: blocks that are recomputed, since the recomputed forward has gathered the input a moment before backward
-    needs it; and a backward in two parts (zero-bubble schedules), which only torch's own product can run separately.
+    There are two such cases. If blocks are recomputed, the recomputed forward gathers the input just before backward
+    needs it. If backward runs in two parts (zero-bubble schedules), only torch's own product can run them separately.
     """
     for module in model.modules():
         if hasattr(module, "gathers_again"):
@@ -140,7 +142,7 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def shard_buffers(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Keep this rank's part of each buffer that the plan cuts. Call it once, after the buffers have their values.
+    """Replace each buffer that the plan cuts by this rank's part. Call it once, after the buffers have their values.
 
     Raises:
         ValueError: a buffer that is not whole, for instance because it was cut before.
@@ -159,9 +161,9 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
     """Sum the gradients of these parameters over tp, all in one all-reduce (Megatron's `allreduce_layernorm_grads`).
 
     Args:
-        model: cut by `apply_plan`, and perhaps once more by FSDP2: a rank's tp peers then hold the same part over dp,
-            so that the local parts can be summed as they are.
-        names: what `apply_plan` returned; parameters without a gradient are left out.
+        model: a model cut by `apply_plan`, and perhaps also by FSDP2. Even then all ranks of the tp mesh hold the same
+            part, so that local parts can be summed as they are.
+        names: names that `apply_plan` returned; parameters without a gradient are left out.
         mesh: the 1-D tp mesh.
     """
     parameters = [model.get_parameter(name) for name in names]
@@ -176,7 +178,7 @@ def sum_partial_gradients(model: nn.Module, names: Iterable[str], mesh: DeviceMe
 
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
-    """The modules or buffers that a pattern names, as (name, match); (name, None) where another stage has them.
+    """The modules or buffers that match a pattern, as (name, match), or (name, None) if another stage has them.
 
     The pattern is followed component by component, from the model down; `*` branches to all children.
     """
@@ -184,7 +186,7 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
     for component in pattern.split(".") if pattern else []:
         children: list[tuple[str, Any]] = []
         for prefix, owner in matches:
-            # On a pipeline stage without layers `*` finds an empty ModuleDict: all of them are on other stages.
+            # On a pipeline stage without layers `*` finds an empty ModuleDict: all layers are on other stages.
             if owner is None or (component == "*" and isinstance(owner, nn.ModuleDict) and not owner):
                 children.append((prefix, None))
                 continue
@@ -205,8 +207,8 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, Any]]:
 def _check_regions(entered: list[str], inside: list[str]) -> list[str]:
     """Check that the input of each cut product passes exactly one Enter.
 
-    The gradient of the input is summed over tp once for each Enter: without one it would be a part, with two it would
-    count tp times.
+    The gradient of the input is summed over tp once for each Enter. Without an Enter it would be only this rank's part,
+    and with two it would be tp times too large.
 
     Args:
         entered: names of the modules whose input enters a region.

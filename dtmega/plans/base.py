@@ -1,13 +1,13 @@
 """The base of all styles of a plan: parameters become DTensors, and the module's forward computes on their local parts.
 
 Between modules the hidden state is a plain tensor: [B, S/tp, D] with sequence parallelism (arXiv:2205.05198), else
-[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, which is the form that FSDP2, gradient
-clipping and checkpoints read. The module's forward takes the local part of it. (From FSDP2 it gets the same kind of
-DTensor, gathered over FSDP2's own axes.) So DTensor dispatches no operation of the hot path.
+[B, S, D] on every rank. Each parameter becomes a DTensor on the 1-D tp mesh, the form that FSDP2, gradient clipping and
+checkpoints read. The module's forward takes the local part of that DTensor. (FSDP2 passes the same kind of DTensor,
+gathered over FSDP2's own axes.) So DTensor dispatches no operation of the hot path.
 
-A replicated parameter that meets only S/tp of the tokens, or only this rank's heads, has a gradient that is this rank's
-part of a sum over tp, written {U_tp}. It stays a part through backward. A style lists such parameters in
-`partial_gradients`, and they are summed once a step (`plans.sum_partial_gradients`; Megatron's
+If a replicated parameter is applied to only S/tp of the tokens, or only to this rank's heads, its gradient is this
+rank's part of a sum over tp, written {U_tp}. The gradient stays partial through backward. A style lists such parameters
+in `partial_gradients`, and their gradients are summed once per step (`plans.sum_partial_gradients`; Megatron's
 `allreduce_layernorm_grads`).
 """
 
@@ -29,17 +29,18 @@ from dtmega.plans import mappings, products
 
 
 class Stack:
-    """A stack of blocks: the layout of its hidden state between modules, and how that enters and leaves a region.
+    """A stack of blocks: the layout of its hidden state between modules, and the way into and out of a region.
 
     In a region each rank computes its own features (heads, channels) from the same input [B, S, D].
 
     Args:
-        sequence_parallel: the hidden state is cut along S between modules.
+        sequence_parallel: True if the hidden state is cut along S between modules.
 
     Attributes:
-        cut: the hidden state is cut in the forward that is running. In a stack of transformers this may differ from
+        cut: True if the hidden state is cut in the present forward. In a stack of transformers this may differ from
             `sequence_parallel`, because some lengths cannot be cut.
-        sums_in_backward: gradients of replicated parameters are summed over tp in backward, not once a step.
+        sums_in_backward: True if gradients of replicated parameters are summed over tp in backward, instead of once per
+            step.
     """
 
     sums_in_backward: ClassVar[bool] = False
@@ -53,9 +54,10 @@ class Stack:
         return mappings.gather(x, group) if self.cut else mappings.copy(x, group)
 
     def enter_products(self, x: Tensor, group: ProcessGroup, module: Any) -> Tensor:
-        """Turn the hidden state into the input of a region, [B, S, D], that its products gather once more in backward.
+        """Turn the hidden state into the input of a region, [B, S, D], which is gathered once more in backward.
 
-        `products.again` must follow where the region ends. After `keep_gathered` the products keep their input instead.
+        `products.again` must be called where the region ends. After `keep_gathered` the products keep their input
+        instead.
         """
         if not module.gathers_again:
             return self.enter(x, group)
@@ -68,30 +70,32 @@ class Stack:
     def shared(self, parameter: Any, group: ProcessGroup, of_heads: bool) -> Any:
         """The local part of a replicated parameter.
 
-        Its gradient is a part {U_tp} if the sequence is cut, since it meets this rank's tokens only, and with
-        `of_heads` in any case. A stack that sums in backward does so here.
+        The parameter's gradient is only this rank's part, {U_tp}, if the sequence is cut, because the parameter is then
+        applied to this rank's tokens only. With `of_heads` the gradient is partial in any case. A stack that sums
+        gradients in backward overrides this method.
         """
         return local_part(parameter)
 
 
 class Style(ParallelStyle):
-    """A way to cut one kind of module: its parameters become DTensors, and `forward` replaces the module's own.
+    """A way to cut one kind of module: its parameters become DTensors, and `forward` replaces the module's forward.
 
     Args:
-        stack: the stack of blocks that the module belongs to, or True for one with sequence parallelism.
+        stack: stack of blocks that the module belongs to; True or False for a new stack with or without sequence
+            parallelism.
         sizes: numbers that tp must divide, by their keys in [model].
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
-    cost: tuple[str, str] = ("", "")  # its collectives without, and with sequence parallelism
-    of_heads = False  # replicated parameters meet only this rank's heads
-    enters = False  # is an Enter for its own input
-    inside = False  # computes on the input of a region: its own, or that of an Enter around it
+    cost: tuple[str, str] = ("", "")  # collectives of the style without and with sequence parallelism
+    of_heads = False  # True if replicated parameters are applied to this rank's heads only
+    enters = False  # True if the module is a region of its own, so that the style is also an Enter
+    inside = False  # True if the module computes on the input of a region: its own, or that of an Enter around it
 
     def __init__(self, stack: Stack | bool = True, **sizes: int) -> None:
         self.stack = stack if isinstance(stack, Stack) else Stack(stack)
         self.sizes = sizes
-        # One function for all modules of a style: with a function for each, torch.compile would compile every block.
+        # All modules of a style share one function. With a function for each, torch.compile would compile every block.
         self._function = as_function(self.forward)
 
     def known(self) -> tuple[type[nn.Module], ...]:
@@ -103,7 +107,7 @@ class Style(ParallelStyle):
         return self.placements.get(name)
 
     def partial_gradients(self, module: nn.Module, tp: int) -> set[str]:
-        """The names of the parameters whose gradient on each rank comes from its own tokens or heads only."""
+        """The names of the parameters whose gradient on each rank comes only from that rank's tokens or heads."""
         if self.stack.sums_in_backward or not (self.stack.cut or self.of_heads):
             return set()
         return {n for n, _ in module.named_parameters(recurse=False) if self.placement(n, tp) == Replicate()}
@@ -119,7 +123,7 @@ class Style(ParallelStyle):
         """Check that tp ranks can share the module.
 
         Raises:
-            ValueError: a size that tp does not divide, or a module that the style is not for.
+            ValueError: a size that tp does not divide, or a module of a kind that the style cannot cut.
         """
         kind, owner = type(self).__name__, type(module).__name__
         for key, size in self.sizes.items():
@@ -136,7 +140,7 @@ class Style(ParallelStyle):
                 self.check_size(f"dim {placement.dim} of '{name}' {shape} of {owner}", shape[placement.dim], tp)
 
     def check_class(self, module: nn.Module) -> None:
-        """Refuse a class with an unknown forward: the style would replace it, and compute something else."""
+        """Refuse a class with an unknown forward. The style would replace that forward, and compute something else."""
         if all(type(module).forward is not known.forward for known in self.known()):
             names = ", ".join(known.__name__ for known in self.known())
             raise ValueError(
@@ -172,8 +176,8 @@ def distribute(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) ->
 def as_function(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of a style in a plain function, which can be bound to a module.
 
-    The method is bound to the style already. A call of a method that is bound twice is one that Dynamo of torch 2.11
-    does not follow: there would be a graph break in every block.
+    The method is bound to the style already. Dynamo of torch 2.11 cannot follow the call of a method that is bound
+    twice, so there would be a graph break in every block.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -196,6 +200,7 @@ def computing_on(module: nn.Module, local: Callable[[Any], Tensor]) -> Iterator[
 def local_part(parameter: Any) -> Any:
     """The part of a parameter on this rank.
 
-    Its gradient comes back with the parameter's placement. That of a replicated parameter is not summed over the ranks.
+    Its gradient becomes a DTensor with the parameter's placement. The gradient of a replicated parameter is not summed
+    over the ranks.
     """
     return None if parameter is None else parameter.to_local()

@@ -8,9 +8,9 @@ from dtmega.plans.vocabulary import VocabEmbedding, VocabHead
 
 
 def plan(model: config.Llama, sequence_parallel: bool = True) -> Plan:
-    """The plan of a model. Heads and the feed-forward are cut evenly; the last rank may have less of the vocabulary.
+    """The plan of a Llama model. Heads and the feed-forward are cut evenly; the last rank may have fewer rows of V.
 
-    If there are fewer key heads than ranks, several ranks have a copy of the same one. Collectives are those of
+    If there are fewer key heads than ranks, several ranks have a copy of the same head. The collectives are those of
     `plans/bloom.py`.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}

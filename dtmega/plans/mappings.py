@@ -1,4 +1,4 @@
-"""The communication of tensor parallelism, with its gradients (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
+"""The communication of tensor parallelism, forward and backward (Megatron's `mpu/mappings.py`; arXiv:2205.05198).
 
 {U_tp} marks a tensor that is a rank's part of a sum over tp.
 
@@ -10,14 +10,14 @@
     split    [B, S, D] -> [B, S/tp, D]               all-gather
     join     [B, S/tp, D] -> [B, S, D]               nothing sent: this rank's part of the whole gradient
 
-`copy` and `add_up` open and close a region, in which each rank computes its own features from the same input. With
-sequence parallelism `gather` and `scatter` do that, and between regions each rank keeps its part of the sequence.
+`copy` and `add_up` begin and end a region, in which each rank computes its own features from the same input. With
+sequence parallelism `gather` and `scatter` do the same, and between regions each rank keeps its part of the sequence.
 
-`split` and `join` change between a tensor that every rank has and one that is cut, where all ranks compute the same
-thing as one process would. There no rank's gradient is a part of a sum, so backward joins or cuts, and never adds.
+`split` cuts a tensor that every rank has, and `join` is its inverse. They are for code in which all ranks compute what
+a single process would compute. There each gradient is complete on its rank, so backward joins or cuts, and never adds.
 
-A tensor [N/tp, D] of rows is gathered and scattered along N. The order of tokens in between does not matter, as long as
-it is undone.
+A tensor of rows, [N/tp, D], is gathered and scattered along N. The rows of the gathered tensor may be in a different
+order than the tokens, because `scatter` restores the order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-# torch 2.13 renamed these two; the old names warn there, the new ones are unknown to 2.11.
+# torch 2.13 renamed these two functions. It warns about the old names, and torch 2.11 does not know the new ones.
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -74,9 +74,10 @@ def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Bring together what belongs to one rank: [B, S, D] -> [tp B, S/tp, D]. Rows [N, D] are in that order already.
+    """Reorder a tensor so that the part of each rank is contiguous along dim 0: [B, S, D] -> [tp B, S/tp, D].
 
-    The collectives cut and join along dim 0 only. With B = 1 nothing is copied.
+    The collectives cut and join only along dim 0. Rows [N, D] are in that order already, and with B = 1 nothing is
+    copied.
     """
     if x.ndim == 2:
         return x
@@ -96,16 +97,17 @@ def _mine(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _joined(x: Tensor, group: dist.ProcessGroup, dim: int, size: int) -> Tensor:
     rows = x.movedim(dim, 0)
-    # All ranks must gather parts of one size, so the last rank's smaller part is padded, and the padding cut off.
+    # All ranks must gather parts of the same size, so the last rank's smaller part is padded. The padding is cut off
+    # afterwards.
     most = -(-size // group.size())
     padded = rows if len(rows) == most else torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     parts = _all_gather(padded, group)
-    # A copy, for FSDP2 warns of a view at the end of a block.
+    # Return a copy, because FSDP2 warns if the output of a block is a view.
     return parts[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-# The collectives, each with its result in new memory. In a compiled block they are the functional ones: torch 2.11 also
-# compiles those that write to a given tensor, but then loses the gradient of what they wrote.
+# The collectives below return their results in new memory. A compiled block uses functional collectives: torch 2.11
+# also compiles collectives that write to a given tensor, but then loses the gradient of that tensor.
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -151,7 +153,7 @@ class Started:
 
 
 def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
-    """Start the backward of `gather` (`cut`) or of `copy` for the gradient x, which may be overwritten."""
+    """Start the backward of `gather` (if `cut`) or of `copy`, for the gradient x, which may be overwritten."""
     if cut:
         parts = _by_rank(x, group).contiguous()
         if torch.compiler.is_compiling():
@@ -165,7 +167,7 @@ def start_gradient(x: Tensor, group: dist.ProcessGroup, cut: bool) -> Started:
 
 
 def start_gathered(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Start `gathered`. The result of `wait` still has to go through `by_row`. Not for a compiled block."""
+    """Start `gathered`. Apply `by_row` to the result of `wait`. Do not use it in a compiled block."""
     x = x.contiguous()
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     return Started(parts, _all_gather_into(parts, x, group=group, async_op=True))

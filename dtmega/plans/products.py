@@ -1,19 +1,20 @@
-"""The matrix product of every style: keeps no gathered input, and computes while gradients are communicated.
+"""The matrix product of every style: it keeps no gathered input, and computes while gradients are communicated.
 
-Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read it. Kept for
-backward, it would be a quarter of all that a layer keeps at tp 4 (docs/design.md). So no product keeps it, and
-backward gathers it once more from this rank's part:
+Memory. A region's input is gathered once, [B, S/tp, D] -> [B, S, D], and all products of the region read it. If it were
+kept for backward, it would be a quarter of what a layer keeps at tp 4 (docs/design.md). So no product keeps the
+gathered input, and backward gathers it once more from this rank's part:
 
 1. In forward each product returns a *ticket* beside its output, a tensor of zeros that takes no memory.
 2. `again`, called where the region ends, consumes the tickets. Autograd therefore runs the backward of `again` before
-   that of any product, and it starts the gather.
-3. Each product waits for the gathered input when its backward needs it. In a compiled block, where no Python object can
-   carry the input from `again` to the products, they get it as the gradient of their tickets.
+   that of any product, and the backward of `again` starts the gather.
+3. Each product waits for the gathered input when its backward needs it. In a compiled block no Python object can carry
+   the input from `again` to the products, so the products get it as the gradient of their tickets.
 
 Time. The gradient of the input must be summed over the ranks. While this sum is communicated, the gradient of a weight
-is computed. For that the products of a region form a chain, along which each adds its part of the input's gradient. The
-first product of the region comes last in backward: it starts the sum, computes its weight's gradient, and then waits.
-Inductor cannot follow the chain, so in a compiled block only regions of one product overlap the two.
+is computed. For this, the products of a region form a chain, along which each product adds its part of the input's
+gradient. The first product of the region comes last in backward: it starts the sum, computes its weight's gradient, and
+then waits for the sum. Inductor cannot follow the chain, so in a compiled block only regions with a single product
+overlap communication and computation.
 
 Megatron's `LinearWithGradAccumulationAndAsyncCommunication` does both (core/tensor_parallel/layers.py).
 """
@@ -32,15 +33,15 @@ from dtmega.plans.mappings import Started
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, [..., in] -> [..., out]. All styles multiply matrices here.
+    """The product x W^T + b, [..., in] -> [..., out]. All styles multiply matrices by this function.
 
     Args:
-        x: an activation of this rank. One that `enter` has gathered is not kept for backward.
-        weight: [out, in], this rank's part.
-        bias: [out].
+        x: activation of this rank, [..., in]. It is not kept for backward if `enter` has gathered it.
+        weight: [out, in], this rank's part of the weight.
+        bias: [out], this rank's part of the bias; None: no bias.
     """
     region = getattr(x, "region", None)
-    # Autocast casts both factors, and the backward below does not know the results.
+    # Autocast would cast both factors, but the backward below uses the factors before the cast.
     if region is None or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() and not region.has_one_product and not region.cut:
@@ -52,16 +53,18 @@ class Region:
     """The state that the products of one region share.
 
     Attributes:
-        part: the input as this rank has it between regions, [B, S/tp, D] if it is `cut`, else [B, S, D].
-        has_one_product: only one product reads the input.
-        tickets: one from each product so far, if the input is cut.
+        part: input of the region in its form before the region, [B, S/tp, D] if it is `cut`, else [B, S, D].
+        group: the ranks of tp.
+        cut: True if the input is cut along the sequence before the region.
+        has_one_product: True if only one product reads the input.
+        tickets: tickets of the products so far, if the input is cut; else empty.
     """
 
     def __init__(self, part: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> None:
         self.part = part.detach()
         self.group, self.cut, self.has_one_product = group, cut, has_one_product
         self.tickets: list[Tensor] = []
-        # The input of the next product as autograd sees it: through it the gradient goes back to the product before.
+        # The tensor that autograd takes as the next product's input. Its gradient goes back to the product before.
         self._link: Tensor | None = part
         self._is_first = True  # the next product is the first one of the chain
         self._gather: Started | None = None
@@ -70,10 +73,11 @@ class Region:
         self._n_waiting = 0  # products that still need the gathered input in this backward
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Do `product` for the region's input x, as the next one of the chain."""
+        """Compute `product` of the region's input x, as the next product of the chain."""
         compiled = torch.compiler.is_compiling()
         if compiled and not self.has_one_product:
-            # No chain: autograd adds up the gradients of x, and `mappings.gather` sums them over the ranks.
+            # Without the chain, autograd adds up the gradients of x, and the backward of `mappings.gather` sums the
+            # result over the ranks.
             link, sums = x, False
         else:
             link, sums = self._link, self._is_first
@@ -87,10 +91,10 @@ class Region:
         return out
 
     def close(self) -> list[Tensor]:
-        """Return the tickets at the end of the region, after which it takes no more products.
+        """Return the tickets at the end of the region. The region takes no more products afterwards.
 
-        The region lets go of all tensors of the graph. The graph's nodes refer to the region, so a reference back to
-        them would be a cycle that keeps the activations alive.
+        It also drops all its references to tensors of the graph. The graph's nodes refer to the region, so references
+        in both directions would be a cycle that keeps the activations alive.
         """
         tickets = self.tickets
         self.tickets = []
@@ -99,7 +103,7 @@ class Region:
         return tickets
 
     def start(self) -> None:
-        """Start to gather the input once more, in backward."""
+        """Start to gather the input again, in backward."""
         self._gather = mappings.start_gathered(self.part, self.group)
         self._n_waiting = self._n_tickets
 
@@ -116,9 +120,9 @@ class Region:
 
 
 def enter(x: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool) -> Tensor:
-    """Begin a region: the input that its products read, by `mappings.gather` (`cut`) or `copy`.
+    """Begin a region: return the input for its products, from `mappings.gather` (if `cut`) or `mappings.copy`.
 
-    `again` must follow where the region ends.
+    `again` must be called where the region ends.
     """
     entered = mappings.gather(x, group) if cut else mappings.copy(x, group)
     entered.region = Region(x, group, cut, has_one_product)  # pyright: ignore[reportAttributeAccessIssue]
@@ -126,11 +130,11 @@ def enter(x: Tensor, group: dist.ProcessGroup, cut: bool, has_one_product: bool)
 
 
 def again(out: Any, entered: Tensor) -> Any:
-    """End a region: return its output unchanged; in backward the region's input is gathered again from here on.
+    """End a region: return its output unchanged. In backward the region's input starts to be gathered again here.
 
     Args:
-        out: output of the region: a tensor, or a tuple that begins with it.
-        entered: input of the region. If it is not from `enter`, nothing is done.
+        out: output of the region: a tensor, or a tuple whose first item is that tensor.
+        entered: input of the region. If it does not come from `enter`, nothing is done.
     """
     region = getattr(entered, "region", None)
     if region is None:
@@ -148,15 +152,15 @@ class _Product(torch.autograd.Function):
     """The product x W^T + b as a node of the chain. It returns three tensors:
 
     - x W^T + b;
-    - a ticket: zeros in the shape of x, without memory of their own. In a compiled block its gradient is x;
-    - the link for the next product: zeros likewise. Its gradient is the later products' part of the gradient of x.
+    - a ticket: zeros in the shape of x that take no memory. In a compiled block its gradient is x;
+    - the link for the next product: such zeros again. Its gradient is the later products' part of the gradient of x.
 
     Args:
-        link: the region's input, or the link from the product before; gets the gradient of x.
+        link: the region's input, or the link from the product before; it gets the gradient of x.
         x: the region's input, detached.
-        cut: x was gathered, and is not kept.
-        sums: this is the first product of the chain, which sums the gradient of x over the ranks.
-        region: None in a compiled block.
+        cut: True if x was gathered, and is therefore not kept.
+        sums: True for the first product of the chain, which sums the gradient of x over the ranks.
+        region: the region of the product; None in a compiled block.
     """
 
     @staticmethod
@@ -224,8 +228,8 @@ class _Again(torch.autograd.Function):
         if ctx.region is not None:
             ctx.region.start()
             return grad, None, None, None, *[None] * ctx.n_tickets
-        # The compiler would see that forward has gathered the same tensor, and keep that result for here. A choice that
-        # depends on the gradient, if only between two equal tensors, can be made in backward only.
+        # The compiler would see that forward has gathered the same tensor, and keep that result for backward. To avoid
+        # this, the input here depends on the gradient, by a choice between two equal tensors.
         part = torch.where(grad[(0,) * grad.ndim] > 0, part, part)
         gathered = mappings.gathered(part, ctx.group)
         return grad, None, None, None, *[gathered] * ctx.n_tickets

@@ -1,13 +1,13 @@
-"""The styles of a plan: how one module is cut over the tp axis, in dtmega's models and in those of transformers.
+"""The styles of a plan. A style says how one module is cut over tp, in dtmega's models and in those of transformers.
 
     style              for                        what it does
     Enter              attention, feed-forward    gathers the input once for all Columns inside the module
     EnterOnce          nn.Identity                the same for an input that several modules read: an encoder's output
-    Column             nn.Linear                  cut by output features; its input is whole
+    Column             nn.Linear                  cut by output features; the input is whole
     KVColumn           nn.Linear                  a Column for keys or values, which may have fewer heads than ranks
     Row                nn.Linear                  cut by input features; the ranks' products are summed
     Norm               LayerNorm, RMSNorm         whole on every rank, on the tokens (or heads) of this rank
-    Whole              any module                 the same with the module's own forward, whatever that computes
+    Whole              any module                 the same for any module, by the module's own forward
     VocabEmbedding     nn.Embedding               (vocabulary.py) cut by rows
     WholeEmbedding     nn.Embedding               (vocabulary.py) whole on every rank, for this rank's places
     HeadColumns        nn.Embedding               (vocabulary.py) cut by columns, one for each head
@@ -16,7 +16,7 @@
     SequenceShard      a dropout site             selects the places of this rank's part of the sequence
     ShardBuffer        a buffer                   cut along one dim, for instance by heads
 
-base.py has what they share, products.py how matrices are multiplied.
+base.py has their base class, and products.py has the matrix product.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from dtmega.plans.products import product
 
 
 class Enter(ParallelStyle):
-    """A module whose linears share its input, which is gathered once for all of them, [B, S/tp, D] -> [B, S, D].
+    """A module whose linears share its input. The input is gathered once for all of them, [B, S/tp, D] -> [B, S, D].
 
     The gathered input is not kept, but gathered once more in backward (products.py). Without sequence parallelism the
     input is whole already, and only its gradient is summed. The input is the first positional argument, or
     `hidden_states`. The module keeps its own forward.
 
     Args:
-        stack: as for a Style.
-        also: keyword arguments that are hidden states too, whole on every rank (an encoder's output).
+        stack: stack that the module belongs to, as in `Style`.
+        also: names of keyword arguments that are hidden states too, whole on every rank (an encoder's output).
     """
 
     enters, inside = True, False
@@ -83,14 +83,15 @@ class Enter(ParallelStyle):
         return products.again(type(module).forward(module, *args, **kwargs), entered)
 
     def other_inputs(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Change other keyword arguments of the module, in place; for subclasses."""
+        """Change other keyword arguments of the module, in place. Subclasses override this."""
 
 
 class EnterOnce(ParallelStyle):
-    """An nn.Identity through which hidden states reach Columns of several modules: an encoder's output, say.
+    """An nn.Identity through which hidden states, such as an encoder's output, reach the Columns of several modules.
 
-    They are gathered once for all of these, [B, S/tp, D] -> [B, S, D], and kept for backward, where the gradients from
-    all of these are added up and then summed over tp once. Without sequence parallelism they are whole already.
+    The hidden states are gathered once for all these modules, [B, S/tp, D] -> [B, S, D], and kept for backward. There
+    the gradients from all modules are added up first, and then summed over tp once. Without sequence parallelism the
+    hidden states are whole already.
     """
 
     cost = Enter.cost
@@ -113,7 +114,7 @@ class EnterOnce(ParallelStyle):
 class Column(Style):
     """nn.Linear cut by output features: [B, S, D] -> [B, S, F/tp], inside an Enter.
 
-    A fused projection stays one product: its rows are ordered [head, (q, k, v), K], so the cut falls between heads.
+    A fused projection stays a single product. Its rows are ordered [head, (q, k, v), K], so the cut is between heads.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
@@ -135,10 +136,10 @@ class Column(Style):
 
 
 class KVColumn(Column):
-    """nn.Linear to keys or values of `kv_heads` heads: a Column, or if there are fewer heads than ranks, copied.
+    """nn.Linear to the keys or values of `kv_heads` heads: a Column, or a copy on each rank if heads are too few.
 
-    Copied, each rank has the whole weight and computes the one head that its query heads need; tp / kv_heads ranks
-    compute the same one. The weight's gradient is the sum of all ranks' parts.
+    If there are fewer heads than ranks, each rank has the whole weight and computes the one head that its query heads
+    need; tp / kv_heads ranks compute the same head. The weight's gradient is the sum of all ranks' parts.
     """
 
     of_heads = True
@@ -169,7 +170,17 @@ class KVColumn(Column):
 
 
 def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") -> None:
-    """Refuse a number of key heads that can neither be cut evenly nor copied evenly, by a ValueError."""
+    """Refuse a number of key heads that can neither be cut nor copied evenly.
+
+    Args:
+        kv_heads: number of key heads.
+        tp: number of ranks.
+        key: name of the key that holds `kv_heads`, for the message.
+        change: keys that the message asks to change.
+
+    Raises:
+        ValueError: a number that tp does not divide, and that does not divide tp.
+    """
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(
             f"tp={tp} and {key}={kv_heads}: neither divides the other, so heads of keys can neither be cut nor copied "
@@ -178,7 +189,7 @@ def check_kv_heads(kv_heads: int, tp: int, key: str, change: str = "[mesh] tp") 
 
 
 class Row(Style):
-    """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D]; without sequence parallelism to [B, S, D].
+    """nn.Linear cut by input features: [B, S, F/tp] -> [B, S/tp, D], or without sequence parallelism [B, S, D].
 
     The ranks' products are summed. The bias is added once, to the sum.
     """
@@ -192,11 +203,11 @@ class Row(Style):
 
 
 class Whole(Style):
-    """Any module that computes with its own forward and all of its parameters on every rank.
+    """A module that computes with its own forward and with all of its parameters on every rank.
 
     Args:
-        stack: as for a Style.
-        of_heads: the module sees only this rank's heads.
+        stack: stack that the module belongs to, as in `Style`.
+        of_heads: True if the module sees only this rank's heads.
     """
 
     def __init__(self, stack: Stack | bool = True, of_heads: bool = False) -> None:
@@ -211,7 +222,7 @@ class Whole(Style):
         return Replicate()
 
     def check_class(self, module: nn.Module) -> None:
-        """Accept any class: its own forward stays."""
+        """Accept any class, because its own forward stays."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return super()._apply(module, device_mesh) if any(True for _ in module.parameters(recurse=False)) else module
@@ -225,9 +236,9 @@ class Whole(Style):
 class Norm(Whole):
     """A LayerNorm or RMSNorm of the last dim, [B, S/tp, D] or [B, S, D], or with `of_heads` [B, S, H/tp, K].
 
-    For nn.LayerNorm and nn.RMSNorm, and for classes of transformers that look like them: such a name, a weight and
-    perhaps a bias of one dim, and nothing else. Those keep their own forward, since they differ in precision and in
-    offsets.
+    The style is for nn.LayerNorm and nn.RMSNorm, and for similar classes of transformers, with a name that ends in
+    "LayerNorm" or "RMSNorm", a weight and perhaps a bias of one dim, and no other parameters or buffers. The classes of
+    transformers keep their own forward, since they differ in precision and in offsets.
     """
 
     def known(self) -> tuple[type[nn.Module], ...]:
@@ -255,13 +266,13 @@ class Norm(Whole):
 
 
 class SequenceShard(ParallelStyle):
-    """A dropout site whose input is this rank's part of the sequence: it gets the places of that part.
+    """A dropout site whose input is this rank's part of the sequence. It gets the places of that part.
 
-    Dropout masks are keyed by place, so each rank draws its part of the mask that one device would draw. For modules
-    called as (x [B, S/tp, D], sample_ids, places [B, S]).
+    Dropout masks are keyed by place, so each rank draws its part of the mask that a single device would draw. The style
+    is for modules that are called with (x [B, S/tp, D], sample_ids, places [B, S]).
 
     Args:
-        cut: the sequence is cut. If it is not, the site sees all places, and nothing is done.
+        cut: True if the sequence is cut. Otherwise the site sees all places, and nothing is done.
     """
 
     def __init__(self, cut: bool = True) -> None:
@@ -285,7 +296,10 @@ class SequenceShard(ParallelStyle):
 
 @dataclass(frozen=True)
 class ShardBuffer:
-    """A buffer with `size` entries along `dim`, which is cut there by `shard_buffers`. Its pattern names the buffer."""
+    """A buffer with `size` entries along `dim`, which `shard_buffers` cuts along that dim.
+
+    Its pattern in the plan names the buffer instead of a module.
+    """
 
     size: int
     dim: int = 0

@@ -8,11 +8,11 @@ from dtmega.plans.vocabulary import HeadColumns, VocabEmbedding, VocabHead, Whol
 
 
 def plan(model: config.T5, sequence_parallel: bool = True) -> Plan:
-    """The plan of a model: two stacks of Megatron's layers, with attention across them.
+    """The plan of a T5 model. The layers of both stacks are cut as in Megatron.
 
-    The encoder's output is gathered once for all decoder layers of a stage: one all-gather and one reduce-scatter of
-    [B, S, D] for each microbatch, where Megatron makes both in every layer. The embeddings of relative positions are
-    cut by heads.
+    The encoder's output is gathered once for all decoder layers of a stage. That takes one all-gather and one
+    reduce-scatter of [B, S, D] per microbatch, while Megatron needs both in every layer. The embeddings of relative
+    positions are cut by heads.
     """
     sp, heads, ffn = sequence_parallel, {"n_heads": model.n_heads}, {"ffn_hidden_size": model.ffn}
     attention = {

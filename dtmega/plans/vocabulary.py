@@ -1,6 +1,6 @@
 """Both ends of a model over the tp axis: embeddings, a head cut over the vocabulary, and heads that are not cut.
 
-Any number of rows V is cut as DTensor cuts it: ceil(V / tp) rows a rank, and fewer on the last one.
+A vocabulary of V rows is cut as DTensor cuts it: each rank has ceil(V / tp) rows, and the last rank may have fewer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtmega.plans.products import product
 
 
 class VocabStyle(Style):
-    """A weight [V, D] that is cut by rows, and a bias [V] likewise."""
+    """The base of styles that cut a weight [V, D], and perhaps a bias [V], by rows."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
 
@@ -36,19 +36,20 @@ class VocabStyle(Style):
             )
 
     def first_row(self, weight: DTensor) -> int:
-        """The number in the whole weight of this rank's first row."""
+        """The index in the whole weight of this rank's first row."""
         return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
 
 
 class VocabEmbedding(VocabStyle):
-    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or [B, S, D]. Each rank has the gradient of its rows.
+    """nn.Embedding cut by rows: tokens [B, S] -> [B, S/tp, D], or without sequence parallelism [B, S, D].
 
-    Each rank looks up the tokens whose rows it has, and contributes zeros for the others to the sum over the ranks. A
-    subclass of nn.Embedding that changes each row (scales it) does so with its own forward, to the rank's rows. A token
-    outside [0, V) fails as on one device: with an IndexError on a CPU, a device assert on CUDA.
+    Each rank looks up the tokens whose rows it has, and contributes zeros for the other tokens to the sum over the
+    ranks. So each rank has the gradient of its rows. A subclass of nn.Embedding that changes each row, for instance
+    scales it, applies its own forward to the rank's rows. A token outside [0, V) fails as on a single device: with an
+    IndexError on a CPU, and a device assert on CUDA.
 
     Raises:
-        ValueError: in forward, S that tp does not divide.
+        ValueError: a sequence length, in forward, that tp does not divide.
     """
 
     cost = ("all-reduce", "reduce-scatter, backward all-gather")
@@ -67,18 +68,18 @@ class VocabEmbedding(VocabStyle):
                 f"([mesh] tp, [data] seq_len, or [mesh] sequence_parallel = false)"
             )
         n_rows, start = module.weight.to_local().shape[0], self.first_row(module.weight)
-        # A token whose row another rank has looks up row 0, and its result is set to 0 before the sum over the ranks.
-        # Invalid tokens are left as they are, so that the lookup fails.
+        # If another rank has a token's row, the token looks up row 0 here, and the result is set to 0 before the sum
+        # over the ranks. Invalid tokens are not changed, so that the lookup fails.
         in_range = (x >= 0) & (x < module.weight.shape[0])
         elsewhere = in_range & ((x < start) | (x >= start + n_rows))
         rows = self.rows(module, (x - start).masked_fill(elsewhere, 0), start, n_rows)
         return self.stack.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def rows(self, module: Any, x: Tensor, start: int, n_rows: int) -> Tensor:
-        """The module's output for row numbers x of this rank, which has `n_rows` rows from `start` on."""
+        """The module's output for the row indices x on this rank, which has `n_rows` rows from `start` on."""
         padding: int | None = module.padding_idx
         with computing_on(module, local_part):
-            # `padding_idx` is the row that gets no gradient. Only the rank that has this row may skip it.
+            # `padding_idx` is the row that gets no gradient. Only the rank that has this row may set it.
             if padding is not None:
                 module.padding_idx = padding - start if start <= padding < start + n_rows else None
             try:
@@ -90,7 +91,7 @@ class VocabEmbedding(VocabStyle):
 class WholeEmbedding(Style):
     """nn.Embedding with few rows (positions, token types), whole on every rank.
 
-    [B, S] -> [B, S/tp, D], the rank's part of the sequence; without sequence parallelism [B, S, D].
+    It turns [B, S] into this rank's part of the sequence, [B, S/tp, D], or without sequence parallelism into [B, S, D].
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Replicate()}
@@ -119,13 +120,14 @@ class HeadColumns(Style):
 class Rejoin(ParallelStyle):
     """A module that is not cut: every rank gathers its whole input, [B, S/tp, D] -> [B, S, D], and does the same work.
 
-    The gradient of that input is then whole on every rank too, so in backward each rank takes its part, and nothing is
+    The gradient of that input is then complete on every rank, so in backward each rank takes its part, and nothing is
     summed. Without sequence parallelism there is nothing to do. Modules inside see a sequence that is not cut: their
-    parameters are whole (`Whole(False)`), and a cut one among them is its own region (`VocabHead(False)`).
+    parameters are whole (`Whole(False)`), and a cut module inside is its own region (`VocabHead(False)`).
 
     Args:
-        stack: as for a Style.
-        first_only: the module reads x[:, 0] alone. Then only the first place of each rank is gathered, [B, tp, D].
+        stack: stack that the module belongs to, as in `Style`.
+        first_only: True if the module reads only x[:, 0]. Then only the first place of each rank is gathered,
+            [B, tp, D].
     """
 
     def __init__(self, stack: Stack | bool = True, first_only: bool = False) -> None:
@@ -149,8 +151,9 @@ class VocabHead(VocabStyle):
     """A head like `models.layers.LMHead`, cut by rows: [B, S/tp, D] or [B, S, D] -> the loss, or logits [B, S, V].
 
     The module has `vocab_size` (V without padding rows) and `loss_terms()` (keywords of `linear_cross_entropy`), and
-    may have a bias. Each rank computes the same loss from its own columns and one exchange of a few numbers a token.
-    Its input may also be a selection of tokens, [N, D], if the sequence is not cut there and every rank has all of it.
+    may have a bias. Each rank computes the same loss from its own columns, after one exchange of a few numbers per
+    token. If the sequence is not cut before the head, the input may also be a selection of tokens, [N, D], which every
+    rank has as a whole.
     """
 
     def check_class(self, module: nn.Module) -> None:
@@ -178,7 +181,8 @@ class VocabHead(VocabStyle):
     def _gather_logits(self, module: Any, local_logits: Tensor) -> Tensor:
         """The logits [B, S, V] of all ranks, without padding rows, from this rank's columns [B, S, V_local].
 
-        The shape and stride of the whole are given, because the last rank may have fewer columns than the others.
+        DTensor gets the shape and stride of the whole tensor, because the last rank may have fewer columns than other
+        ranks.
         """
         n_columns = module.weight.shape[0]
         shape = torch.Size((*local_logits.shape[:2], n_columns))

@@ -97,7 +97,7 @@ def phase_shares(series: Mapping[str, Series], most: int = MAX_SHARES) -> tuple[
 
     Args:
         series: series of a run. Steps that lack one of the recorded phases are left out.
-        most: number of stretches of steps, each with one share per phase, if there are more steps.
+        most: maximum number of points. If there are more steps, each point is the share over a stretch of steps.
 
     Returns:
         The last step of each stretch, and phase -> its share of the time of the stretch, from 0 to 1.

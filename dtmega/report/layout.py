@@ -71,7 +71,7 @@ def _rank_cells(ranks: NDArray[np.int64], left: int, top: int) -> list[str]:
 
 
 def _text(x: float, y: float, text: str, size: int, ink: str, anchor: str = "middle") -> str:
-    """The SVG of a text."""
+    """An SVG element that shows `text`."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{ink}">{text}</text>'
 
 

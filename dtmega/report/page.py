@@ -103,7 +103,7 @@ def _head(runs: Sequence[Run], title: str, colours: Sequence[str], now: datetime
 
 
 def _verdict(run: Run, now: datetime, who: str) -> list[str]:
-    """The verdict on a run as a line, and a second line with the reason if its loss is taken for diverging.
+    """The verdict on a run as a line, and a second line with the reason if its loss counts as diverging.
 
     Args:
         run: the run.

@@ -42,7 +42,7 @@ LANES = {"skipped": "skipped steps"}  # names of lanes that are not the event's 
 
 
 def over_steps(runs: Sequence[Run]) -> str:
-    """The figure with the loss, the events, and a panel for each other number, all over the same axis of steps.
+    """A figure with the loss, the events, and one panel for every other number, all on the same step axis.
 
     Returns:
         JSON of a plotly figure. Its key "narrow" holds a second layout for phones, with the panels in one column.

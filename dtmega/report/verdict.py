@@ -17,7 +17,7 @@ from dtmega.report.record import Record, validation_name
 from dtmega.report.run import Run, best_validation, loss_in_words, percentile
 from dtmega.report.units import duration, short
 
-# A loss is taken for diverging if its newest mean lies above its best mean by more than each of these: a share of the
+# A loss counts as diverging if its newest mean lies above its best mean by more than each of these: a share of the
 # fall from the first mean to the best one, a share of the best one, and a number of standard errors of the best one.
 SHARE_OF_FALL = 0.1
 SHARE_OF_BEST = 0.02
@@ -45,11 +45,11 @@ class Verdict(NamedTuple):
 
 
 def judge(run: Run, now: datetime) -> Verdict:
-    """The verdict on a run.
+    """Judge a run.
 
     Args:
-        run: the run.
-        now: the time, with a time zone; a run that has been silent for long is taken for stalled.
+        run: the run to judge.
+        now: the current time, with a time zone. A run that has written nothing for too long counts as stalled.
     """
     state, why = _state(run, now)
     return Verdict(state, why, diverging(run.record))

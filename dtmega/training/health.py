@@ -56,5 +56,5 @@ class Health:
         return False
 
     def _stop(self, reason: str) -> None:
-        # Of two reasons the first one counts.
+        # If both keys stop the run at the same step, the reason that was found first is kept.
         self.state = self.state._replace(stopped=self.state.stopped or reason)

@@ -1,10 +1,10 @@
-"""`starts.jsonl`: one line for each start of a run; `config.toml` and the newest checkpoint know the last one only.
+"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint only know the last start.
 
     append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
     starts = read(run_dir)        # oldest first
-    parts(starts)                 # which of them the steps of metrics.jsonl are of
+    parts(starts)                 # the starts that wrote the steps of metrics.jsonl
 
-A line is for people and for `dtmega report`; no run reads it.
+The lines are for people and for `dtmega report`; no run reads them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Start(BaseModel):
     """A start of a run.
 
     Attributes:
-        step: the run goes on after; 0 for a new run.
-        time: in UTC, as ISO 8601 has it.
-        config: resolved, by section.
-        layout: "processes", and the size of each axis of the mesh.
-        device: what a process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
-        parameters: of the whole model, each once.
-        steps: at which the run was to end.
-        versions: of dtmega, torch and Python.
+        step: number of the step after which the run goes on; 0 for a new run.
+        time: time of the start, UTC in ISO 8601.
+        config: the resolved configuration, by section.
+        layout: number of "processes", and size of each axis of the mesh, by name.
+        device: name of the device that each process computes on, such as "cpu" or "NVIDIA H100 80GB HBM3".
+        parameters: number of parameters of the whole model.
+        steps: number of the step at which the run was to end.
+        versions: versions of dtmega, torch and Python, by name.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)  # a later version may say more
@@ -57,7 +57,7 @@ class Start(BaseModel):
     @field_validator("config")
     @classmethod
     def _is_a_configuration(cls, config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Refuse values that no configuration has, which whoever shows one need not bear: null in a list, 10^30."""
+        """Refuse values that TOML does not have, such as null in a list or 10^30: code that shows them would fail."""
         for keys in config.values():
             for value in keys.values():
                 if value is not None and not _is_toml(value):
@@ -85,10 +85,15 @@ def append(
     parameters: int,
     steps: int,
 ) -> None:
-    """Add the line of a start, whole or not at all, whatever the process or the machine does meanwhile.
+    """Add the line of a start, whole or not at all, even if the process or the machine stops meanwhile.
+
+    Args:
+        run_dir: the run directory.
+        step, config, layout, parameters, steps: as in `Start`.
+        device: the device that this process computes on.
 
     Raises:
-        OSError: it could not be written, and the file is as it was.
+        OSError: the line could not be written; the file is unchanged.
     """
     start = Start(
         step=step,
@@ -109,7 +114,7 @@ def append(
 
 
 def read(run_dir: Path) -> list[Start]:
-    """The starts, oldest first; lines that are none are left out. Empty for a run of an earlier version."""
+    """The starts in a run directory, oldest first, without damaged lines; [] if there is no file."""
     try:
         lines = (run_dir / NAME).read_bytes().splitlines()
     except OSError:
@@ -126,10 +131,10 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
 
 
 def parts(starts: Sequence[Start]) -> list[Start]:
-    """The starts whose steps stand in metrics.jsonl, in the order of their steps.
+    """The starts whose steps are in metrics.jsonl, by ascending steps.
 
-    Each wrote from the step after its own to the one that the next has started from: a start that goes back takes away
-    what others had written after that step.
+    Each of them wrote the steps from its own to that of the next start. A start at an earlier step cuts the lines of
+    later steps, so starts that wrote only those are left out.
     """
     found: list[Start] = []
     for start in starts:

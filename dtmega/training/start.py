@@ -230,7 +230,7 @@ def write_files(
     """
     cfg, saved_cfg = settings.cfg, settings.saved_cfg
     resume.set_aside_newer(cfg, at.step)
-    # A start that goes back to a named checkpoint keeps those that a later start could go back to.
+    # A start from a named checkpoint deletes no other checkpoints, because a later start may want to resume from them.
     if loaded and cfg.checkpoint.resume == "auto":
         checkpoints.purge_strays(loaded.config)
     with atomic.replaced(Path(cfg.run.dir, "config.toml")) as file:

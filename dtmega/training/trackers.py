@@ -1,14 +1,15 @@
-"""Trackers that people look at their runs with: wandb, mlflow and trackio, as `[log] trackers` names them.
+"""Trackers, in which people look at their runs: wandb, mlflow and trackio, as `[log] trackers` names them.
 
     trackers = Trackers(config, new=True)
     trackers.record(step, {"loss": 2.5})  # returns at once
     trackers.close(finished=True, within_s=CLOSE_S)
 
-Each tracker has a thread of its own, which imports the library beside the first steps, opens the run and sends what
-waits. A tracker that fails, or is slow, is one line on stderr: training never waits for it and never ends by it.
+Each tracker has a thread of its own, which imports the library during the first steps, opens the run, and sends the
+rows that wait. If a tracker fails or is slow, one line on stderr says so; training neither waits for it nor ends for
+that reason.
 
-`trackers.json` in the run directory keeps the id of the run at each tracker, and the last step that was sent. So a run
-that goes on is one run there too, and steps that it repeats after its newest checkpoint are sent once.
+`trackers.json` in the run directory keeps the id of the run at each tracker, and the last step that was sent. So a
+resumed run is the same run at the tracker, and steps that are repeated after a resume are sent only once.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from dtmega.files.untrusted_json import read_object
 
 FILE = "trackers.json"
 WAITING = 10_000  # rows that may wait for one tracker; more are lost
-PAUSE_S = 1.0  # between two looks for rows
-CLOSE_S = 10.0  # for all trackers together, at the end of the run
-ABANDON_S = 5.0  # the same, where the process is ended in the middle of the run
-# The most that one request of mlflow's may hold: mlflow/utils/validation.py.
+PAUSE_S = 1.0  # time between two looks for rows
+CLOSE_S = 10.0  # time for all trackers together to close, at the end of the run
+ABANDON_S = 5.0  # the same time if the process is ended in the middle of the run
+# Limits of one request to mlflow (mlflow/utils/validation.py).
 MLFLOW_METRICS = 1000
 MLFLOW_PARAMS = 100
 MLFLOW_VALUE = 6000  # characters
 
 MASK = "***"
-# Names of keys whose values are nobody else's to see; "tokens" and "tokenizer" are none.
+# Names of keys whose values are secret. The names "tokens" and "tokenizer" do not match.
 SECRET = re.compile(
     r"(?i)(^|[_-])(password|passphrase|secret|credentials?|token|(api|access|account|private|secret)[_-]?key)$"
 )
@@ -53,7 +54,9 @@ class Row(NamedTuple):
     """The finite numbers of one line of metrics.jsonl.
 
     Attributes:
-        time_s: when it was written, since 1970.
+        step: number of the step.
+        values: the numbers, by their keys.
+        time_s: time at which the line was written, in seconds since 1970.
     """
 
     step: int
@@ -62,10 +65,10 @@ class Row(NamedTuple):
 
 
 class Tracker(Protocol):
-    """A run that is open at one tracker. Any exception of these means that it tracks no longer.
+    """A run that is open at one tracker. After any exception of its methods, the tracker is not used any more.
 
     Attributes:
-        id: of the run there, by which a later start finds it again.
+        id: the tracker's id of the run, by which a later start finds it again.
     """
 
     id: str
@@ -76,13 +79,13 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """A run of wandb, https://docs.wandb.ai; offline in the run directory where nobody is logged in."""
+    """A run of wandb, https://docs.wandb.ai. If nobody is logged in, it is an offline run in the run directory."""
 
     def __init__(self, config: Config, known: str) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._wandb = import_module("wandb")
         self.id = known or uuid.uuid4().hex[:8]
-        # Asked to be online without a key, it would wait for somebody to type one.
+        # Without a key, the online mode would wait for somebody to type one.
         mode = os.environ.get("WANDB_MODE") or ("online" if self._wandb.login(prompt=False) else "offline")
         self._run = self._wandb.init(
             project=config.log.project,
@@ -103,13 +106,13 @@ class Wandb:
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
-        self._wandb.teardown()  # its process would live as long as ours
+        self._wandb.teardown()  # ends wandb's own process, which would live as long as this one
 
 
 class Mlflow:
     """A run of mlflow, https://mlflow.org, at MLFLOW_TRACKING_URI or in `mlruns/` of the run directory.
 
-    Its client, and not its fluent interface, which keeps the run of a process in a global.
+    It uses mlflow's client. The fluent interface would keep the run in a global variable of the process.
     """
 
     def __init__(self, config: Config, known: str) -> None:
@@ -154,8 +157,8 @@ class Trackio:
     def __init__(self, config: Config, known: str) -> None:
         trackio = import_module("trackio")
         for module in (trackio, import_module("trackio.run"), import_module("trackio.utils")):
-            vars(module)["print"] = _nothing  # six lines at each start, without a switch
-        # It finds a run again by its name alone, so the name has to be this run's own.
+            vars(module)["print"] = _nothing  # it prints six lines at each start, and has no switch for them
+        # Trackio finds a run again by its name alone, so the name must be unique.
         name = Path(config.run.dir).name
         self.id = known or f"{name}-{uuid.uuid4().hex[:8]}"
         self._run = trackio.init(
@@ -177,7 +180,7 @@ class Trackio:
 
 
 def masked(value: Any) -> Any:
-    """A configuration for others to see: without values of keys named like a secret, and credentials in URLs."""
+    """Mask secrets in a configuration: values of keys with names such as "password", and credentials in URLs."""
     if isinstance(value, Mapping):
         return {key: MASK if SECRET.search(str(key)) else masked(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
@@ -196,10 +199,10 @@ TRACKERS: Mapping[str, Callable[[Config, str], Tracker]] = {"wandb": Wandb, "mlf
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse trackers whose library is not there, before anything starts.
+    """Refuse trackers whose library is not installed, before anything starts.
 
     Raises:
-        ValueError: says what to install.
+        ValueError: a library is missing; the message names the extra to install.
     """
     for name in names:
         optional_imports.check(name, name, "[log] trackers")
@@ -209,7 +212,8 @@ class Trackers:
     """All trackers of one run, on the one process that writes.
 
     Args:
-        new: the run starts at step 0, so it is a new one at each tracker, too.
+        config: the run's configuration.
+        new: True if the run starts at step 0, so that each tracker gets a new run too.
     """
 
     def __init__(self, config: Config, *, new: bool) -> None:
@@ -217,13 +221,18 @@ class Trackers:
         self._sinks = [Sink(name, config, kept) for name in config.log.trackers]
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the finite numbers of one line of metrics.jsonl to each tracker."""
+        """Hand the finite numbers of one line of metrics.jsonl to each tracker; returns at once."""
         row = Row(step, dict(values), time.time())
         for sink in self._sinks:
             sink.take(row)
 
     def close(self, finished: bool, within_s: float) -> None:
-        """Send what waits and close each run, in so many seconds together; from any thread."""
+        """Send the rows that wait, and close the run at each tracker. Any thread may call this.
+
+        Args:
+            finished: True if the run has done all its steps.
+            within_s: time for all trackers together, in seconds.
+        """
         deadline = time.monotonic() + within_s
         for sink in self._sinks:
             sink.finish(finished)
@@ -236,7 +245,8 @@ class Kept:
     """`trackers.json`: for each tracker the id of the run there, and the newest step that was sent.
 
     Args:
-        new: begin without what an earlier run has left there.
+        path: path of the file.
+        new: True to ignore what an earlier run has left in the file.
     """
 
     def __init__(self, path: Path, new: bool) -> None:
@@ -251,7 +261,7 @@ class Kept:
             console.say(f"trackers begin new runs: {error}")
 
     def last(self, name: str) -> tuple[str, int]:
-        """The id of the run at that tracker and the newest step that was sent; '' and −1 where there is none."""
+        """The id of the run at that tracker, and the newest step that was sent; '' and −1 if there is no run."""
         known = self._known.get(name)
         if not isinstance(known, dict):
             return "", -1
@@ -264,7 +274,7 @@ class Kept:
     def keep(self, name: str, run_id: str, newest: int) -> None:
         with self._lock:
             self._known[name] = {"id": run_id, "newest": newest}
-            # On a full disk the steps that are sent now may be sent again by a later start.
+            # If the disk is full, a later start may send these steps again.
             with suppress(OSError), atomic.replaced(self._path) as file:
                 json.dump(self._known, file, indent=1)
 
@@ -280,12 +290,12 @@ class Sink:
         self._lost = 0
         self._ending = threading.Event()
         self._finished = False
-        # The process may leave while a library hangs.
+        # A daemon, so that the process can exit while a library hangs.
         self._thread = threading.Thread(target=self._feed, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def take(self, row: Row) -> None:
-        """Let a row wait for its turn; lost where the tracker has failed, or is further behind than WAITING rows."""
+        """Queue a row. It is lost if the tracker has failed, or if WAITING rows are queued already."""
         if not self._thread.is_alive():
             return
         try:
@@ -320,7 +330,8 @@ class Sink:
                     break
                 self._ending.wait(PAUSE_S)
             tracker.close(self._finished)
-        except Exception as error:  # whatever a library of others raises, on whichever network
+        # Libraries, and the networks that they use, may raise anything.
+        except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             console.say(f"{self.name} tracks no longer: {reason[0]}")
 

@@ -138,7 +138,7 @@ def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
 
 
 def _model_section(args: argparse.Namespace, source: ConversionSource, family: Family) -> config.Model:
-    """The source's [model] section, with the directory that `--original` names, if it does.
+    """The source's [model] section. If `--original` is given, its directory replaces the one in the section.
 
     Raises:
         ValueError: `--original` is given for a model without a directory, the directory is not the one that was

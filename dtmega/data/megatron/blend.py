@@ -28,7 +28,7 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.data.sampling.samples import AnySamples
 
-FORMAT = 1  # raise it if a change makes the same weights give other choices
+FORMAT = 1  # increase it when a change makes the same weights choose different corpora
 LONG = 1 << 20  # samples from which choices are kept in a file
 STRETCHES = 4096  # most stretches side by side
 MIN_STRETCH = 256  # fewest samples in a stretch

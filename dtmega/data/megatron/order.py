@@ -71,7 +71,9 @@ def _shares(weights: Sequence[float]) -> list[float]:
 
 
 def _core_shares(weights: Sequence[float]) -> list[float]:
-    """Shares of the weights, divided by numpy's sum, which adds eight or more numbers in another order.
+    """The weights divided by their sum, as numpy computes it.
+
+    numpy adds eight or more numbers in a different order than `_shares` does, so the last bit may differ.
 
     Source: `normalize` in `megatron/core/datasets/utils.py`.
     """
@@ -85,7 +87,10 @@ def _core_ends(weights: Sequence[float]) -> list[float]:
 
 
 def _core_split(n: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """The ranges of the splits: cumulated shares of n, each rounded (`_build_megatron_dataset_splits`)."""
+    """The range (start, end) of each split of n items: cumulative shares of n, each rounded.
+
+    Source: `_build_megatron_dataset_splits` of megatron-core.
+    """
     return list(pairwise(round(end * float(n)) for end in _core_ends(weights)))
 
 
@@ -118,7 +123,7 @@ class MegatronSamples:
     """The samples of one part of one corpus, in Megatron's order.
 
     Args:
-        settings: everything that the order is a function of.
+        settings: settings that determine the order.
         order_name: name under which Megatron would have cached the order.
 
     Raises:

@@ -61,8 +61,8 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
 def weights(n_tokens: int) -> NDArray[np.float32]:
     """Weights of the labels by place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
 
-    With prefixes of uniform length, place i has a label in (i + 1) / S of the samples. Late places have one more often,
-    so their labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).
+    The length of a prefix is drawn uniformly, so place i has a label in (i + 1) / S of the samples. Later places have
+    labels more often, so those labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).
     """
     place = np.arange(n_tokens)
     return (2 * (n_tokens - place) / (n_tokens + 1)).astype(np.float32)

@@ -49,7 +49,7 @@ HF_EODS = (EOD, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<｜end▁of�
 STDLIB_8K = Path(__file__).with_name("stdlib-8k.tiktoken")
 STDLIB_WORDPIECE = Path(__file__).with_name("stdlib-wordpiece.txt")
 SHIPPED_WORDPIECES = "stdlib-wordpiece"
-WORDPIECES = ("bert", "bert-cased")  # before ":" and the path of a vocab.txt
+WORDPIECES = ("bert", "bert-cased")  # used as "bert:PATH", with the path of a vocab.txt
 
 # On about a million blanks in a row tiktoken's regex engine overflows its stack (a Rust panic), so long runs are cut.
 BLANKS = re.compile(r"\s{100000}")

@@ -9,8 +9,8 @@ skip it.
     resolve.py       the keys of a configuration that DIR decides
     files/           directories of transformers: config.json, safetensors, export; also for our own models
     names/           names of our own families' weights and keys in such directories
-    record.py        what the trainer asks of a family, answered for this one; joins model.py and tp/
-    tp/              cuts a model over ranks, and proves that it computes the same; works without the trainer
+    record.py        the family record: the methods that the trainer calls; joins model.py and tp/
+    tp/              cuts a model over ranks, and proves that the results stay the same; works without the trainer
 
 Read them in that order, and then in tp/:
 
@@ -18,14 +18,14 @@ Read them in that order, and then in tp/:
     regions.py, dropout.py, logits.py             what happens before, between and after the cut modules
     plan.py, native.py, generic.py                the table of styles for a model: from our rows, from transformers' own
                                                   plan, or without either
-    parallel.py, load.py                          applies the table; then each rank reads its part of the files
-    tiny.py, verify.py, command.py                compares a small clone that is cut with one process
+    parallel.py, load.py                          apply the table, and let each rank read its part of the files
+    tiny.py, verify.py, command.py                compare a small cut clone of the model with an uncut one
 
 In a training loop of your own:
 
     print(plan_for(model, tp=2))                  # the table first
     mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
-    print(verify_plan(model, mesh))               # compares a small clone that is cut with one process
+    print(verify_plan(model, mesh))               # compares a small cut clone of the model with an uncut one
     model = parallelize_hf(model, mesh)           # then train as usual: loss, backward, clip_grad_norm_, AdamW
 """
 

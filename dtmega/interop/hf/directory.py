@@ -15,11 +15,11 @@ from dtmega.interop.hf.initial import draws_of
 
 
 def read_config(path: str) -> Any:
-    """The configuration that transformers makes of a directory.
+    """The configuration that transformers makes from a directory.
 
     Raises:
-        ValueError: transformers is not installed, there is no config.json, or it is not that of a causal language model
-            whose code is in transformers.
+        ValueError: transformers is not installed, there is no config.json, or config.json does not describe a causal
+            language model whose code is in transformers and whose weights are not quantised.
     """
     with optional_imports.needed("hf", "[model] name = 'hf'"):
         import transformers
@@ -63,12 +63,15 @@ def build(hf_config: Any) -> Any:
 
 
 def dropouts(hf_config: Any) -> dict[str, float]:
-    """The rates of dropout and other noise (as on the input of a router) in a configuration, by key."""
+    """The rates of dropout and of other noise (such as that on a router's input) in a configuration, by key."""
     return {key: p for key, p in hf_config.to_dict().items() if config_json.NOISE.search(key) and isinstance(p, float)}
 
 
 def initial_values(path: str) -> dict[str, tuple[float, float]]:
-    """(mean, std) of the normal distribution of each parameter's initial values, which the family defines.
+    """The normal distribution of each parameter's initial values, as the family defines it.
+
+    Returns:
+        Name of each parameter -> (mean, std).
 
     Raises:
         ValueError: the family initialises a parameter in another way.

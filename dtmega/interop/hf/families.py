@@ -16,16 +16,17 @@ from typing import TypeAlias
 # Styles of tensor parallelism: how a module is cut. `tp/plan.py` has the class for each.
 VOCAB, COLUMN, ENTERING_COLUMN, KV_COLUMN, ROW = "vocab", "column", "entering column", "kv column", "row"
 CONV_COLUMN, CONV_ROW, CONV_PACKED, HEAD_COLUMNS = "conv column", "conv row", "packed conv column", "head columns"
-QUERIES_AND_KEYS = "queries and keys"  # one linear: [q, k, v] of each head in turn, or all q, then one shared k and v
+# One linear, whose rows are either [q, k, v] of each head in turn, or all heads of q and then one shared k and v.
+QUERIES_AND_KEYS = "queries and keys"
 NORM, HEAD_NORM, FEED_FORWARD = "norm", "norm of heads", "feed-forward"
 EACH_HEADS_NORM, WHOLE = "a norm for each head", "whole"
 
 # Stand-ins: what replaces a module on the stages of a pipeline that do not hold it.
-NOTHING = "nothing"  # None: nothing calls the module on these stages
+NOTHING = "nothing"  # None, because nothing calls the module on these stages
 PASS_ON = "pass on"  # a module that returns its input
-ZERO = "zero"  # a module that returns 0: learned positions, which the first stage has added already
+ZERO = "zero"  # a module that returns 0, in place of positions that the first stage has already added
 
-# Keys of config.json with the same meaning, as different families call them.
+# Keys of config.json: each line lists the names that different families give to the same key.
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers")
 HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
 HIDDEN_KEYS = ("hidden_size", "d_model", "n_embd")
@@ -42,7 +43,7 @@ class Attention:
     """Style of an attention module, whose projections share one input; see `regions.EnterHeads`.
 
     Attributes:
-        also: keyword arguments that are hidden states too.
+        also: further keyword arguments that are hidden states.
         alibi: keyword argument with a bias for each head; the first of `divide` counts the heads.
         divide: attributes that count heads or features, which tp divides.
         groups: attribute with the number of query heads per key head.
@@ -58,12 +59,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Packed:
-    """Style of a linear that fuses matrices of the same size: a rank has its own heads of each of them.
+    """Style of a linear that fuses matrices of the same size: each rank has its own heads of every matrix.
 
     Attributes:
         parts: number of matrices.
-        by_input: True if they are side by side along the input (in the projection that leaves the heads), False if
-            along the output.
+        by_input: True if the matrices are side by side along the input, as in the projection after the heads; False if
+            they are side by side along the output.
     """
 
     parts: int
@@ -79,13 +80,13 @@ class PipelineEnds:
 
     They describe a family correctly if the forward of its base model does only this: call the modules of `first` on the
     tokens, make masks and rotary tables for the hidden state's length, run the list of blocks, and call the modules of
-    `last`. Anything else that it does to the hidden state before the blocks must depend on an attribute, which `later`
-    switches off.
+    `last`. Anything else that this forward does to the hidden state before the blocks must depend on an attribute,
+    which `later` switches off.
 
     Attributes:
-        first: name of a module that only the first stage holds -> its stand-in on the others. The modules are children
-            of the one that runs the blocks.
-        last: likewise for the last stage.
+        first: name of a module that only the first stage holds -> the stand-in on the other stages. These modules are
+            children of the module that runs the blocks.
+        last: name of a module that only the last stage holds -> the stand-in on the other stages.
         later: attribute of the module that runs the blocks -> its value on every stage but the first.
     """
 
@@ -102,15 +103,16 @@ class FamilyFacts:
         stacks: module that runs blocks -> name of its list of blocks.
         ends: modules that only the first or last stage of a pipeline holds; None: the family cannot be cut into stages.
             A family with ends has one stack.
-        styles: pattern of module names -> how tp cuts these modules. Patterns that match no module of a model are left
-            out (a norm that it lacks, the decoder of an encoder). A module inside a block that no pattern names is
-            refused; one outside of the blocks is computed whole on every rank.
+        styles: pattern of module names -> how tp cuts these modules. A pattern that matches no module of a model is
+            skipped, such as that of a norm that the model lacks, or of the decoder if the model is only an encoder. A
+            module inside a block that no pattern matches is refused; a module outside of the blocks is computed whole
+            on every rank.
         in_embedding_dtype: modules without parameters whose fp32 output is added to the embeddings; it is cast to the
             embeddings' dtype first.
         heads: key of the config with the number of heads.
         kv_heads: key of the config with the number of key heads; None: each head has its own keys.
-        head_blocks: number of blocks in which the heads are stored; tp must share the heads of each block.
-        sizes: keys of the config, besides the heads, that tp must divide.
+        head_blocks: number of blocks in which the heads are stored; tp must divide the number of heads in each block.
+        sizes: further keys of the config whose values tp must divide.
         refused: key of the config -> reason why it must not be set.
     """
 
@@ -153,9 +155,9 @@ _LLAMA = FamilyFacts(
     styles=_LLAMA_STYLES,
     kv_heads="num_key_value_heads",
 )
-# Families with Llama's ends that transformers' own plan cuts over tp. What distinguishes them travels with the modules:
-# the factor of Gemma's embeddings is in embed_tokens; windows and layers without rotation are set in each layer and in
-# layer_types, of which a stage keeps the entries of its own layers.
+# Families with Llama's ends that transformers' own plan cuts over tp. Their differences from Llama are set in the
+# modules, so every stage has its own: the factor of Gemma's embeddings is in embed_tokens; windows and layers without
+# rotation are set in each layer, and in layer_types, whose entries a stage keeps for its own layers.
 _LIKE_LLAMA = replace(_LLAMA, styles={})
 _NO_CROSS = {"add_cross_attention": "cross-attention of this family is not cut"}
 
@@ -218,7 +220,8 @@ KNOWN: dict[str, FamilyFacts] = {
         styles={
             "word_embeddings": VOCAB,
             "h.*.input_layernorm": NORM,
-            # BloomModel.num_heads is not divided: it computes the slopes of all heads, of which a rank takes its own.
+            # BloomModel.num_heads is not divided, because the model computes the slopes of all heads. Each rank then
+            # takes the slopes of its own heads.
             "h.*.self_attention": Attention(alibi="alibi", divide=("num_heads",)),
             # Rows are [head, (q, k, v), K], so a contiguous cut keeps heads whole.
             "h.*.self_attention.query_key_value": COLUMN,
@@ -388,7 +391,8 @@ KNOWN: dict[str, FamilyFacts] = {
     **dict.fromkeys(("arcee", "ernie4_5", "exaone4", "starcoder2"), _LIKE_LLAMA),
     **dict.fromkeys(("mixtral", "olmoe", "qwen3_moe", "deepseek_v3"), _LIKE_LLAMA),
     "phi": replace(_LIKE_LLAMA, ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"final_layernorm": PASS_ON})),
-    # Granite's base model multiplies its input by a factor, even if that is a hidden state from the stage before.
+    # Granite's base model multiplies its input by a factor, even if the input is a hidden state from the stage before.
+    # So the factor is 1 on later stages.
     "granite": replace(
         _LIKE_LLAMA,
         ends=PipelineEnds(first={"embed_tokens": NOTHING}, last={"norm": PASS_ON}, later={"embedding_multiplier": 1.0}),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @torch.no_grad()
 def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
-    """The distribution of each parameter's initial values, by its name.
+    """The distribution of each parameter's initial values, by name of the parameter.
 
     Some families set the row of a padding token to zero after the draw; that row is not distinguished from the others.
 
@@ -21,10 +21,10 @@ def draws_of(hf: Any) -> dict[str, tuple[float, float] | None]:
         hf: a whole model of `transformers` on meta.
 
     Returns:
-        Name -> (mean, std) of N(mean, std), at least one of which is 0: a constant has std 0. None for a parameter that
-        is initialised in any other way.
+        Name -> (mean, std) of a normal distribution. At least one of the two is 0; a constant has std 0. The value is
+        None for a parameter that is initialised in any other way.
     """
-    # transformers leaves alone whatever has this flag.
+    # transformers does not initialise a module or parameter for which this flag is True.
     for tensor in (*hf.modules(), *hf.parameters()):
         tensor._is_hf_initialized = False
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
@@ -39,7 +39,7 @@ class _DrawRecorder(TorchDispatchMode):
     """A mode that records how parameters are initialised in place.
 
     Attributes:
-        draws: name of each parameter -> (mean, std) of its last initialisation; None if that is anything else.
+        draws: name of each parameter -> (mean, std) of its last initialisation; see the result of `draws_of`.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -51,7 +51,7 @@ class _DrawRecorder(TorchDispatchMode):
         operation = func.overloadpacket.__name__
         if args and operation.endswith("_") and (name := self._names.get(id(args[0]))):
             distributions = {"normal_": args[1:3], "fill_": (*args[1:2], 0.0), "zero_": (0.0, 0.0)}
-            # Mean and std that are both nonzero become None, and so does any other operation, such as uniform_.
+            # A draw whose mean and std are both nonzero is recorded as None, and so is any other operation (uniform_).
             mean, std = distributions.get(operation, (1.0, 1.0))
             self.draws[name] = None if mean and std else (float(mean), float(std))
         return func(*args, **(kwargs or {}))

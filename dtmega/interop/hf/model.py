@@ -74,18 +74,19 @@ class HF(Model):
         document_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Run the model as `Model` says.
+        """Run the model, as described in `Model`.
 
-        `sample_ids` are not used, because nothing is dropped, and `places` only with a cache, since transformers counts
-        places itself.
+        `sample_ids` are ignored, because there is no dropout. `places` are used only with a cache, because transformers
+        counts places itself.
 
         Args:
-            tokens: [B, S]; ignored by a stage that is not the first.
-            labels: [B, S]; None: the last stage returns logits.
-            hidden: [B, S, D], from the stage before.
-            cache: keys and values of the tokens before, for generation.
-            document_ids: [B, S], used only with a cache: 0 for tokens of the text, others for padding on its left.
-            position_ids: [B, S], used only with a cache that has documents.
+            tokens: token ids, [B, S]; ignored by stages other than the first.
+            labels: ids of the tokens to predict, [B, S]. If None, the last stage returns logits.
+            hidden: hidden state from the stage before, [B, S, D].
+            cache: keys and values of the earlier tokens, for generation.
+            document_ids: [B, S], 0 for tokens of the text and other numbers for the padding on its left. Used only with
+                a cache.
+            position_ids: position of each token, [B, S]. Used only with a cache and `document_ids`.
 
         Returns:
             The hidden state for the next stage, logits [B, S, V], or the loss summed over the microbatch.
@@ -95,7 +96,7 @@ class HF(Model):
             rows = {}
             if documents is not None:
                 rows["attention_mask"] = (documents == 0).long()
-                # Families without this argument count positions by the mask.
+                # Families without this argument derive positions from the mask.
                 if self._takes_positions:
                     rows["position_ids"] = position_ids
             out = self.hf(input_ids=tokens, use_cache=True, past_key_values=cache.inner, **rows)
@@ -141,7 +142,7 @@ class HF(Model):
         if not heads:
             return 0
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-        # In latent attention (DeepSeek's), values have another length than queries and keys.
+        # In latent attention (DeepSeek's), values have a different length than queries and keys.
         query_dim = getattr(hf_config, "qk_head_dim", None) or head_dim
         value_dim = getattr(hf_config, "v_head_dim", None) or head_dim
         return 3 * heads * (query_dim + value_dim) if piece.startswith("layers.") else 0
@@ -149,7 +150,7 @@ class HF(Model):
     def keep(self, pieces: Collection[str]) -> None:
         self.is_first = "embed" in pieces
         self.is_last = "head" in pieces
-        # transformers counts the tokens in a cache by its layer 0, which not every stage has.
+        # transformers reads the number of cached tokens from layer 0 of the cache, which not every stage has.
         self.has_cache = False
         facts = families.KNOWN[self.hf.config.model_type]
         assert facts.ends is not None
@@ -160,7 +161,7 @@ class HF(Model):
             # `del blocks[i]` would renumber the other blocks.
             del blocks._modules[name]
         if kinds := getattr(base.config, "layer_types", None):
-            # Some families look up the kind of the i-th block that they hold in this list.
+            # Some families look up the kind of their i-th block here, so the list must be that of this stage's blocks.
             base.config = copy.copy(base.config)
             base.config.layer_types = [kinds[int(name)] for name in blocks._modules]
         stand_ins = {} if self.is_first else dict(facts.ends.first)
@@ -193,7 +194,7 @@ class HF(Model):
 
 
 def longest(hf_config: Any) -> int | None:
-    """The longest sequence that a configuration of transformers allows, in tokens; None: any length."""
+    """The longest sequence that a configuration of transformers allows, in tokens; None if it sets no limit."""
     return next((getattr(hf_config, key) for key in families.POSITION_KEYS if getattr(hf_config, key, None)), None)
 
 

@@ -1,4 +1,4 @@
-"""The family record of `[model] name = "hf"`: what the trainer asks of a family, for any decoder of `transformers`."""
+"""The family record of `[model] name = "hf"`: the methods that the trainer calls, for any decoder of `transformers`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from dtmega.ops.cost import Piece
 
 
 class Transformers:
-    """The family of all decoders of transformers, unmodified: [model] path is a directory with its config.json.
+    """The family of all unmodified decoders of transformers. [model] path is a directory with the model's config.json.
 
-    `dtmega/models/family.py` says what each method does.
+    `dtmega/models/family.py` documents each method.
     """
 
     libraries = ("transformers",)
@@ -134,7 +134,7 @@ class Transformers:
             built = HF(model)
         tensors = {built.full_name(name): tensor.detach() for name, tensor in built.stored_tensors()}
         as_saved = theirs.as_saved(source, built.hf, tensors)
-        # Buffers do not count: one in fp32 must not make from_pretrained load a bfloat16 model in fp32.
+        # Only parameters decide the dtype: an fp32 buffer must not make from_pretrained load a bfloat16 model in fp32.
         dtype = widest(source.tensors[built.full_name(name)][0] for name, _ in built.named_parameters())
         config_values = {"architectures": [type(built.hf).__name__], "dtype": dtype}
         export.export(as_saved, folder, config_values, Path(model.directory), tokenizer, **options)

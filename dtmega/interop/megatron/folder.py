@@ -36,7 +36,9 @@ class Contents(NamedTuple):
         args: the run's arguments as plain values; empty if the files have none.
         weights: the whole model by Megatron's names.
         moments: exp_avg and exp_avg_sq by the same names; empty if they are incomplete.
-        progress, updates, loss_scale: how far the run was. They have a meaning only together with moments.
+        progress: the run's progress; meaningful only if there are moments.
+        updates: number of updates that the weights have had; meaningful only if there are moments.
+        loss_scale: state of float16's loss scale; meaningful only if there are moments.
         order: the fork whose order of samples the run used, as a value of [data] order.
         vocab_size: number of the tokenizer's ids, without padding; 0 if the files do not say.
         notes: lines for the user.

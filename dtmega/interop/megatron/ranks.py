@@ -318,11 +318,16 @@ def join_ranks(
 
 
 def _todays_order(part: Part, name: str, version: int, n_heads: int, n_tp: int) -> Part:
-    """A part with its rows in today's order, if it is a fused QKV of an older version; else the part itself.
+    """The part with its rows in the current order of Megatron's fused QKV.
+
+    Only a fused QKV of a checkpoint before version 2 is reordered; any other part is returned as it is.
 
     Args:
-        name: name in the whole model.
+        part: the part of a tensor.
+        name: name of the tensor in the whole model.
         version: checkpoint version of the file.
+        n_heads: number of attention heads of the whole model.
+        n_tp: number of tensor-parallel ranks that wrote the checkpoint.
     """
     n_parts = names.qkv_parts(name)
     if n_parts == 1 or version >= 2:

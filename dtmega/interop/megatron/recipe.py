@@ -78,7 +78,7 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
 def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
     """The groups of corpora as the user wrote them: "NAME: WEIGHT START:END PREFIX, ...".
 
-    Megatron's arguments hold them taken apart, as lists of names, weights, ranges and paths.
+    Megatron's arguments store the groups as separate lists of names, weights, ranges and paths.
     """
     key = flag.removeprefix("--").replace("-", "_")
     lists = [args.get(key.replace("paths", part)) for part in ("names", "weights", "splits", "paths")]

@@ -3,9 +3,9 @@
     OUT/latest_checkpointed_iteration.txt        "release"
     OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
 
-The folder is a release because Megatron's loader exits if a numbered one has no optimizer and no generators. The
-loader compares the arguments in a file, for model and layout, with its own. Files have the form of checkpoint version
-3.0, and the names of Megatron-LM v2.1 and later.
+The folder is a release, because Megatron's loader exits if the folder of a numbered iteration lacks the states of the
+optimizer and of the random number generators. The loader also compares the arguments for model and layout in each file
+with its own arguments. Files are written in checkpoint version 3.0, with the names of Megatron-LM v2.1 and later.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _depth(source: Source, stack: str) -> int:
 
 
 def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str]:
-    """The tensors of a stage: name in its files, where layers count from 0 -> name in the whole model."""
+    """Name in the stage's files -> name in the whole model, for each tensor of a stage. Files number layers from 0."""
     last = stage == layout.pp - 1
     embeds = stage == 0 or stage == layout.split
     names: dict[str, str] = {}

@@ -141,8 +141,8 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
         fragments: pieces of the data ranks before this one.
         file: the data rank's file.
         tp: tensor-parallel rank.
-        n_layers: layers of the model.
-        n_data: number of data ranks, by the files that are there.
+        n_layers: number of the model's layers.
+        n_data: number of data ranks, counted from their files.
     """
     content = entries(entries(file.value, "the file").get("optimizer_state_dict"), "the optimizer")
     counts = content.get("partition_count")

@@ -121,14 +121,14 @@ class _Decoder:
         self.stack.append(tuple(values))
 
     def append(self, values: list[Any]) -> None:
-        """Add values to the list that is last on the stack."""
+        """Append values to the list on top of the stack."""
         of_type(self.stack[-1], list, "the target of APPENDS").extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:
-        """Add keys and values, in turn, to the dict or OrderedDict that is last on the stack."""
+        """Add keys and values, given in turn, to the dict or OrderedDict on top of the stack."""
         target = of_type(items_of(self.stack[-1]), dict, "the target of SETITEMS")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            # No tuples: to hash one that is nested a million times overflows C's stack.
+            # Tuples are refused, because hashing a tuple that is nested a million times overflows C's stack.
             if type(key) not in (str, int, PickledObject):
                 raise ValueError("expected keys that are strings, numbers or objects")
             target[key] = value
@@ -146,14 +146,14 @@ class _Decoder:
         self.stack.append(PickledObject("persistent id", of_type(self.stack.pop(), tuple, "a persistent id")))
 
     def call(self, arg: Any) -> None:
-        """Note a call of the last value but one, with the last value as its arguments."""
+        """Record a call of the second value from the top of the stack, with the top value as its arguments."""
         function, args = self.pop(2)
         if type(function) is not PickledObject or function.args is not None or type(args) is not tuple:
             raise ValueError("refused: the pickle calls something that is not a plain name")
         self.stack.append(PickledObject(function.name, args))
 
     def set_state(self, arg: Any) -> None:
-        """Note the last value as the state of the object before it."""
+        """Record the top value of the stack as the state of the object below it."""
         instance, state = self.pop(2)
         if type(instance) is not PickledObject or instance.args is None or instance.state is not None:
             raise ValueError("refused: the pickle sets the state of something that is not a new object")

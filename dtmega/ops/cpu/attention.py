@@ -1,16 +1,16 @@
-"""Attention in bfloat16 on a CPU with instructions for it, which torch's fused kernels do not use.
+"""Attention in bfloat16 on a CPU with bfloat16 instructions, which torch's fused kernels do not use.
 
-A part of the queries (some samples, some heads, a few hundred places) is processed at a time. Its scores are one
-batched product. They are turned into probabilities in fp32, over as many rows at a time as a core's cache holds. Of
-short sequences the probabilities are kept for backward; of long ones they are computed once more from the logarithms of
-their sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
+A part of the queries (some samples, some heads, a few hundred places) is processed at a time. Its scores are computed
+as one batched product. They are turned into probabilities in fp32, for as many rows at a time as a core's cache holds.
+For short sequences the probabilities are kept for backward. For long sequences backward computes them again from the
+logarithms of their sums, as in FlashAttention (Dao et al., arXiv:2205.14135).
 
-The queries of a chunk stand in reverse order, the last one first. A bias that depends on the distance is then, for all
+The queries of a chunk are in reverse order, the last one first. A bias that depends on the distance is then, for all
 queries of the chunk, a view of one row of numbers for each head, and this row stays in the cache.
 
-Products round their results to bfloat16, scores too, as in the plain formula and in transformers' models. The result of
-a sample does not depend on the others in its batch. For autograd and torch.compile the whole is one operator, and its
-backward another: nothing in here is traced, so nothing is compiled.
+Products, including the scores, are rounded to bfloat16, as in the plain formula and in transformers' models. The result
+of a sample does not depend on the other samples in its batch. Forward is a single operator for autograd and
+torch.compile, and so is backward: nothing inside is traced or compiled.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from torch import Tensor
 from dtmega.ops import keyed
 from dtmega.ops.attention_rule import N_TENSORS, AttentionRule, Chunk
 
-# Scores that are turned into probabilities at a time: 1 MiB in fp32 and 0.5 MiB in bf16, of an L2 cache of 2 MiB.
+# Scores to turn into probabilities at a time. They take 1 MiB in fp32 and 0.5 MiB in bf16, of a level-2 cache of 2 MiB.
 CACHED_SCORES = 2**18
-# Scores that one product computes at a time. Calling the library takes as long as computing 2^16 of them.
+# Scores to compute in one product. Calling the library takes as long as computing 2^16 scores.
 PRODUCT_SCORES = 2**22
 # Probabilities are kept for backward if they take no more than this share of the memory of q, k, v and the result.
 KEPT_SHARE = 1.0
 SHORT_CHUNK = 128  # approximate number of queries in a chunk, for sequences shorter than LONG
 LONG = 1024
-# Scores are in base 2. torch's `exp2` is as exact as its `exp`; it takes a third of the time on CPUs for which that is
-# not optimised (AMD), and is no slower for -inf than for other numbers.
+# Scores are in base 2, because torch's `exp2` is as exact as `exp` and can be faster: it takes a third of the time on
+# CPUs for which `exp` is not optimised (AMD), and is not slower for -inf than for other numbers.
 LOG2_E = math.log2(math.e)
-# A probability of at most 2^-60 times its query's largest is set to 0: the sum of thousands of them would not change
-# that one. ALiBi makes many numbers so small that fp32 stores them as denormals, with which a CPU computes ten times
-# as slowly.
+# A probability of at most 2^-60 times the query's largest one is set to 0: even the sum of thousands of such
+# probabilities would not change the largest. ALiBi makes many numbers so small that fp32 stores them as denormals, and
+# a CPU computes ten times as slowly with those.
 NEGLIGIBLE = -60.0
 
 
-# If you change an operator's arguments or results, rename it: torch's cache of compiled graphs lives longer than the
-# process, and knows an operator by its name alone.
+# If you change the arguments or results of an operator, rename the operator: torch's cache of compiled graphs outlives
+# the process, and identifies an operator by its name alone.
 @torch.library.custom_op("dtmega::attention_by_products", mutates_args=())
 def attention_cpu(
     q: Tensor,
@@ -66,18 +66,19 @@ def attention_cpu(
     window: int,
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(q k^T scale + bias) v, and what backward needs to know of the probabilities.
+    """softmax(q k^T scale + bias) v, and the numbers from which backward gets the probabilities.
 
     Args:
         q: [B, H, S, K] bfloat16.
         k, v: [B, G, T, K] bfloat16, where G divides H.
-        query_places ... window: the fields of an `AttentionRule`, in its order.
-        dropout_key, head_ids, sample_ids, p: the fields of a `Dropout`; None, and p = 0, without dropout.
+        query_places, ..., strip, causal, window: fields of an `AttentionRule`.
+        dropout_key, head_ids, sample_ids, p: fields of a `Dropout`; without dropout None, and p = 0.
 
     Returns:
-        The output [B, H, S, K], in memory [B, S, H, K]; the logarithm in base 2 of each query's sum of exponentials,
-        fp32 [B, H, S, 1], with the last query of each chunk first; the probabilities that are kept for backward, chunk
-        after chunk, or an empty tensor (`_n_kept`).
+        - The output [B, H, S, K], in memory as [B, S, H, K].
+        - The base-2 logarithm of each query's sum of exponentials, fp32 [B, H, S, 1], with the last query of each chunk
+          first.
+        - The probabilities that are kept for backward, chunk after chunk, or an empty tensor (`_n_kept`).
     """
     rule = AttentionRule(
         query_places,
@@ -103,11 +104,12 @@ def attention_cpu(
         for piece in _pieces(scores):
             piece_scores = scores[piece]
             x = scratch.scaled(piece_scores, part.bias, piece, scale)
-            # The peak is subtracted before exponentials, which would overflow; it cancels in the quotient. A query that
-            # sees no key has a peak of -inf, and -inf - -inf would be NaN: the clamp makes its exponentials 0.
+            # The peak is subtracted so that exponentials do not overflow; it cancels in the quotient. If a query sees
+            # no key, its peak is -inf, and -inf - -inf would be NaN: with the clamp its exponentials are 0.
             peak = x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
             _exponentials(x.sub_(peak))
-            # The largest exponential is 1. Only a query that sees no key has a smaller sum: 0, and 0 / 0 would be NaN.
+            # The largest exponential is 1, so the sum is at least 1, except for a query that sees no key: its sum is 0,
+            # and 0 / 0 would be NaN.
             total = x.sum(-1, keepdim=True).clamp_(min=1.0)
             x.mul_(total.reciprocal())
             if part.drops is not None:
@@ -158,7 +160,8 @@ def attention_cpu_backward(
     )
     dq, dk, dv = _gradients(q, k, v)
     chunks = _chunks(rule)
-    # The gradient of the scores; the probabilities, if they were not kept; what dropout left of them.
+    # One tensor for the gradient of the scores, one for probabilities that were not kept, and with dropout one for the
+    # probabilities after it.
     n_tensors = 1
     if not kept.numel():
         n_tensors = 2 if dropout_key is None else 3
@@ -171,7 +174,7 @@ def attention_cpu_backward(
         probabilities, dscores, *after_dropout = scratch.shaped(part.q, part.k)
         dropped = after_dropout[0] if after_dropout else probabilities
         if not kept.numel():
-            # Probabilities once more: 2^(score - log2 of the sum), without a second pass for peak and sum.
+            # Compute the probabilities again, as 2^(score - log2 of the sum): this needs no pass for peak and sum.
             torch.bmm(stacked_q, stacked_k.mT, out=part.stacked(probabilities))
             part_log_sums = log_sums[part.queries]
             for piece in _pieces(probabilities):
@@ -181,13 +184,14 @@ def attention_cpu_backward(
                 if part.drops is not None:
                     dropped[piece] = _drop(x, part.drops[piece], part.key_places[piece[0]], p)
         _add_product(dv[part.keys], part.stacked(dropped).mT, stacked_gradient, 1.0)
-        # dP = dO V^T / (1 - p), where dropout left a probability; then the softmax's backward makes dS of it in place.
+        # dP = dO V^T / (1 - p) for probabilities that were not dropped. Then the softmax's backward turns dP into dS.
         stacked = part.stacked(dscores)
         torch.baddbmm(stacked, stacked_gradient, part.v.flatten(0, 1).mT, beta=0, alpha=1 / (1 - p), out=stacked)
         for piece in _pieces(probabilities):
             piece_gradient = dscores[piece]
             if after_dropout:
-                # What dropout left is positive, so its sign is the mask. Probabilities of 0 have no gradient anyway.
+                # Probabilities that were not dropped are positive, so their sign is the mask. If one is 0 already, its
+                # gradient is 0 in any case.
                 piece_gradient.mul_(dropped[piece].sign())
             torch.ops.aten._softmax_backward_data.out(
                 piece_gradient, probabilities[piece], -1, q.dtype, grad_input=piece_gradient
@@ -201,15 +205,15 @@ def attention_cpu_backward(
 def _results(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, p: float) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the results of `attention_cpu`."""
     n_rows, n_heads, n_queries, _ = q.shape
-    # In memory [B, S, H, K], as the projection that follows reads it.
+    # The memory layout is [B, S, H, K], in which the following projection reads it.
     out = v.new_empty(n_rows, n_queries, n_heads, v.shape[-1]).transpose(1, 2)
-    # With dropout nothing is kept: the dropped probabilities are not enough for backward.
+    # With dropout nothing is kept, because backward also needs the probabilities before dropout.
     kept = q.new_empty(0 if p else _n_kept(q, k, v, rule))
     return out, q.new_empty(n_rows, n_heads, n_queries, 1, dtype=torch.float32), kept
 
 
 def _n_kept(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> int:
-    """The number of probabilities that are kept for backward: all, if a head's are few compared with its tensors."""
+    """The number of probabilities to keep for backward: all, or 0 if they take too much memory (KEPT_SHARE)."""
     n_pairs = sum((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in _chunks(rule))
     n_in_q_k_v_out = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
     if n_pairs > KEPT_SHARE * n_in_q_k_v_out:
@@ -218,21 +222,22 @@ def _n_kept(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> int:
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients: zeros for those of k and v, to which each chunk of queries adds."""
+    """Memory for the gradients. Those of k and v start as zeros, because each chunk of queries adds to them."""
     return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
 class _Part(NamedTuple):
-    """The queries of one product, of some rows of the batch and some heads, with the keys and values that they see.
+    """The queries of one product (of some rows of the batch and some heads), with the keys and values that they see.
 
     Attributes:
-        queries: slices of them in a tensor [B, H, S, ..].
+        queries: slices of these queries in a tensor [B, H, S, ..].
         keys: slices of their keys in k and v.
-        q: [rows, heads, C, K], the last query first.
-        k, v: [rows, groups, keys, K].
+        q: the queries, [rows, heads, C, K], with the last one first.
+        k, v: the keys and values, [rows, groups, keys, K].
         bias: bias for scores in base 2, [rows, heads, C, keys], a view; None: no bias.
-        key_places: [rows, 1, 1, keys].
-        drops: their part of `_row_keys`, [rows, heads, C], the last query first; None: nothing is dropped.
+        key_places: places of the keys, [rows, 1, 1, keys].
+        drops: row keys of dropout (`_row_keys`) for these queries, [rows, heads, C], with the last query first; None:
+            nothing is dropped.
     """
 
     queries: tuple[slice, slice, slice]
@@ -245,7 +250,7 @@ class _Part(NamedTuple):
     drops: Tensor | None
 
     def stacked(self, x: Tensor) -> Tensor:
-        """Stack the heads that share one of k: [rows, H, C, n] -> [rows x groups, H / groups x C, n]."""
+        """Stack the heads that share a head of k: [rows, H, C, n] -> [rows x groups, H / groups x C, n]."""
         return x.view(self.k.shape[0] * self.k.shape[1], -1, x.shape[-1])
 
 
@@ -258,7 +263,7 @@ def _parts(
     scratch: _Scratch,
     dropout_rows: Tensor | None,
 ) -> Iterator[_Part]:
-    """Parts that cover all pairs of queries and keys, in the order in which `scratch` has memory for their scores."""
+    """The parts that together cover all pairs of queries and keys, in the order in which `scratch.kept` holds them."""
     rule = _in_base_2(rule)
     by_distance = _times_log2_e(rule.bias_by_distance())
     for rows in scratch.rows():
@@ -282,7 +287,7 @@ def _parts(
 
 
 def _in_base_2(rule: AttentionRule) -> AttentionRule:
-    """The rule with its bias in base 2. The strip stays as it is, since `bias_by_distance` replaces it here."""
+    """The rule with its bias in base 2. `_parts` converts the biases that it reads from the strip."""
     return rule._replace(slopes=_times_log2_e(rule.slopes), table=_times_log2_e(rule.table))
 
 
@@ -291,10 +296,10 @@ def _times_log2_e(x: Tensor | None) -> Tensor | None:
 
 
 def _chunks(rule: AttentionRule) -> list[Chunk]:
-    """The chunks of queries, shorter ones if the sequence is short.
+    """The chunks of queries. A short sequence is split into shorter chunks.
 
-    A shorter chunk has fewer keys that causality hides from some of its queries. In a long sequence such keys are a
-    small share in any case.
+    A chunk also computes the scores of pairs that causality hides. Shorter chunks waste less work on such pairs. In a
+    long sequence these pairs are a small share in any case.
     """
     divisor = 1
     if rule.query_places.shape[1] < LONG:
@@ -303,16 +308,18 @@ def _chunks(rule: AttentionRule) -> list[Chunk]:
 
 
 def _reversed(x: Tensor) -> Tensor:
-    """x [rows, heads, C, ..] in reverse order of queries; contiguous, where `flip` would keep the strides of x."""
+    """A contiguous copy of x [rows, heads, C, ..] with the queries in reverse order. `flip` would keep x's strides."""
     return x.index_select(2, torch.arange(x.shape[2] - 1, -1, -1))
 
 
 class _Scratch:
-    """Memory for the scores of one part after the other: of a chunk, for some rows of the batch and some heads.
+    """Memory for the scores of one part (`_Part`), which the parts use in turn.
 
     Args:
-        n: number of tensors of that size, in the dtype of q, which every part uses in turn.
-        kept: memory for one more tensor, in which each part's follows that of the part before. Empty: none.
+        q, k: all queries and keys.
+        chunks: all chunks of queries.
+        n: number of tensors with room for the scores of a part, in the dtype of q.
+        kept: memory for one more tensor of each part; these tensors follow one another and are kept. Empty: none.
     """
 
     def __init__(self, q: Tensor, k: Tensor, chunks: list[Chunk], n: int, kept: Tensor) -> None:
@@ -320,7 +327,7 @@ class _Scratch:
         self.n_taken = 0
         self.n_rows, self.n_heads = q.shape[:2]
         self.n_groups = k.shape[1]
-        self.heads_per_group = self.n_heads // self.n_groups  # heads of q that share one of k
+        self.heads_per_group = self.n_heads // self.n_groups  # heads of q that share a head of k
         scores_of_head = max((chunk.stop - chunk.start) * (chunk.last - chunk.first) for chunk in chunks)
         self.rows_at_a_time = min(self.n_rows, max(1, PRODUCT_SCORES // (scores_of_head * self.n_heads)))
         self.groups_at_a_time = min(self.n_groups, max(1, PRODUCT_SCORES // (scores_of_head * self.heads_per_group)))
@@ -330,12 +337,12 @@ class _Scratch:
         self.wide = q.new_empty(max(CACHED_SCORES, n_keys), dtype=torch.float32)
 
     def rows(self) -> Iterator[slice]:
-        """Slices of the batch's rows, of the number that a product takes at a time."""
+        """Slices of the batch's rows, each with the rows that one product takes."""
         for first in range(0, self.n_rows, self.rows_at_a_time):
             yield slice(first, first + self.rows_at_a_time)
 
     def heads(self) -> Iterator[tuple[slice, slice]]:
-        """Slices of the heads of q that a product takes at a time, each with the slice of k's heads that they share."""
+        """Slices of q's heads, each with the heads that one product takes, and the slice of k's heads they share."""
         for first in range(0, self.n_groups, self.groups_at_a_time):
             last = min(first + self.groups_at_a_time, self.n_groups)
             yield slice(first * self.heads_per_group, last * self.heads_per_group), slice(first, last)
@@ -351,7 +358,7 @@ class _Scratch:
         return [tensor[:size].view(shape) for tensor in tensors]
 
     def scaled(self, scores: Tensor, bias: Tensor | None, piece: tuple[slice, ...], scale: float) -> Tensor:
-        """A piece of the scores in fp32 and base 2, with the bias, which is in base 2 already."""
+        """A piece of the scores in fp32 and base 2, plus the bias, which is in base 2 already."""
         x = self.wide[: scores.numel()].view(scores.shape).copy_(scores)
         if bias is None:
             return x.mul_(scale * LOG2_E)
@@ -359,7 +366,7 @@ class _Scratch:
 
 
 def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
-    """Add x y scale to a slice [rows, groups, keys, K], in one product that rounds the sum only once."""
+    """Add scale x y to a slice [rows, groups, keys, K], as one operation that rounds the sum only once."""
     part = to.view(-1, *to.shape[2:])
     torch.baddbmm(part, x, y, alpha=scale, out=part)
 
@@ -367,7 +374,7 @@ def _add_product(to: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
 def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
     """Cut scores [rows, heads, C, keys] into pieces that fit the cache.
 
-    A piece is several rows, or several heads of one row, or several queries of one head.
+    Each piece has several rows, or several heads of one row, or several queries of one head.
     """
     n_rows, n_heads, n_queries, n_keys = scores.shape
     queries = max(1, CACHED_SCORES // n_keys)
@@ -380,7 +387,7 @@ def _pieces(scores: Tensor) -> Iterator[tuple[slice, ...]]:
 
 
 def _exponentials(x: Tensor) -> Tensor:
-    """2^x in place, and 0 where that is negligible or x is -inf."""
+    """Replace x by 2^x in place, or by 0 if the result is negligible or x is -inf."""
     return torch.threshold_(x, NEGLIGIBLE, -math.inf).exp2_()
 
 
@@ -394,7 +401,7 @@ def _row_keys(
 
 
 def _drop(x: Tensor, row_keys: Tensor, key_places: Tensor, p: float) -> Tensor:
-    """Drop and rescale probabilities [rows, heads, C, keys] in place, by `_row_keys` and the places of keys."""
+    """Drop and rescale probabilities [rows, heads, C, keys] in place, keyed by `_row_keys` and the places of keys."""
     # numpy multiplies numbers by booleans in a quarter of torch's time, and hashes in half of it.
     kept = keyed.keep(p, row_keys.numpy(), key_places.numpy())
     np.multiply(x.numpy(), kept, out=x.numpy())

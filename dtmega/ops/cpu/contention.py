@@ -1,7 +1,8 @@
-"""A check whether a run on a CPU has its cores to itself.
+"""A check for other processes that use the cores of a run on a CPU.
 
-An operation on several threads is done when the last thread is. If another process uses one of the cores, the thread
-that shares it is late each time, and the other threads keep their cores busy with waiting (benchmarks/TIMINGS.md).
+An operation on several threads is done when its last thread is done. If another process uses one of the cores, the
+thread on that core is always late, and the other threads keep their cores busy while they wait
+(benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-# Steps of this process between which waiting is measured. The first steps are no measure, since they start compilers
-# and readers of data.
+# Steps of this process between which waiting is measured. The first steps are left out, because compilers and data
+# readers start in them.
 FROM, TO = 3, 13
-CROWDED = 0.25  # seconds per second, summed over threads, that they wait for a core: the user is told from here on
+CROWDED = 0.25  # seconds of waiting per second, summed over threads, from which the user gets advice
 THREADS = Path("/proc/self/task")  # one folder for each thread, on Linux
 
 
@@ -22,7 +23,7 @@ class Contention:
     """A measurement, over a few steps of a run, of how long its threads wait for a core.
 
     Args:
-        device: device that the run computes on. On other devices than a CPU nothing is measured.
+        device: device that the run computes on; nothing is measured unless it is a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +34,7 @@ class Contention:
         """Advice for the user, returned once, if threads of this process wait for a core; otherwise ''.
 
         Args:
-            n: number of steps that this process has done.
+            n: number of steps that this process has done so far.
         """
         if self._n_threads == 1 or n not in (FROM, TO):
             return ""
@@ -56,7 +57,7 @@ class Contention:
 
 
 def _waited_s() -> float | None:
-    """Seconds in which this process's threads were ready to run but had no core; None if the system does not tell."""
+    """Seconds for which this process's threads were ready but had no core; None if the system does not report it."""
     try:
         schedules = [(thread / "schedstat").read_text() for thread in THREADS.iterdir()]
         return sum(int(schedule.split()[1]) for schedule in schedules) / 1e9

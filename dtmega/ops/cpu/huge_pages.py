@@ -1,8 +1,9 @@
-"""CPU memory: freed buffers stay with the process, and large ones lie on huge pages.
+"""Settings for CPU memory: freed buffers stay with the process, and large buffers are on huge pages.
 
-By default glibc takes a buffer of more than 32 MiB, and often a smaller one, from the system and gives it back when it
-is freed, and the system fills it with zeros in pages of 4 KiB each time. For a chunk's logits and the gradient of the
-head's weight this took a sixth of the time of their products, and a tenth of a step (benchmarks/TIMINGS.md).
+By default glibc requests each buffer of more than 32 MiB, and often a smaller one, from the system, and gives it back
+when it is freed. The system fills the buffer with zeros each time, in pages of 4 KiB. For a chunk's logits and the
+gradient of the head's weight this took a sixth of the time of their products, and a tenth of a step
+(benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 
 from torch import Tensor
 
-LARGE_BYTES = 2**24  # buffers from this size on are put on huge pages
+LARGE_BYTES = 2**24  # buffers of at least this size are put on huge pages
 HUGE_PAGE = 2**21  # bytes
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -23,21 +24,21 @@ MADV_HUGEPAGE = 14  # from Linux's asm-generic/mman-common.h
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for this process, since each step needs as much as the one before.
+    """Let glibc keep freed memory for this process, since each step needs as much memory as the step before.
 
-    Without glibc nothing changes.
+    On a system without glibc nothing changes.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(M_MMAP_MAX, 0)  # take large buffers from the heap, too
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # and never give the end of the heap back
+        libc.mallopt(M_MMAP_MAX, 0)  # allocate large buffers on the heap too
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never give the end of the heap back
         libc.mallopt(M_TOP_PAD, GROWTH_BYTES)
 
 
 def on_huge_pages(x: Tensor) -> Tensor:
     """Ask Linux to map x in pages of 2 MiB, and return x. Call it before x is written to.
 
-    On other systems, and if x is small, nothing is done. Where huge pages are switched off, Linux ignores the request.
+    Nothing is done on other systems, and if x is small. If huge pages are switched off, Linux ignores the request.
     """
     if type(x) is Tensor and x.device.type == "cpu" and sys.platform == "linux":
         # The address comes from x itself: once Python has seen its storage, autograd no longer accumulates gradients

@@ -1,10 +1,10 @@
-"""Linears in bfloat16 on a CPU with AMX: faster forms, by oneDNN, of two products of uncut weights.
+"""Faster products, by oneDNN, for uncut nn.Linear modules in bfloat16 on a CPU with AMX.
 
 - A bias is added while the product is still in registers. torch would fill the result with the bias first, and add the
   product to it.
 - The gradient of a weight with many more inputs than outputs is computed from a transposed copy of the output's
   gradient, because a product whose first factor is a transposed view runs at half the rate (torch 2.13). With fewer
-  inputs the copy costs what it saves.
+  inputs the copy would cost as much time as it saves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDE = 2  # ratio of input to output features from which the transposed copy pay
 
 
 def multiply_on_amx(model: nn.Module) -> None:
-    """Let the model's nn.Linear modules compute by these products. In other dtypes they compute as before."""
+    """Make the model's nn.Linear modules use these products for bfloat16. Other dtypes are computed as before."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = types.MethodType(_forward, module)
@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
 def biased_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W^T + b, [..., in] -> [..., out].
 
-    An operator of our own, because Inductor takes oneDNN's for constant weights only.
+    It is an operator of its own, because Inductor uses oneDNN's operator only for constant weights.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -74,7 +74,10 @@ BIASED_PRODUCT = torch.ops.dtmega.biased_product.default
 
 @torch.library.custom_op("dtmega::wide_gradient", mutates_args=())
 def wide_gradient(rows: Tensor, x: Tensor) -> Tensor:
-    """rows^T x, [n, out] and [n, in] -> [out, in]. An operator, so that Inductor does not remove the copy."""
+    """rows^T x, [n, out] and [n, in] -> [out, in].
+
+    It is an operator of its own, so that Inductor does not remove the copy.
+    """
     return rows.t().contiguous() @ x
 
 

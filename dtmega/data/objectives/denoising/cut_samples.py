@@ -98,9 +98,9 @@ class CutSamples(ABC):
         return self._table[entry].tolist()
 
     def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of tokens of each sample that some epoch reads, [n].
+        """The number of tokens in each sample that are read in at least one epoch, [n].
 
-        All tokens are read, unless a subclass drops the same ones in every epoch.
+        By default these are all tokens; a subclass may drop the same tokens in every epoch.
 
         Args:
             lengths: [n], tokens in the sentences of each sample.
@@ -113,7 +113,7 @@ class CutSamples(ABC):
         return type(self), self._arguments
 
     def _count_tokens(self) -> int:
-        """Number of tokens that an epoch reads; the table is gone through in chunks, which bounds the memory."""
+        """Number of tokens that an epoch reads. The table is read in chunks, to bound the memory."""
         total = 0
         for start in range(0, self.n_samples, CHUNK):
             entries = self._table[start : start + CHUNK].astype(np.int64)

@@ -97,13 +97,14 @@ def choose(
 
     Args:
         words: the samples' words.
-        n_words: int64 [B, W], words in the n-gram that would begin with each word, at most max_ngram and
-            `words.in_segment`.
-        max_ngram: most words in an n-gram.
+        n_words: int64 [B, W], number of words in the n-gram that would begin at each word; at most max_ngram, and
+            at most `words.in_segment`.
+        max_ngram: maximum number of words in an n-gram.
         to_hide: int64 [B], number of tokens to hide.
         keys: uint64 [B], keys of the samples; the order of a sample's words is a function of its key.
-        max_grams: most n-grams in a sample.
-        room: most tokens in all n-grams of a sample, where each n-gram counts as one token more (its sentinel).
+        max_grams: maximum number of n-grams in a sample.
+        room: maximum number of tokens in all n-grams of a sample together; each n-gram counts as one token more, for
+            its sentinel.
     """
     n_rows, width = words.sizes.shape
     index = np.arange(width)

@@ -1,4 +1,4 @@
-"""Reads the config.json of a directory of `transformers`, which may be crafted, and makes a configuration of it."""
+"""Reads the config.json of a directory, which may be crafted to do harm, and makes a configuration of transformers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from dtmega.interop.hf.files.tensors import TensorFiles, has_weights, other_weig
 
 NAME = "config.json"
 # Keys that choose an implementation. Some name code that transformers would download ("attn_implementation":
-# "owner/repository"). Without them transformers chooses one of its own.
+# "owner/repository"). Without these keys transformers chooses an implementation of its own.
 IMPLEMENTATION = re.compile(
     r".*_implementation(_internal|_autoset)?|use_kernels|kernel_config|fusion_config|base_model_.*_plan"
 )
-# Keys that count modules of one kind, of which each has at least one tensor.
+# Keys that count modules of one kind. Each of these modules has at least one tensor.
 COUNT = re.compile(r"(.*_)?(layers?|blocks?|experts?|depths?)")
 # Keys, and attributes of modules, that are rates of dropout or of other random noise in training.
 NOISE = re.compile("drop|jitter")
-PLAUSIBLE = 1000  # counts up to here are not compared with the files; the deepest published models have a tenth of it
+# Counts up to this one are not compared with the files. The deepest published models have a tenth as many layers.
+PLAUSIBLE = 1000
 
 
 def read_plain(directory: str | Path) -> dict[str, Any]:
-    """The content of the file, unchanged, after the checks that make it safe to build a model of it.
+    """The content of the file, unchanged, after the checks that make it safe to build a model from it.
 
     Raises:
         ValueError: the file is missing, not a JSON object, or without a model_type; it refers to code or to weights
@@ -58,7 +59,7 @@ def read_plain(directory: str | Path) -> dict[str, Any]:
 
 
 def make_config(directory: str | Path, plain: dict[str, Any]) -> Any:
-    """The configuration that transformers makes of the file, without keys that choose an implementation.
+    """The configuration that transformers makes from the file, without keys that choose an implementation.
 
     Args:
         directory: path of the directory, which the configuration keeps as its `name_or_path`.

@@ -1,11 +1,11 @@
 """Exports a model as a directory that `from_pretrained` and `AutoTokenizer` of transformers load.
 
-OUT/config.json               the model's; or the original's, with another class and dtype
+OUT/config.json               the model's own; or the original's, with a different class and dtype
 OUT/generation_config.json    and the tokenizer's files
 OUT/model.safetensors         or several files, as write.py writes them
 
-If the model came from a directory, its original, the tokenizer files there (TOKENIZER_FILES) are copied byte by byte.
-Code and other weights are never copied.
+If the model came from a directory (its original), the tokenizer files in that directory (TOKENIZER_FILES) are copied
+byte by byte. Code and other weights are never copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tekken.json"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
-# Role of a special token -> the token that has it in vocabularies like BERT's, where transformers looks for it.
+# Name of a special token in transformers -> the token that has this role in vocabularies like BERT's.
 ROLES = {
     "cls_token": "[CLS]",
     "sep_token": "[SEP]",
@@ -55,26 +55,27 @@ def export(
     other_files: Mapping[str, bytes] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write `folder` as `write.write` does; all ranks call it.
+    """Write a directory of transformers, as `write.write` does. All ranks call this together.
 
     Args:
-        source: the tensors, by the names that they shall have in the files, in the order in which to write them.
-        folder: where to write; new or empty.
-        config_values: content of config.json; with an original, the entries that differ from its config.json.
-        original: directory with the config.json that the weights were trained under; None for a model that is written
-            here.
-        tokenizer_json: text of a tokenizer.json, which replaces all of the original's tokenizer files; None: those of
-            the original, if there is one.
-        rank, size, barrier, max_file_bytes: see `write.write`.
-        token_ids: special tokens of that tokenizer, by the keys that configurations have for them: eos_token_id, ...
-        other_files: file -> content, of other files to write; only rank 0's are written. For a model that is written
-            here they may include `tokenizer.json` and `generation_config.json` of the directory that the training began
-            with. The latter is kept if the tokenizer is still that one, and otherwise gets the new tokenizer's ids.
+        source: the tensors under their names in the files, in the order in which they are written.
+        folder: the folder to write, new or empty.
+        config_values: content of config.json; with an original, the entries that differ from the original's.
+        original: directory with the config.json that the weights were trained under; None for one of dtmega's own
+            models.
+        tokenizer_json: text of a tokenizer.json that replaces all tokenizer files of the original. If None, the files
+            of the original are kept.
+        rank, size, barrier, max_file_bytes: arguments of `write.write`.
+        token_ids: ids of special tokens in that tokenizer, by their keys in configurations: eos_token_id, ...
+        other_files: name -> content of further files; only those of rank 0 are written. For one of dtmega's own models
+            they may include `tokenizer.json` and `generation_config.json` of the directory that the training began
+            with. If the tokenizer is still the same, that generation_config.json is kept; otherwise it gets the token
+            ids of the new tokenizer.
 
     Raises:
         ValueError: on every rank, before anything is written: the folder exists and is not empty, a file of the
             original cannot be read, a tensor has a dtype that such a folder cannot have, or an id has no token.
-        OSError: as `write`.
+        OSError: an error of `write.write`.
     """
     tensors = tensor_specs(source)
     files = dict(other_files)
@@ -82,7 +83,7 @@ def export(
         config = {**config_values, **token_ids, "torch_dtype": widest(tensor.dtype for tensor in tensors)}
     else:
         config = config_json.read_plain(original)
-        config.pop("torch_dtype", None)  # transformers 4 called the key so
+        config.pop("torch_dtype", None)  # the name of the key `dtype` in transformers 4
         config |= {"dtype": widest(tensor.dtype for tensor in tensors), **config_values}
         files |= {
             name: _read(original / name) for name in (GENERATION, *TOKENIZER_FILES) if (original / name).is_file()
@@ -129,7 +130,7 @@ def _tokenizer_files(
     special |= {role: name for role, name in ROLES.items() if tokenizer.token_to_id(name) is not None}
     if reads_types:
         special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    # The class that transformers 4 has for BLOOM would add BLOOM's own special tokens, so the general one is named.
+    # The class that transformers 4 has for BLOOM would add BLOOM's own special tokens, so the general class is named.
     loading = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return {TOKENIZER: text.encode(), "tokenizer_config.json": to_json(loading | special)}
 

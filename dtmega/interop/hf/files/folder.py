@@ -1,4 +1,4 @@
-"""The weights of a directory under the names of the model that is to hold them, ours or one of transformers."""
+"""The weights of a directory under the names of the model that they are for, dtmega's own or one of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtmega.interop.hf.files.tensors import TensorFiles
 
 
 class Folder(Deduplicated):
-    """The weights of a directory as a `Source`, each parameter under one name of the model's.
+    """The weights of a directory as a `Source`, with each parameter under one of its names in the model.
 
     Attributes:
         bytes_read: number of bytes of tensors that have been read from the files.
@@ -23,7 +23,7 @@ class Folder(Deduplicated):
 
         Args:
             files: the directory's files, from which `weights` reads.
-            weights, copies, otherwise: see `Deduplicated`.
+            weights, copies, otherwise: arguments of `Deduplicated`.
         """
         super().__init__(weights, copies, str(files.path), otherwise)
         self._files = files
@@ -42,7 +42,7 @@ def keys_of(files: TensorFiles, name_of: Callable[[str], str | None], model: str
         model: name of the model, for messages.
 
     Raises:
-        ValueError: a key that the model has no place for, or two keys with the same name.
+        ValueError: a key has no place in the model, or two keys have the same name there.
     """
     keys: dict[str, str] = {}
     unknown: list[str] = []

@@ -1,4 +1,4 @@
-"""Reads weights for a model that is written here from a directory of transformers, by the rules of its format."""
+"""Reads weights for one of dtmega's own models from a directory of transformers, by the rules of its format."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from dtmega.interop.hf.files.tensors import TensorFiles
 
 
 def open_weights(path: Path, form: Format, model: config.Model, build: Build) -> Folder:
-    """Open the weights of a directory under our names. If a tied parameter is stored more than once, all must be equal.
+    """Open the weights of a directory under our names. All stored copies of a tied parameter must be equal.
 
     Args:
         path: the directory.
         form: rules between our tensors and the stored ones.
-        model: the [model] section that config.json has to agree with.
-        build: builds the whole model; called on meta, with a vocabulary without padding, as other programs store it.
+        model: the [model] section, with which config.json must agree.
+        build: function that builds the whole model. It is called on meta, with a vocabulary without padding, because
+            other programs store none.
 
     Raises:
         ValueError: config.json does not agree with [model]; `TensorFiles` refuses the files; a tensor is missing,

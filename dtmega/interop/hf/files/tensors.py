@@ -1,6 +1,6 @@
 """Reads the safetensors of a directory, whole tensors or parts of them. The project has no other reader.
 
-The files are those that `from_pretrained` of transformers takes: model.safetensors if it exists, else the files that
+The files are those that `from_pretrained` of transformers reads: model.safetensors if it exists, else the files that
 model.safetensors.index.json names; no other file is opened. Every tensor in them counts, even one that the index does
 not list, and callers must find a use for each or refuse it, so that no tensor is silently ignored.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Files of transformers' own distributed saving, which it reads before any others.
+# Files of a distributed save of transformers, which `from_pretrained` prefers to all other files.
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 GGUF = "*.gguf"
 WEIGHTS = ("*.safetensors", *PICKLES, GGUF, "*.h5", "*.msgpack", "*.onnx")
-# Dtypes that weights may have, and the others of safetensors.
+# DTYPES are those that weights may have; OTHERS are the remaining dtypes of safetensors.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OTHERS = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -33,7 +33,7 @@ OTHERS = {
 class TensorFiles:
     """The tensors of a directory, by the names that they have in its files.
 
-    Headers are read at once, tensors only when `read` asks for them.
+    The constructor reads only the headers of the files; a tensor is read when `read` is called.
 
     Attributes:
         path: the directory.
@@ -85,7 +85,7 @@ class TensorFiles:
         """Refuse a tensor that cannot be a weight of this shape.
 
         Raises:
-            ValueError: the tensor has another shape, or a dtype that weights only have when they are quantised.
+            ValueError: the tensor has a different shape, or a dtype that weights only have when they are quantised.
         """
         dtype, _ = self.tensors[name]
         self.check_shape(name, expected)
@@ -107,7 +107,7 @@ class TensorFiles:
             raise ValueError(f"'{name}' of {file} is {list(shape)}, but config.json gives {list(expected)}")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a part of a tensor (None: all of it), in the file's dtype."""
+        """Read the part `index` of a tensor (None: the whole tensor), in the file's dtype."""
         part: Tensor = self._slices[name][... if index is None else index]
         self.bytes_read += part.nbytes
         return part
@@ -117,10 +117,11 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     """Choose the files that hold the weights.
 
     Returns:
-        Names of the files, and the index's map of tensors to files, empty if there is no index.
+        Names of the files, and the map from tensors to files in the index, which is empty if there is no index.
 
     Raises:
-        ValueError: as `TensorFiles`.
+        ValueError: the directory or its weights are missing, the index is malformed or names files that do not exist,
+            or the directory holds a distributed save.
     """
     if not directory.is_dir():
         raise ValueError(
@@ -152,7 +153,7 @@ def weight_files(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def other_weights(directory: Path) -> str:
-    """End of a message about a folder without readable weights: which file it has instead, and what to do about it."""
+    """The end of a message about a folder without readable weights: the file found instead, and what to do about it."""
 
     def first(*patterns: str) -> str | None:
         names: list[str] = []

@@ -1,9 +1,8 @@
-"""Reads and writes the tensors of models of transformers as their directories hold them, under other names and cut.
+"""Translates tensors between models of transformers and their directories, where names and shapes differ.
 
-transformers renames tensors when it loads a directory and when it saves one. In some families it also makes one
-parameter of many tensors, by its *converters*: the experts of a mixture are stored one by one. Converters that only
-stack and concatenate become rules of names here (formats/rules.py), so that a rank reads the experts that it holds and
-no others.
+transformers renames tensors when it loads a directory and when it saves one. In some families its *converters* also
+make one parameter from many tensors: the experts of a mixture are stored one by one. Converters that only stack and
+concatenate become rules of names here (formats/rules.py), so that a rank reads the experts that it holds and no others.
 
 Names, from the model's to the file's:
 
@@ -27,8 +26,8 @@ from dtmega.formats.rules import Directions, Heads, Rule, directions
 from dtmega.formats.sources import Combined, Renamed, Source, Translated
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Operations of a converter, by class and dim, that make one parameter of tensors [rows, ...]: all are stacked, or each
-# entry of the stack is first concatenated from several.
+# Operations, as (class, dim), of a converter that makes one parameter from tensors [rows, ...]. Either all tensors are
+# stacked, or each entry of the stack is first concatenated from several tensors.
 STACKS = [("MergeModulelist", 0)]
 STACKS_JOINED = [*STACKS, ("Concatenate", 1)]
 
@@ -37,7 +36,7 @@ def conversions(model: Any) -> list[Any]:
     """The renamings and converters that transformers applies when it loads a model of this class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    # FSDP2 replaces the class of a model, and transformers finds the conversions by the name of the class.
+    # FSDP2 replaces the class of a model, but transformers looks up the conversions by the name of the class.
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     if plain is not type(model):
         with torch.device("meta"):
@@ -46,14 +45,14 @@ def conversions(model: Any) -> list[Any]:
 
 
 def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directions:
-    """The assembly of parameters from the components that files may hold instead, and of components from parameters.
+    """The assembly of parameters from the components that files may hold, and of components from parameters.
 
     Args:
         conversions: result of `conversions`.
         shapes: name -> shape, of all parameters of the model.
 
     Raises:
-        ValueError: a parameter of a shape that cannot be cut into its components.
+        ValueError: a parameter has a shape that cannot be cut into its components.
     """
     rules: list[Rule] = []
     for converter in conversions:
@@ -63,17 +62,17 @@ def component_directions(conversions: Iterable[Any], shapes: Shapes) -> Directio
 
 
 def only_stacks(conversion: Any) -> bool:
-    """True if a conversion does nothing but stack numbered tensors, each perhaps concatenated from several."""
+    """True if a conversion only stacks numbered tensors, or concatenates several into each entry and stacks those."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(conversion, "operations", ())]
     joined = steps == STACKS_JOINED and conversion.operations[1].num_shards_attribute is None
     if not (steps == STACKS or joined) or len(conversion.target_patterns) != 1:
         return False
-    # The stored names must be plain, except for the one number.
+    # Each stored name must be plain text around one `*`, which stands for the number.
     return all(re.fullmatch(r"[\w.]+\*[\w.]+", _unescaped(pattern)) for pattern in conversion.source_patterns)
 
 
 def _unescaped(pattern: str) -> str:
-    """A pattern as a name, if escaped dots are its only special characters."""
+    """The name that a pattern matches, if escaped dots are the pattern's only special characters."""
     return pattern.replace(r"\.", ".")
 
 
@@ -99,7 +98,7 @@ def saved_names(model: Any, components: Iterable[str]) -> dict[str, str]:
 
 
 def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Source:
-    """The tensors of a model as `save_pretrained` names and cuts them, which older versions and other programs read.
+    """The tensors of a model, named and cut as by `save_pretrained`, so that old versions and other programs read them.
 
     If a conversion of the family is not understood here, the tensors keep the model's own names: `from_pretrained` of
     transformers 5 reads those for every family.
@@ -115,14 +114,14 @@ def as_saved(source: Source, model: Any, tensors: Mapping[str, Tensor]) -> Sourc
     components = component_directions(conversions(model), shapes)
     uncut = [name for name in shapes if name not in components.ours]
 
-    # transformers' own code says under which names it would save the model; a parameter that it does not convert is
-    # the same object in the result.
+    # Ask transformers' own code under which names it would save the model. A parameter that is not converted is the
+    # same object in the result, so its saved name is found by its identity.
     saved_tensors = revert_weight_conversion(model, dict(tensors))
     saved_name_of = {id(tensor): name for name, tensor in saved_tensors.items()}
     names = saved_names(model, components.theirs)
     names |= {name: saved_name_of.get(id(tensors[name]), "") for name in uncut}
 
-    # Our names and shapes have to be the very same; otherwise transformers did something that we did not understand.
+    # Our names and shapes must equal those of transformers; otherwise it has a conversion that is not understood here.
     our_shapes = {names[name]: component.shape for name, component in components.theirs.items()}
     our_shapes |= {names[name]: shapes[name] for name in uncut}
     if our_shapes != {name: tuple(tensor.shape) for name, tensor in saved_tensors.items()}:

@@ -50,7 +50,7 @@ def tensor_specs(source: Source) -> list[TensorSpec]:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> str:
-    """The name of the dtype that holds the values of all these dtypes: a config.json names one for the whole model."""
+    """The name of the dtype to which all these promote, because a config.json names one dtype for the whole model."""
     return str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
@@ -65,26 +65,26 @@ def write(
     barrier: Callable[[], None],
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write `folder`; all ranks call it.
+    """Write a folder of safetensors. All ranks call this together.
 
-    Which tensors are in which file follows from their names and sizes alone. Rank r writes files r, r + size, ...,
-    reads only the tensors in them, and holds one tensor in memory at a time. The folder appears complete, by one
+    The names and sizes of the tensors alone decide which file holds which tensors. Rank r writes files r, r + size,
+    ..., reads only the tensors in them, and holds one tensor in memory at a time. The folder appears complete, by one
     rename, or not at all.
 
     Args:
-        source: the tensors, by the names that they shall have in the files.
-        folder: where to write; new or empty.
-        tensors: the source's tensors, in the order in which they are dealt out to files.
-        other_files: file -> content, of all files that hold no weights.
+        source: the tensors under their names in the files.
+        folder: the folder to write, new or empty.
+        tensors: the source's tensors, in the order in which they are distributed to files.
+        other_files: name -> content of every file that holds no weights.
         rank: number of this process.
         size: number of processes that write; all see the same file system.
-        barrier: waits for all of these processes. Its first call may raise, because a rank that has refused something
-            does not come.
-        max_file_bytes: most bytes of tensors in one file, unless a single tensor is larger.
+        barrier: function that waits for all of these processes. Its first call may raise an error, because a rank that
+            has refused something never gets there.
+        max_file_bytes: maximum number of bytes of tensors in one file, unless a single tensor is larger.
 
     Raises:
-        ValueError: on every rank, before anything is written: the folder exists and is not empty.
-        OSError: writing failed on this rank; on rank 0, on any rank.
+        ValueError: the folder exists and is not empty. Every rank raises this before anything is written.
+        OSError: writing failed on this rank. Rank 0 raises this if writing failed on any rank.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; expected a new folder, or an empty one")
@@ -93,8 +93,8 @@ def write(
     if len(contents) > 1:
         other_files[INDEX] = _index(contents)
     writer = _Writer(source, folder.absolute(), contents, other_files, rank, size)
-    barrier()  # so that nothing is made if any rank has refused
-    # From here on, every rank comes to every barrier, whatever has failed on it, so that no other rank waits in vain.
+    barrier()  # so that nothing is created if any rank has refused
+    # From here on every rank reaches every barrier, even after an error of its own, because the other ranks wait there.
     errors: list[Exception] = []
     for step in (writer.prepare, writer.write_weights, writer.publish):
         try:
@@ -108,7 +108,7 @@ def write(
 
 
 def _contents(tensors: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File -> its tensors, in the order in which they lie in it."""
+    """File -> its tensors, in their order within the file."""
     by_name = {tensor.name: tensor for tensor in tensors}
     n_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
     contents: dict[str, list[TensorSpec]] = {}
@@ -135,7 +135,7 @@ class _Writer:
     Attributes:
         folder: the folder's final path, absolute.
         contents: file of weights -> its tensors.
-        other_files: file -> content, of all files that hold no weights.
+        other_files: name -> content of every file that holds no weights.
     """
 
     source: Source
@@ -156,7 +156,7 @@ class _Writer:
 
     def write_weights(self) -> None:
         for file in list(self.contents)[self.rank :: self.size]:
-            # The file has another name until it is complete, by which rank 0 sees in `publish` that a rank has failed.
+            # The file gets its final name only when it is complete, so that `publish` on rank 0 notices a failure here.
             with atomic.created(self.temporary / f"part-{file}") as stream:
                 stream.write(header(self.contents[file]))
                 for spec in self.contents[file]:
@@ -165,7 +165,7 @@ class _Writer:
             os.rename(self.temporary / f"part-{file}", self.temporary / file)
 
     def publish(self) -> None:
-        """Write the files without weights, and give the folder its name if all weights are there."""
+        """On rank 0, write the files without weights, and give the folder its final name if all weights are there."""
         if self.rank != 0:
             return
         temporary, folder = self.temporary, self.folder
@@ -204,10 +204,11 @@ def header(tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def split(n_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Deal tensors out to files in their order; a new file begins when the next tensor would make the last too large.
+    """Distribute tensors to files, in order. A new file begins when the next tensor would make the last too large.
 
     Args:
-        n_bytes: name of each tensor -> its size.
+        n_bytes: name of each tensor -> its size in bytes.
+        max_file_bytes: maximum size of a file, unless a single tensor is larger.
 
     Returns:
         File -> names of its tensors.

@@ -12,7 +12,7 @@ from dtmega.formats.rules import Rule
 from dtmega.interop.hf.names.gated import refuse_gated
 from dtmega.models.bert import N_TYPES
 
-# The names in transformers of the two forms of GELU; exports write the first name of each.
+# Form of GELU -> its names in transformers. Exports write the first name.
 ACTIVATIONS = {"erf": ("gelu",), "tanh": ("gelu_pytorch_tanh", "gelu_new")}
 
 
@@ -31,7 +31,7 @@ def _activation(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The entry of a config.json that we write for the GELU of the feed-forward."""
+    """The entry of an exported config.json for the GELU of the feed-forward."""
     assert isinstance(model, config.Bert)
     return {"hidden_act": ACTIVATIONS[model.gelu][0]}
 
@@ -53,7 +53,7 @@ def _refuse(model: config.Model) -> None:
 
 
 def _format(model_class: str, model_type: str, order: str, norms: tuple[Rule, ...]) -> Format:
-    """The format of one of transformers' two BERT classes, which differ in where their LayerNorms are."""
+    """The format of one of transformers' two BERT classes, which have their LayerNorms in different places."""
     attention = "bert.encoder.layer.{}.attention."
     apart = tuple(f"{attention}self.{name}." for name in ("query", "key", "value"))
     return Format(

@@ -17,7 +17,7 @@ def _refuse(model: config.Model) -> None:
         )
 
 
-# transformers' BloomForCausalLM. Rows of its fused QKV have the order of ours, so nothing is permuted.
+# transformers' BloomForCausalLM. The rows of its fused QKV have the same order as ours, so nothing is permuted.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.word_embeddings."),

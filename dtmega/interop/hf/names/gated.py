@@ -1,4 +1,4 @@
-"""The refusal of a gated feed-forward, which most classes of transformers for our families have no names for."""
+"""Refuses a gated feed-forward, for which most of the classes in transformers that match our families have no names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dtmega import config
 
 
 def refuse_gated(model: config.Model) -> None:
-    """Refuse to store a gated feed-forward in a format of transformers whose class has none.
+    """Refuse a model with a gated feed-forward, for a format whose class in transformers has none.
 
     Raises:
         ValueError: the model has a gated feed-forward.

@@ -16,7 +16,8 @@ def _config_entries(model: config.Model) -> dict[str, Any]:
     return {"embd_pdrop": model.hidden_dropout}
 
 
-# transformers' GPT2LMHeadModel. Its linears are Conv1D, [in, out], and its fused QKV is not by head.
+# transformers' GPT2LMHeadModel. Its linears are Conv1D with weights [in, out], and its fused QKV has all of q, then k,
+# then v, where ours is sorted by head.
 HF = Format(
     rules=(
         Rule("embed.", "transformer.wte."),

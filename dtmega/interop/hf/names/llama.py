@@ -45,7 +45,7 @@ def _positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The entries for rotary positions of a config.json that we write, which transformers 4 reads too."""
+    """The entries of an exported config.json for rotary positions, in a form that transformers 4 reads as well."""
     assert isinstance(model, config.Llama)
     scaling = {name: getattr(model, ours) for ours, name in SCALING.items()}
     return {

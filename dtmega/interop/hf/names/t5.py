@@ -12,7 +12,7 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.formats.sources import Source
 
-# The kinds of feed-forward by their names in transformers: our name of the activation, and whether it is gated.
+# Name of a kind of feed-forward in transformers -> our name of the activation, and True if the feed-forward is gated.
 FEED_FORWARDS = {
     "relu": ("relu", False),
     "gated-relu": ("relu", True),
@@ -25,11 +25,11 @@ FEED_FORWARDS = {
 def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of [model] for the feed-forward and for the input of the head, from a config.json.
 
-    The first T5 scales the input of its head, v1.1 does not. transformers 5 writes `scale_decoder_outputs`;
-    transformers 4 means by `tie_word_embeddings` = false that nothing is scaled.
+    The first T5 scales the input of its head, v1.1 does not. transformers 5 stores this as `scale_decoder_outputs`. In
+    a file of transformers 4, `tie_word_embeddings` = false means that the input is not scaled.
 
     Raises:
-        ValueError: an unknown kind of feed-forward.
+        ValueError: the kind of feed-forward is unknown.
     """
     feed_forward = theirs.get("feed_forward_proj", "relu")
     if feed_forward not in FEED_FORWARDS:
@@ -43,9 +43,9 @@ def _section(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_tensors(stored: Source) -> dict[str, Any]:
-    """The key of [model] for a tied head: tied unless the tensors hold other values for the head.
+    """The key `tied` of [model]: the head is tied to the embedding unless different values are stored for it.
 
-    config.json does not say which: transformers 5 writes `tie_word_embeddings` = true for every T5, and decides by this
+    config.json does not tell: transformers 5 writes `tie_word_embeddings` = true for every T5, and applies this same
     rule when it loads one (`tie_weights` in its modeling_utils.py).
     """
     embedding, head = "shared.weight", "lm_head.weight"
@@ -55,7 +55,7 @@ def _of_tensors(stored: Source) -> dict[str, Any]:
 
 
 def _config_entries(model: config.Model) -> dict[str, Any]:
-    """The same entries of a config.json that we write, and the id with which transformers' `generate` begins."""
+    """The entries of an exported config.json for feed-forward and head, and the token with which `generate` begins."""
     assert isinstance(model, config.T5)
     names = {ours: theirs for theirs, ours in FEED_FORWARDS.items()}
     return {
@@ -137,7 +137,7 @@ HF = Format(
         Key("relative_buckets", ("relative_attention_num_buckets",), 32),
         Key("relative_max_distance", ("relative_attention_max_distance",), 128),
         Key("norm_eps", ("layer_norm_epsilon",), 1e-6),
-        # transformers has a single rate for all three; an export writes the last of these.
+        # transformers has a single rate for all three. An export writes that of the last key, `hidden_dropout`.
         Key("attention_dropout", ("dropout_rate",), 0.1, free=True),
         Key("inner_dropout", ("dropout_rate",), 0.1, free=True),
         Key("hidden_dropout", ("dropout_rate",), 0.1, free=True),

@@ -34,20 +34,20 @@ def verify_plan(
 ) -> Verification:
     """Compare loss, logits and every gradient of a small clone of the model, cut over `mesh`, with one process.
 
-    Every rank of the mesh calls it.
+    Every rank of the mesh calls this.
 
     Args:
         model: model of `transformers`, real or on meta; only its class and config are used.
-        mesh: mesh over which the clone is cut, as for `parallelize_hf`.
-        sequence_parallel: as for `parallelize_hf`.
-        loss_parallel: as for `parallelize_hf`.
-        generic: as for `parallelize_hf`.
+        mesh: mesh over which the clone is cut; argument of `parallelize_hf`.
+        sequence_parallel: argument of `parallelize_hf`.
+        loss_parallel: argument of `parallelize_hf`.
+        generic: argument of `parallelize_hf`.
 
     Returns:
         The deviations; print them for a table. `.ok` is True if all are within the tolerance.
 
     Raises:
-        ValueError: as `parallelize_hf`.
+        ValueError: an error of `parallelize_hf`.
     """
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel,
@@ -58,9 +58,9 @@ def verify_plan(
 
 
 def verify_directory(directory: Path, tp: int, **options: bool) -> int:
-    """Print the plan for the model in a directory, and how far a small clone that is cut deviates from one process.
+    """Print the plan for the model in a directory, and the deviations of a small cut clone from one process.
 
-    Under torchrun its processes are the ranks; otherwise they are started here.
+    Under torchrun the ranks are the processes that it started; otherwise this function starts them.
 
     Args:
         directory: directory with the model's config.json.
@@ -71,7 +71,7 @@ def verify_directory(directory: Path, tp: int, **options: bool) -> int:
         The exit code: 0 if all deviations are within the tolerance, else 1.
 
     Raises:
-        ValueError: the model cannot be planned, or torchrun started another number of processes.
+        ValueError: the model cannot be planned, or torchrun started a different number of processes.
     """
     plan = plan_for(on_meta(directory), tp, **options)
     if "WORLD_SIZE" in os.environ:

@@ -1,9 +1,9 @@
 """Random numbers for dropout in models of `transformers`: one stream that the tp ranks share, and one for each rank.
 
-Where every rank has the whole hidden state, all must drop the same elements, and draw from the shared stream. Where the
-sequence is cut, each rank draws masks of its own tokens from its own stream. The masks are random, but not those of one
-process, because `transformers` draws them from torch's generator and not from a key. Without sequence parallelism the
-heads of different ranks get the same masks.
+Where every rank has the whole hidden state, all ranks must drop the same elements, so they draw from the shared stream.
+Where the sequence is cut, each rank draws masks for its tokens from its own stream. The masks are random, but not those
+of one process, because `transformers` draws them from torch's generator and not from a key. Without sequence
+parallelism the heads of different ranks get the same masks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class RandomStream:
     """A rank's own stream of random numbers, seeded from the shared one, for dropout where the sequence is cut.
 
     Attributes:
-        shared: the generator, and the state of the shared stream to return to; None outside of the rank's own stream.
+        shared: the generator and the saved state of the shared stream while the rank's own stream is in use, else None.
     """
 
     def __init__(self) -> None:
         self.shared: tuple[torch.Generator, Tensor] | None = None
 
     def enter(self, device: torch.device, rank: int) -> None:
-        """Change to the rank's own stream. The seed is drawn from the shared stream, so each forward has another."""
+        """Change to the rank's own stream. The seed is drawn from the shared stream, so it differs in each forward."""
         generator = generator_of(device)
         seed = torch.randint(2**62, (1,), generator=generator, device=device).item()
         self.shared = (generator, generator.get_state())

@@ -2,8 +2,8 @@
 
 Every rank has all tokens and routes them alike. It computes the tokens that are routed to its own experts, and the
 ranks' results are summed, so the collectives are those of a feed-forward that is cut by features. transformers' own
-code computes the experts. A token's experts on other ranks get a number one past the last local expert and the weight
-0, as in `transformers.distributed.expert_parallel.AllReduceEP`: every implementation there skips that number.
+code computes the experts. A token's experts on other ranks are replaced by the number after the last local expert, with
+weight 0, as in `transformers.distributed.expert_parallel.AllReduceEP`: every implementation there skips that number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dtmega.plans.base import Style, computing_on, local_part
 
 
 class Experts(Style):
-    """Style of a module of E experts with parameters [E, ...], of which a rank gets E / tp.
+    """Style of a module of E experts with parameters [E, ...]. Each rank gets E / tp experts.
 
     The module is called with tokens [N, D], the numbers of each token's experts [N, k], and their weights [N, k].
     """
@@ -47,7 +47,7 @@ class Experts(Style):
         """Refuse a class that is not a module of experts of transformers, or cannot have experts on other ranks.
 
         Raises:
-            ValueError: such a class.
+            ValueError: the class is refused.
         """
         n_experts = getattr(module, "num_experts", None)
         shapes = {name: list(p.shape) for name, p in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""Plans how to cut any other model: all parameters become DTensors, and the model's own code computes on these.
+"""Plans how to cut a model without any other plan: all parameters become DTensors, on which its own code computes.
 
 The results are exact, but computed slowly. The linears of the blocks are cut, chosen by their names; operations that
 DTensor cannot run on cut tensors (most views of fused heads) gather them. Keys and values cannot be cached. Only
@@ -26,7 +26,7 @@ from dtmega.interop.hf.tp.vocab import LogitsHead
 from dtmega.plans.base import as_function, distribute
 from dtmega.plans.vocabulary import VocabEmbedding
 
-# Names of linears in blocks that are cut by output features, and by input features.
+# Patterns for names of linears in blocks: COLUMN for those cut by output features, ROW for those cut by input features.
 COLUMN = r"(q|k|v|query|key|value|qkv|gate|up|fc1|fc_in|c_fc|wi(_\d)?|intermediate\.dense|in)(_proj)?"
 ROW = r"(o|out|down|fc2|fc_out|wo|dense|output\.dense|c)(_proj)?"
 COST = (
@@ -61,7 +61,7 @@ class GlobalLinear(ParallelStyle):
 
 
 class GlobalWhole(ParallelStyle):
-    """Style of a module whose parameters are whole on every rank, as DTensors, which sum their gradients if needed."""
+    """Style of a module whose parameters are whole on every rank. As DTensors they sum their gradients if needed."""
 
     placements: ClassVar[dict[str, Placement]] = {"": Replicate()}
     cost = ("as DTensor decides", "")
@@ -90,7 +90,7 @@ class GlobalHead(LogitsHead):
 
 
 class GlobalForward(ParallelStyle):
-    """Style of the whole model: DTensor takes plain tensors (masks, positions) as replicated ones."""
+    """Style of the whole model: plain tensors such as masks and positions count as replicated DTensors."""
 
     cost = ("", "")
 
@@ -131,7 +131,7 @@ def pinned(x: Any, mesh: DeviceMesh) -> DTensor:
 
 
 def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
-    """Plan a model of which nothing is known but the names of its modules."""
+    """Plan a model about which only the names of its modules are known."""
     plan = HFPlan(model.config.model_type, tp, False, {}, block_names(model))
     plan.table[""] = GlobalForward()
     embedding = model.get_input_embeddings()
@@ -143,7 +143,7 @@ def generic_plan(model: Any, tp: int, loss_parallel: bool) -> HFPlan:
         direct_parameters = list(module.parameters(recurse=False))
         if name in plan.table or not direct_parameters:
             continue
-        # Parameters that are tied to the head's follow it.
+        # Parameters that are tied to those of the head are cut together with the head.
         if module is not embedding and all(id(p) in head_parameters for p in direct_parameters):
             continue
         plan.table[name] = GlobalEmbedding(Stack()) if module is embedding else _style(name, module, plan.blocks)

@@ -44,16 +44,16 @@ TIED = 'config.json ties them; transformers un-ties such a model: set "tie_word_
 def open_folder(directory: Path | str, model: Any) -> Folder:
     """Open the parameters and stored buffers in a directory, under the names of a model of `transformers`.
 
-    Tied parameters have to be stored with equal values. transformers un-ties them if they are not; here config.json has
-    to say that they are untied, since it decides what is trained.
+    Tied parameters have to be stored with equal values. transformers un-ties parameters whose values differ. Here
+    config.json has to say that they are untied, because it decides what is trained.
 
     Args:
         directory: directory with the safetensors.
-        model: the model; may be on meta, or cut.
+        model: the model, possibly on meta or cut.
 
     Raises:
-        ValueError: `TensorFiles` refuses the files; a parameter is in none of them, or has another shape or dtype; a
-            tensor has no place in the model.
+        ValueError: `TensorFiles` refuses the files; a parameter is in no file, or has a different shape or dtype there;
+            a tensor has no place in the model.
     """
     files = TensorFiles(directory)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -86,8 +86,8 @@ def _assembled(files: TensorFiles, keys: Mapping[str, str], components: Directio
         model: the model, for the names under which components are stored.
 
     Raises:
-        ValueError: some components of a parameter are missing or have another shape, or the parameter is stored whole
-            as well.
+        ValueError: some components of a parameter are missing or have a different shape, or the parameter is stored
+            whole as well.
     """
     stored_whole = {name: key for name, key in keys.items() if name not in components.theirs}
     assemblies: dict[str, Assembly] = {}
@@ -120,10 +120,10 @@ def load_hf(model: Any, directory: Path | str, device: str | torch.device) -> Re
         device: device of this rank's parts.
 
     Returns:
-        The number of bytes that this rank has read, and that the files hold.
+        The number of bytes that this rank has read, and the number that the files hold.
 
     Raises:
-        ValueError: as `open_folder`.
+        ValueError: an error of `open_folder`.
     """
     materialize(model, device)
     folder = open_folder(directory, model)
@@ -151,8 +151,8 @@ def materialize(model: Any, device: str | torch.device) -> None:
     for (first, first_name), *others in owners.values():
         for module, name in others:
             module.register_parameter(name, first.get_parameter(first_name))
-    # transformers leaves alone what has `_is_hf_initialized`. With the flag on every parameter, and on every module
-    # without buffers, `initialize_weights` draws nothing and computes only buffers.
+    # transformers does not initialise what has the flag `_is_hf_initialized`. With the flag on every parameter, and on
+    # every module without buffers, `initialize_weights` draws nothing and computes only buffers.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():
@@ -167,8 +167,8 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
     transformers ignores for the model's class are left out.
 
     Raises:
-        ValueError: a key has no place in the model, two keys have the same, or transformers would convert a tensor in a
-            way that is not understood here.
+        ValueError: a key has no place in the model, two keys have the same place, or transformers would convert a
+            tensor in a way that is not understood here.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -204,7 +204,7 @@ def tensor_keys(files: TensorFiles, model: Any, components: Directions) -> dict[
 
 
 def ignored_keys(model: Any) -> re.Pattern[str]:
-    """A pattern of the keys that `from_pretrained` silently ignores if the model has no place for them.
+    """A pattern for the keys that `from_pretrained` silently ignores if the model has no place for them.
 
     Source: `PreTrainedModel._adjust_missing_and_unexpected_keys` of transformers.
     """

@@ -30,7 +30,7 @@ _METADATA = {
 }
 # Functions that cast or reshape.
 _CASTS_AND_VIEWS = {_T.contiguous, _T.view, _T.reshape, _T.float, _T.to}
-# Functions that are recorded with a number: Cohere and Granite scale, Gemma divides, takes tanh and multiplies.
+# Functions that are recorded as scale or softcap: Cohere and Granite scale, Gemma divides, takes tanh and multiplies.
 _MULTIPLIES, _DIVIDES, _TANH = {_T.mul, torch.mul}, {_T.div, torch.div}, {_T.tanh, torch.tanh}
 
 
@@ -40,15 +40,15 @@ class Parts(NamedTuple):
     With z = scale * (h weight^T + bias), the logits are softcap * tanh(z / softcap), or z without a softcap.
 
     Attributes:
-        h: [..., D], the same on all ranks; its gradient is this rank's part {U_tp}.
-        weight: this rank's rows, [V_local, D].
-        bias: this rank's elements, [V_local]; None: no bias.
-        size: V.
+        h: hidden state [..., D], the same on all ranks. Its gradient is this rank's part of a sum over tp, {U_tp}.
+        weight: this rank's rows of the head's weight, [V_local, D].
+        bias: this rank's elements of the bias, [V_local]; None if there is no bias.
+        size: number of columns of the whole logits, V.
         start: global number of this rank's first row.
-        group: ranks over which the rows are cut; None: all rows are here.
+        group: ranks over which the rows are cut; None if this rank has all rows.
         unchanged: function that returns True if the weight still has the values that it had in the forward.
         scale: factor of the logits before the cap.
-        softcap: bound of the logits; None: no cap.
+        softcap: bound of the logits; None if they are not capped.
     """
 
     h: Tensor
@@ -62,10 +62,10 @@ class Parts(NamedTuple):
     softcap: float | None = None
 
     def times(self, factor: float) -> Parts:
-        """The logits times a number."""
+        """The parts of the logits times a number."""
         if self.softcap is None:
             return self._replace(scale=self.scale * factor)
-        # factor * softcap * tanh(scale * z / softcap) has the same tanh with both numbers multiplied.
+        # With scale and softcap both multiplied by the factor, scale * z / softcap in the tanh stays the same.
         return self._replace(scale=self.scale * factor, softcap=self.softcap * factor)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
@@ -84,12 +84,12 @@ class Parts(NamedTuple):
 class VocabLogits(torch.Tensor):
     """Logits [..., V], cut over the ranks of a group, that are computed when they are used.
 
-    All ranks must run an operation that needs their values together. One that changes the logits in place computes them
-    whole on every rank first, and later operations see the changed values.
+    All ranks together must run an operation that needs the values. An operation that changes the logits in place first
+    computes the whole logits on every rank, and later operations see the changed values.
 
     Raises:
-        RuntimeError: the logits are first used after the head's weight was changed or freed, as the optimizer's step
-            and FSDP2 do.
+        RuntimeError: the logits are first used after the head's weight was changed (by the optimizer's step) or freed
+            (by FSDP2).
     """
 
     _parts: Parts
@@ -116,7 +116,7 @@ class VocabLogits(torch.Tensor):
         Args:
             target: classes, int64 [N].
             reduction: "sum" or "mean", over the tokens that are not ignored.
-            label_smoothing: as in `F.cross_entropy`.
+            label_smoothing: argument of `F.cross_entropy`.
         """
         p = self._checked()
         terms: dict[str, Any] = {"label_smoothing": label_smoothing, "n_valid": p.size, "vocab_start": p.start}
@@ -194,7 +194,7 @@ def _scale_or_tanh(func: Any, logits: VocabLogits, *args: Any, **kwargs: Any) ->
         return logits._with(softcap=1.0)
     if func in _MULTIPLIES | _DIVIDES and len(args) == 1 and not kwargs and type(args[0]) in (int, float):
         number = float(args[0])
-        # A factor of 0 or less is applied to the whole logits, because a softcap times it would not be a bound.
+        # A factor of 0 or less is applied to the whole logits, because a softcap times such a factor is not a bound.
         if number <= 0:
             return None
         factor = number if func in _MULTIPLIES else 1.0 / number

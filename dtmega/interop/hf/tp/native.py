@@ -1,7 +1,7 @@
-"""Plans how to cut a model by the plan that transformers brings: `config.base_model_tp_plan` and `_tp_plan`.
+"""Plans how to cut a model from the plan that transformers has for it: `config.base_model_tp_plan` and `_tp_plan`.
 
-Its strings mean plain tensor parallelism, without sequence parallelism. Nobody else checks these plans against the
-gradients of one process, so `parallelize_hf` does it each time, on a small clone.
+The strings of that plan mean plain tensor parallelism, without sequence parallelism. Nobody else compares these plans
+with the gradients of one process, so `parallelize_hf` does so each time, on a small clone.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def native_plan(model: Any, tp: int, loss_parallel: bool, rest_whole: bool = False) -> HFPlan:
-    """Plan a model by the strings that it carries itself.
+    """Plan a model from the strings of the plan that transformers has for it.
 
     Args:
         model: model of `transformers`, real or on meta.
         tp: number of ranks.
         loss_parallel: True if the loss is computed from each rank's part of the logits.
-        rest_whole: True if a module stays whole on every rank where the plan's string has no style here, or where tp
-            cannot cut the module so; False refuses it.
+        rest_whole: True to keep a module whole on every rank if its string in the plan has no style here, or if tp
+            cannot cut the module in that way; False to refuse such a module.
 
     Raises:
-        ValueError: tp does not divide the heads; without `rest_whole`, also a string without a style, or a plan for a
-            single parameter.
+        ValueError: tp does not divide the heads; or, without `rest_whole`, the plan has a string without a style here,
+            or a string for a single parameter.
     """
     config = model.config
     check_heads(config, tp)
@@ -106,7 +106,7 @@ def _shares(style: Any, experts: list[nn.Module], tp: int, rest_whole: bool) -> 
     """True if tp ranks can share these experts; otherwise the experts are whole on every rank.
 
     Raises:
-        ValueError: the ranks cannot share them, and without `rest_whole` they may not stay whole.
+        ValueError: the ranks cannot share the experts, and `rest_whole` is False.
     """
     try:
         for module in experts:
@@ -130,7 +130,7 @@ def check_heads(config: Any, tp: int) -> None:
     """Refuse heads that tp does not divide, and heads of keys that can be neither cut nor copied evenly.
 
     Raises:
-        ValueError: such numbers of heads.
+        ValueError: the heads are refused.
     """
     key = "num_attention_heads"
     heads = getattr(config, key, None)
@@ -142,7 +142,7 @@ def check_heads(config: Any, tp: int) -> None:
 
 
 def copy_heads(plan: HFPlan, model: Any) -> None:
-    """Copy heads of keys if there are fewer than ranks: a rank computes the one that its heads of queries need.
+    """Copy heads of keys if there are fewer of them than ranks: a rank computes the head that its queries need.
 
     Raises:
         ValueError: keys and values are not separate linears that are cut by output features.

@@ -1,9 +1,9 @@
 """Styles for fused projections and for Conv1D, GPT-2's transposed linear.
 
-The weight of a fused projection is several matrices side by side, each of which is cut, so a rank's part is not
-contiguous. DTensor's placement for that is `_StridedShard`: `full_tensor()` has the columns in transformers' order on
-any layout (in torch 2.11 it raises an error; `shards.full_tensor` works there too). A checkpoint must not treat such a
-shard as one box; see `docs/log/2026-11.md`.
+The weight of a fused projection consists of several matrices side by side. Each matrix is cut, so a rank's part is not
+contiguous. DTensor's placement for that is `_StridedShard`: `full_tensor()` returns the columns in transformers' order
+on any layout (in torch 2.11 it raises an error; `shards.full_tensor` works there too). A checkpoint must not treat such
+a shard as one box; see `docs/log/2026-11.md`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from dtmega.plans.styles import Column, Row
 
 
 class PackedColumn(Column):
-    """Style of an nn.Linear whose weight is `parts` matrices of the same size along the output: each of them is cut.
+    """Style of an nn.Linear whose weight is `parts` matrices of the same size, side by side along the output.
+
+    Each of the matrices is cut.
 
     The bias stays whole on every rank: FSDP2 cuts dim 0 as well, and a vector that is cut twice in this way would be
     gathered in the wrong order.
@@ -55,7 +57,7 @@ class PackedColumn(Column):
 
 
 class PackedRow(Row):
-    """Style of an nn.Linear whose input is `parts` vectors of the same size, concatenated: each of them is cut."""
+    """Style of an nn.Linear whose input is `parts` vectors of the same size, concatenated. Each vector is cut."""
 
     def __init__(self, stack: Stack, parts: int) -> None:
         super().__init__(stack)

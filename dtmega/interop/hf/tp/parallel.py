@@ -25,13 +25,13 @@ from dtmega.plans.apply import apply_plan
 def plan_for(
     model: Any, tp: int = 2, sequence_parallel: bool = True, loss_parallel: bool = True, *, generic: bool = False
 ) -> HFPlan:
-    """The plan that `parallelize_hf` would carry out. Print it; the model is not changed.
+    """The plan that `parallelize_hf` would carry out. Print the plan for a table. The model is not changed.
 
     Args:
         model: model of `transformers`, real or on meta.
         tp: number of ranks to cut over.
-        sequence_parallel: as for `parallelize_hf`.
-        loss_parallel: as for `parallelize_hf`.
+        sequence_parallel: argument of `parallelize_hf`.
+        loss_parallel: argument of `parallelize_hf`.
         generic: True to plan any model: modules that nobody knows how to cut stay whole, and a model without any plan
             computes on DTensors.
 
@@ -77,22 +77,22 @@ def parallelize_hf(
         model: model of `transformers`, on meta, or with weights, which must be the same on every rank (this is
             checked).
         mesh: 1-D, or with dims ("dp_shard", "tp") or ("dp_replicate", "dp_shard", "tp") for HSDP.
-        sequence_parallel: True to give a rank S/tp of the tokens between attention and feed-forward. Forwards whose S
-            tp does not divide, forwards with output_hidden_states, and models with transformers' own plan are plain
-            tensor parallel.
+        sequence_parallel: True to give each rank S/tp of the tokens between attention and feed-forward. Forwards whose
+            S is not divisible by tp, forwards with output_hidden_states, and models with transformers' own plan are
+            plain tensor parallel.
         loss_parallel: True to compute the loss, if there are labels, from each rank's part of the logits. `out.logits`
             are then computed when they are first used, by all ranks of tp together.
-        generic: True to let a model without any plan compute on DTensors, with a warning, and to keep modules whole on
-            every rank for which transformers' own plan has a string that is unknown here.
-        verify_native: True to verify a plan that transformers brings on a small clone first, as `verify_plan` does;
-            this takes about a second.
+        generic: True to let a model without any plan compute on DTensors, with a warning. Modules for which
+            transformers' own plan has a string that is unknown here then stay whole on every rank.
+        verify_native: True to verify transformers' own plan on a small clone first, as `verify_plan` does; this takes
+            about a second.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has
-            other dims, or transformers' own plan is wrong. The model is unchanged then.
+        ValueError: the model has no plan, tp does not divide its sizes, weights differ between ranks, the mesh has dims
+            other than those above, or transformers' own plan is wrong. The model is unchanged then.
     """
     tp, _ = meshes(mesh)
     plan.check(model, mesh.device_type)
@@ -111,12 +111,12 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
 
     Args:
         stage: the module that the trainer calls, with labels or without.
-        model: the model of `transformers` in it, on meta, whole or one stage of a pipeline.
+        model: the model of `transformers` in `stage`, on meta, whole or one stage of a pipeline.
         tp: 1-D mesh.
-        sequence_parallel: see `parallelize_hf`.
+        sequence_parallel: argument of `parallelize_hf`.
 
     Raises:
-        ValueError: as `parallelize_hf`.
+        ValueError: an error of `parallelize_hf`.
     """
     if tp.size() > 1:
         hf_plan = plan_for(model, tp.size(), sequence_parallel)
@@ -136,7 +136,7 @@ def cut_stage(stage: nn.Module, model: Any, tp: DeviceMesh, sequence_parallel: b
 
 
 def check_modules(model: Any, tp: DeviceMesh, hf_plan: HFPlan) -> None:
-    """Refuse, by a ValueError, a module that its style cannot cut over these ranks."""
+    """Raise a ValueError if a style cannot cut its module over these ranks."""
     for pattern, style in hf_plan.table.items():
         for _, module in plan.matching(model, pattern):
             style.check(module, tp.size())  # pyright: ignore[reportAttributeAccessIssue]
@@ -146,7 +146,7 @@ def prove(model: Any, mesh: DeviceMesh, hf_plan: HFPlan, **options: bool) -> Non
     """Verify the plan that transformers brings on a small clone, which is cut with the same options.
 
     Raises:
-        ValueError: the clone computes something else than one process.
+        ValueError: the results of the clone differ from those of one process.
     """
     # Without `verify_native=False` the clone would be verified on a clone of its own.
     verification = verify(model, mesh, functools.partial(parallelize_hf, verify_native=False, **options))
@@ -167,10 +167,10 @@ def cut(model: Any, mesh: DeviceMesh, hf_plan: HFPlan) -> Any:
 
 
 def meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of tp, and the mesh of the data ranks; None if there is one data rank.
+    """The mesh of tp, and the mesh of the data ranks (None if there is only one data rank).
 
     Raises:
-        ValueError: the mesh has other dims.
+        ValueError: the mesh has dims other than those that `parallelize_hf` accepts.
     """
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1 and names in ((), ("tp",)):

@@ -38,7 +38,7 @@ class HFPlan:
         blocks: names of the modules that FSDP2 wraps one by one.
         head: style of the head to the vocabulary; None if the model has none.
         parameters: pattern of module names -> names of the parameters of these modules.
-        native: True if it is the plan that transformers brings.
+        native: True if this plan is made from the plan that transformers has for the model.
         notes: further lines for the user.
     """
 
@@ -85,7 +85,7 @@ def family_plan(model: Any, tp: int, sequence_parallel: bool, loss_parallel: boo
     """Plan a model whose family has `styles` in `families.KNOWN`. The model itself is not changed.
 
     Raises:
-        ValueError: what `check_sizes` refuses; a module of a block for which the family has no style.
+        ValueError: an error of `check_sizes`, or the family has no style for a module inside a block.
     """
     config = model.config
     facts = families.KNOWN[config.model_type]
@@ -156,12 +156,12 @@ def _style_in_stack(spec: StyleSpec, stack: Stack, facts: FamilyFacts, config: A
 
 
 def add_guard(plan: HFPlan, model: Any, stack: Stack, owner: str) -> None:
-    """Guard the module that runs a stack."""
+    """Add the `Guard` of the module that runs a stack."""
     plan.table[owner] = Guard(stack, bool(dropouts(model)))
 
 
 def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHead] = LogitsHead) -> None:
-    """Cut the head to the vocabulary, if the model has a linear one."""
+    """Add the style of the head to the vocabulary, if the model has a linear head."""
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         plan.head = style(loss_parallel)
@@ -169,13 +169,18 @@ def add_head(plan: HFPlan, model: Any, loss_parallel: bool, style: type[LogitsHe
 
 
 def add_rest(plan: HFPlan, model: nn.Module, in_blocks: bool = False) -> None:
-    """Compute every other module with parameters whole on each rank; modules of blocks only with `in_blocks`.
+    """Add a style that keeps a module whole on each rank, for every other module with parameters.
 
-    A module whose parameters are all tied to parameters with a style follows those: BERT has a second name for the bias
-    of its head.
+    A module needs no style if its parameters are all tied to parameters with a style: BERT has a second name for the
+    bias of its head.
+
+    Args:
+        plan: the plan, with its other styles.
+        model: the model.
+        in_blocks: True to keep modules inside blocks whole too; False to refuse such a module.
 
     Raises:
-        ValueError: a module with parameters that the plan cannot place.
+        ValueError: the plan has no place for a module with parameters.
     """
     # These styles change what enters and leaves a module, and leave its parameters alone.
     without_parameters = (Guard, StackBoundary, Counts, Enter)

@@ -1,7 +1,7 @@
 """Styles for the places at which the hidden state is cut or gathered: around a stack of blocks, and around attention.
 
-The modules' own forwards stay. Forwards with wrong results are refused: those that ask for attention probabilities (a
-rank has only those of its heads), and those with dropout for which the ranks would draw different masks.
+The modules keep their own forwards. A forward with wrong results is refused: it asks for attention probabilities, but a
+rank has only those of its own heads; or it has dropout for which the ranks would draw different masks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Counts(ParallelStyle):
 
 
 class EnterHeads(Enter):
-    """Style of an attention, whose input enters once for all its projections, and whose counts become this rank's.
+    """Style of an attention module: the input enters once for all projections, and tp divides the numbers of heads.
 
     Args:
         stack: the stack of blocks that the module is in.
-        also: keyword arguments that are hidden states too, whole on every rank (an encoder's output).
+        also: further keyword arguments that are hidden states, whole on every rank, such as an encoder's output.
         alibi: keyword argument [B H, 1, S] or [H, 1, S] that is cut to this rank's heads; `divide[0]` counts the heads.
-        divide: attributes that count heads or features and occur in the module's views; tp divides each.
+        divide: attributes that count heads or features, which the module's views use; each is divided by tp.
         set: attribute -> its new value.
     """
 
@@ -81,15 +81,15 @@ class EnterHeads(Enter):
 def _alibi_of_rank(alibi: Tensor, heads: int, group: ProcessGroup) -> Tensor:
     """The biases of this rank's `heads` heads, [B H, 1, S] -> [B H/tp, 1, S].
 
-    The slope of a head depends on the number of all heads, so the model has computed the biases of all.
+    The slope of a head depends on the total number of heads, so the model computes the biases of all heads.
     """
     return alibi.unflatten(0, (-1, group.size(), heads))[:, group.rank()].flatten(0, 1)
 
 
 class StackBoundary(ParallelStyle):
-    """Style of the first and the last block of a stack: cuts the sequence before the one, gathers it after the other.
+    """Style of the first and the last block of a stack: cuts the sequence before the first, gathers it after the last.
 
-    Whether the sequence is cut is decided anew in each forward, as `styles.Stack` says.
+    Each forward decides anew whether the sequence is cut; see `styles.Stack`.
 
     Args:
         stack: the stack of blocks.

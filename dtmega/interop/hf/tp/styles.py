@@ -3,7 +3,7 @@
 Inside a block, attention and feed-forward compute on this rank's heads and features. Outside of the blocks every rank
 has the whole hidden state and computes the same. The gradients of parameters are complete after each backward: where a
 replicated parameter sees only this rank's tokens or heads, autograd sums its gradient over tp, so that any training
-loop of the user's is right.
+loop is correct without changes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dtmega.plans.styles import Column, Row, check_kv_heads
 
 
 class Stack(base.Stack):
-    """A stack of blocks whose hidden state is cut along S in those forwards whose S tp divides.
+    """A stack of blocks whose hidden state is cut along S in every forward whose S is divisible by tp.
 
-    Any other forward is plain tensor parallel, with the same numbers. So a prompt of odd length works, and so does
+    Any other forward is plain tensor parallel, with the same results. So a prompt of odd length works, and so does
     every token that `generate` adds.
 
     Args:
         sequence_parallel: True if the hidden state is to be cut at all.
 
     Attributes:
-        hidden_states_wanted: True if the forward under way returns all hidden states, which are then not cut.
-        cut: True if the hidden state is cut in the forward under way.
+        hidden_states_wanted: True if the current forward returns all hidden states, which are then not cut.
+        cut: True if the hidden state is cut in the current forward.
         random: this rank's own random numbers, for dropout while the hidden state is cut.
     """
 

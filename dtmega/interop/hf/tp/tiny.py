@@ -1,4 +1,4 @@
-"""Builds a small clone of a large model, which keeps all that decides how tp cuts it, and a batch to compare it on."""
+"""Builds a small clone of a large model, with everything that decides how tp cuts the model, and a batch for it."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class _Sizes(NamedTuple):
 
 
 def tiny_config(config: Any, tp: int) -> Any:
-    """A configuration like this one with two layers (or one of each kind), few and small heads, and no dropout.
+    """A configuration like `config`, with two layers (or one of each kind), few and small heads, and no dropout.
 
     It keeps what decides how tp cuts: whether there are fewer heads of keys than of queries, or than ranks, whether the
-    heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. A rank gets two heads, and
-    two experts, so that a wrong order of them shows.
+    heads' widths add up to the hidden size, ties, biases, norms, and the kind of attention. A rank gets two heads and
+    two experts, so that an error in the order of heads or experts shows.
 
     Args:
         config: configuration of the large model, which is not changed.
         tp: number of ranks over which the clone is to be cut.
 
     Raises:
-        ValueError: a model without heads (Mamba).
+        ValueError: the model has no heads (Mamba).
     """
     sizes = _attention_sizes(config, tp)
     new = copy.deepcopy(config)
@@ -84,7 +84,7 @@ def _first(config: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _put(config: Any, new: Any, keys: tuple[str, ...], value: Any) -> None:
-    """Set those of the keys in `new` that `config` sets; a property follows from other keys and is left alone."""
+    """Set those keys in `new` that `config` sets. Properties are skipped, because they follow from other keys."""
     for key in keys:
         if getattr(config, key, None) and not isinstance(getattr(type(config), key, None), property):
             setattr(new, key, value)
@@ -101,7 +101,8 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
     if kv_heads == heads:
         few_kv = few = 2 * tp
     else:
-        # Key heads that tp divides stay divisible; others are copied to several ranks, and their number stays.
+        # If tp divides the number of key heads, it divides the clone's too. Otherwise key heads are copied to several
+        # ranks, and the clone keeps their number.
         few_kv = tp if kv_heads % tp == 0 else kv_heads
         few = max(2 * few_kv, 2 * tp)
     if facts := KNOWN.get(config.model_type):
@@ -113,7 +114,7 @@ def _attention_sizes(config: Any, tp: int) -> _Sizes:
 
 
 def _shrink_layers(config: Any, new: Any) -> None:
-    """Keep one layer of each kind, and two layers at least."""
+    """Keep one layer of each kind, and at least two layers."""
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     _put(config, new, LAYER_KEYS, max(2, len(kinds)))
     if kinds:
@@ -124,7 +125,7 @@ def _shrink_experts(config: Any, new: Any, tp: int) -> None:
     n_experts = _first(config, EXPERT_KEYS)
     per_token = getattr(config, "num_experts_per_tok", None)
     if n_experts and per_token and not getattr(config, "n_group", None):
-        # At least two for each rank, and more than a token uses.
+        # At least two experts for each rank, and more experts than a token uses.
         _put(config, new, EXPERT_KEYS, min(n_experts, tp * max(2, per_token // tp + 1)))
     # These keys say which layers are dense; of the two layers, the second must have experts if any layer has.
     _put(config, new, ("first_k_dense_replace",), 1)
@@ -171,7 +172,7 @@ def without_dropout(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def perturbed(model: nn.Module) -> Any:
-    """Add noise to every parameter, drawn from a seed of its name, so that a missing or doubled term shows."""
+    """Add noise to every parameter, seeded by the parameter's name, so that a missing or doubled term shows."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         p.add_(torch.randn(p.shape, generator=generator) * (0.2 if p.ndim < 2 else 0.05))
@@ -183,14 +184,14 @@ def batch(model: Any, length: int, padded: bool, rows: int = 2, seed: int = 3) -
 
     Args:
         model: the model that is to read it.
-        length: tokens in a row.
-        padded: masks the last three tokens of the first row and the first two of the last row.
+        length: number of tokens in a row.
+        padded: True to mask the last three tokens of the first row and the first two of the last row.
         rows: number of rows.
         seed: seed of the tokens.
 
     Returns:
-        input_ids [rows, length], and where the model has a head, labels, every fifth of which is -100; an encoder-
-        decoder without a head gets decoder_input_ids.
+        input_ids [rows, length], and attention_mask if `padded`. A model with a head also gets labels, in which every
+        fifth is -100; an encoder-decoder without a head gets decoder_input_ids.
     """
     generator = torch.Generator().manual_seed(seed)
     size = model.config.vocab_size
@@ -213,7 +214,7 @@ def outcome(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run a forward, and return a loss and the output that it depends on.
 
     Returns:
-        (loss, logits); for a model without labels a random linear function of the hidden states, and these.
+        (loss, logits). Without labels: (a random linear function of the hidden states, the hidden states).
     """
     out = model(**inputs)
     result = out.logits if "labels" in inputs else out[0]

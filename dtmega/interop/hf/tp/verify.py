@@ -1,4 +1,4 @@
-"""Verifies a plan: cuts a small clone of the model, and compares loss, logits and every gradient with one process.
+"""Verifies a plan: cuts a small clone of the model, and compares its loss, logits and gradients with one process.
 
 A plausible plan can be wrong without raising any error: gradients of per-head norms that nobody sums, wrong numbers of
 heads that a view still accepts, slopes of other heads, fused projections cut in the wrong place, ties that sharding
@@ -24,7 +24,7 @@ TOLERANCE = 2e-5  # right plans deviate by 1e-6 to 1e-8 in fp32, the wrong ones 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of comparing a cut clone with one process. Print it for a table.
+    """The result of comparing a cut clone with one process. Print the object for a table.
 
     Attributes:
         errors: (case, name of a tensor) -> relative deviation from one process, the largest over all ranks; inf if the
@@ -66,8 +66,8 @@ def verify(model: Any, mesh: DeviceMesh, parallelize: Callable[[Any, DeviceMesh]
         parallelize: function that cuts the clone.
 
     Raises:
-        ValueError: `parallelize` refuses the clone; or no clone can be made, or none with all kinds of modules that the
-            model has, which would prove nothing.
+        ValueError: `parallelize` refuses the clone, no clone can be made, or the clone lacks a kind of module that the
+            model has, so that it would prove nothing.
     """
     tp = mesh["tp"].size() if mesh.ndim > 1 else mesh.size()
     try:
@@ -133,7 +133,7 @@ def deviation(ours: Tensor | None, truth: Tensor | None, of_all: float) -> float
     bias of the keys, so its gradient is such noise.
 
     Args:
-        ours: tensor of the model that is cut, or None if it has none.
+        ours: tensor of the model that is cut; None if that model does not have it.
         truth: the same tensor of the model on one process.
         of_all: norm of all gradients together.
     """

@@ -1,4 +1,4 @@
-"""The head of a model of `transformers`, cut over the vocabulary, whose logits are computed only if something asks."""
+"""The head of a model of `transformers`, cut over the vocabulary. Its logits are computed only when they are used."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class LogitsHead(VocabStyle):
     whole logits only if something else asks for them.
 
     Args:
-        fused: True for such logits; False gathers the logits in every forward.
+        fused: True to return `VocabLogits` if there are labels; False to gather the logits in every forward.
 
     Attributes:
-        labelled: True if the forward under way has labels; `parallel.watch_labels` sets it.
+        labelled: True if the current forward has labels; `parallel.watch_labels` sets this attribute.
         gathered_by_fsdp: True if FSDP2 gathers the weight for each forward.
         calls: number of forwards so far.
     """
@@ -55,8 +55,8 @@ class LogitsHead(VocabStyle):
         parameter, version, call = module.weight, module.weight._version, self.calls
 
         def unchanged() -> bool:
-            # FSDP2 gathers the next weights into the same memory without changing its version, so a later forward
-            # counts as a change.
+            # FSDP2 gathers the next weights into the same memory without changing the tensor's version, so after a
+            # later forward the weight counts as changed.
             return parameter._version == version and (not self.gathered_by_fsdp or self.calls == call)
 
         start = 0 if group is None else self.first_row(parameter)
