@@ -32,8 +32,8 @@ FREE: dict[str, tuple[str, ...]] = {
     "recompute": ("mode", "method", "layers"),
     "fsdp": ("reshard_after_forward", "cpu_offload"),
 }
-# Keys that change the learning rate or the end of the run. If some of them differ, the line about the last one also says
-# what all changes do together.
+# Keys that change the learning rate or the end of the run. If some of them differ, the line about the last one
+# also says what all changes do together.
 COURSE: dict[str, tuple[str, ...]] = {
     "batch": ("global_batch_size", "rampup"),
     "optim": ("lr", "min_lr", "schedule", "unit", "warmup", "warmup_fraction", "decay", "wsd_decay"),

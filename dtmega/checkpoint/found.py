@@ -43,7 +43,7 @@ class CandidatePaths(NamedTuple):
 
 
 def claims(cfg: config.Config) -> Iterator[Claim]:
-    """Claim the run directory, then the folder of the checkpoints if it is a different one. The caller closes the claims.
+    """Claim the run directory, then the checkpoints' folder if it is a different one. The caller closes the claims.
 
     Raises:
         ValueError: another process has claimed one of the two folders, or one is not writable.
@@ -137,8 +137,8 @@ def open_candidates(cfg: config.Config, by_rank_0: CandidatePaths) -> list[Check
 def params_dtype(cfg: config.Config, candidates: Sequence[Checkpoint], fast_bfloat16: bool) -> str:
     """The dtype that [precision] params stands for.
 
-    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if the device computes fast in
-    it, else float32.
+    With `auto`, a resumed run keeps the dtype that it began with. A new run takes bfloat16 if the device computes fast
+    in it, else float32.
 
     Args:
         cfg: the run's configuration.

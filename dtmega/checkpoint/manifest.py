@@ -41,7 +41,10 @@ DTYPES = {
 
 
 class Damaged(ValueError):
-    """A checkpoint that differs from what was saved. The message names file, entry and reason. Older ones may be intact."""
+    """A checkpoint that differs from what was saved. The message names file, entry and reason.
+
+    An older checkpoint of the run may be intact.
+    """
 
     exit_code = exit_codes.DAMAGED
 

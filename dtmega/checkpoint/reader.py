@@ -49,8 +49,8 @@ class Checkpoint:
     def hold(self) -> Checkpoint:
         """Open every data file now, because a run that is still training may delete the checkpoint during the reading.
 
-        Does nothing under a URL, because an open file there loses its content when it is deleted. Does nothing either if
-        there are more data files than a process may open.
+        Does nothing under a URL, where an open file loses its content once it is deleted. Does nothing either if there
+        are more data files than a process may open.
 
         Returns:
             This checkpoint.
@@ -113,8 +113,8 @@ class Checkpoint:
         Raises:
             Damaged: a block does not match its digest; the message names the file and the tensor.
         """
-        # A chunk is stored row by row, so whole rows of dim 0 are one range of bytes. Each digest covers a whole block, so
-        # the range is widened to block boundaries.
+        # A chunk is stored row by row, so whole rows of dim 0 are one range of bytes. Each digest covers a whole block,
+        # so the range is widened to block boundaries.
         dtype = self.manifest.tensors[name].dtype
         rows = box[0] if box else slice(0, 1)
         row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
@@ -126,7 +126,7 @@ class Checkpoint:
         view = memoryview(raw.numpy())  # pyright: ignore[reportArgumentType]
         with self._open(chunk.file) as file:
             file.seek(chunk.start + start)
-            # The file is unbuffered: one call may read fewer bytes than it asks for, and 0 bytes mean the end of the file.
+            # The file is unbuffered: a call may read fewer bytes than asked for, and 0 bytes mean the end of the file.
             filled = 0
             while filled < len(view) and (n := file.readinto(view[filled:])):
                 filled += n

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from: the newest intact one, a named one, or none; and the check that it may do so."""
+"""The checkpoint that a run resumes from: the newest intact one, a named one, or none. Checks that it may."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def check_same(checkpoint: Checkpoint, cfg: config.Config, identity: Mapping[str
         digest: digest of the model directory; '' if the model is not read from one.
 
     Raises:
-        ValueError: a run with this configuration cannot resume there; the message names what differs.
+        ValueError: a run with this configuration cannot resume from the checkpoint; the message names what differs.
     """
     state = state_of(checkpoint)
     how_to_start_anew = "to start anew: another [run] dir or [checkpoint] resume = 'none'"

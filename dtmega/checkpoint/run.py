@@ -3,8 +3,8 @@
     checkpoints/step-00000100/{data-00000.bin, ..., manifest.json}
 
 A checkpoint is written to `.tmp-step-00000100` and published by one rename, after everything in it is on the disk.
-Under a URL there is no atomic rename: there the manifest is written last, and a folder without a
-manifest does not count as a checkpoint.
+Under a URL there is no atomic rename: there the manifest is written last, and a folder without a manifest
+does not count as a checkpoint.
 """
 
 from __future__ import annotations
@@ -176,14 +176,15 @@ class Checkpoints:
             parameters: names and parameters of this rank. If a name appears twice, both parameters are filled.
             optimizer: optimizer of these parameters; its state is replaced.
             damage: lines about the damaged checkpoints found so far. Lines about damaged candidates are appended.
-            pace: object that tells the other ranks that this rank is still reading; None if nobody waits for it.
+            pace: heartbeats for the ranks that wait for this one; None if no rank waits.
 
         Returns:
             The state recorded in the checkpoint; None if there are no candidates.
 
         Raises:
             Damaged: there are candidates, but none is intact.
-            ValueError: a rank needs a tensor that the checkpoint lacks, or has in a different shape. All ranks raise this.
+            ValueError: a rank needs a tensor that the checkpoint lacks or has in a different shape. All ranks raise
+                this.
         """
         parameters = list(parameters)
         for checkpoint in candidates:
@@ -213,11 +214,13 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         n_updates: int,
     ) -> dict[str, list[Tensor]]:
-        """The tensors to fill, by the names that `tensors_of` gives them. The arguments are those of the function `_targets`.
+        """The tensors to fill, by the names that `tensors_of` gives them.
+
+        The arguments are those of the function `_targets`.
 
         Raises:
-            ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this, because the other ranks
-                would otherwise wait for that rank in the collectives of loading.
+            ValueError: a rank cannot take its tensors from this checkpoint. All ranks raise this, because the
+                other ranks would otherwise wait for that rank in the collectives of loading.
         """
         targets = dict[str, list[Tensor]]()
         refusal = ""
@@ -329,7 +332,9 @@ def _targets(
     optimizer: torch.optim.Optimizer,
     n_updates: int,
 ) -> dict[str, list[Tensor]]:
-    """The tensors to fill, by the names that `tensors_of` gives them. Replaces the optimizer's state by zeros to be filled.
+    """The tensors to fill, by the names that `tensors_of` gives them.
+
+    The optimizer's state is replaced by zeros, which are among the tensors to fill.
 
     Args:
         checkpoint: the checkpoint to load.

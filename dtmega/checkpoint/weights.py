@@ -78,12 +78,12 @@ def open_checkpoint_weights(model: config.Model, digest: str = "") -> Source:
 
 @torch.no_grad()
 def load_weights(source: Source, parameters: Iterable[tuple[str, Tensor]], vocab: int) -> None:
-    """Fill parameters in place, and cast the weights to the parameters' dtypes. Each rank fills the parts that it holds.
+    """Fill parameters in place, and cast the weights to their dtypes. Each rank fills the parts that it holds.
 
     Args:
         source: weights under the names of the whole model.
-        parameters: pairs of a name in the whole model and a tensor, which may be a DTensor. If a name appears twice, both
-            tensors are filled.
+        parameters: pairs of a name in the whole model and a tensor, which may be a DTensor. If a name appears twice,
+            both tensors are filled.
         vocab: `[model] vocab_size`. Tensors in BY_TOKEN may have padding rows beyond it, and the source may have more
             or fewer of them. Rows that the source lacks are filled with zeros.
 

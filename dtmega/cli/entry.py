@@ -1,4 +1,4 @@
-"""The beginning of a program: telling of faults, and the imports, which are a third of the time to the first step."""
+"""The start of a program: reports of crashes, and fast imports, which take a third of the time to the first step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import NoReturn
 
 
 def tell_of_faults() -> None:
-    """Have a process that a library's fault ends (SIGSEGV, SIGABRT) say where its threads were."""
-    if sys.stderr is not None:  # whoever starts a program may close it
+    """Make a process that crashes in a library (SIGSEGV, SIGABRT) print where its threads were."""
+    if sys.stderr is not None:  # None if whoever started the program closed stderr
         faulthandler.enable()
 
 
 def train(argv: list[str]) -> NoReturn:
-    """Train as dtmega/train.py tells, and end this process with the exit code."""
+    """Train with dtmega/train.py, and end this process with the exit code."""
     tell_of_faults()
-    # The imports make half a million objects that stay: to look through them for garbage takes a sixth of their time.
+    # The imports create half a million objects that stay alive. Searching these for garbage would take a sixth of the
+    # time of the imports.
     gc.disable()
     from dtmega.train import run_and_leave
 

@@ -9,9 +9,9 @@ torch's names. This file puts the sections together and finds and reads the TOML
 
 Nothing here imports torch, so that a bad configuration is refused within a fraction of a second.
 
-    schema.py      what a declaration of a key is, and how `--help` prints it
+    schema.py      the form of a key's declaration, and its text in `--help`
     mixtures.py    the notation of mixtures in [data]
-    reading.py     from TOML and options to sections, or an error in plain words
+    reading.py     turns TOML and options into sections, or an error in plain words
     suggestions.py  suggestions for unknown keys, from the table in synonyms.py
 """
 
@@ -69,14 +69,14 @@ section only."""
 
 
 class RunEnd(NamedTuple):
-    """The end of a run: the optimizer steps and samples that it has done by then."""
+    """The end of a run, as the numbers of optimizer steps and samples that the run has done by then."""
 
     steps: int
     samples: int
 
 
 class Config(Section):
-    """A whole configuration, a field for each section. Frozen: `model_copy(update=...)` makes a changed one."""
+    """A whole configuration, with one field per section. Frozen: `model_copy(update=...)` makes a changed copy."""
 
     run: Run = Run()
     model: Annotated[Bloom | GPT | Bert | Llama | T5 | Transformers, Field(discriminator="name")] = Bloom()
@@ -113,7 +113,7 @@ class Config(Section):
                 f"there are no validations to compare: expected interval > 0, got 0 with stop_validation_rises="
                 f"{self.train.stop_validation_rises} ([eval] interval, [train] stop_validation_rises)"
             )
-        # wsd: the final decay has to fit behind the warm-up, or the rate would jump where the two meet.
+        # wsd: the final decay has to begin after the warm-up, or the learning rate would jump where the two meet.
         total = self.progress(*end)
         schedule_end = self.optim.decay or total
         warmup = self.optim.warmup_until(total)
@@ -128,12 +128,13 @@ class Config(Section):
     def end(self, steps: int, samples: int) -> RunEnd:
         """The end of a run that has done `steps` and `samples` so far.
 
-        With [train] steps it is that step; with samples or tokens, the last step whose whole batch still fits. The
-        result is the same from every point of one run. The counts matter where a run resumes with another batch.
+        With [train] steps, the run ends after that step; with samples or tokens, after the last step whose whole batch
+        still fits. All points of one run lead to the same end. The counts matter only if a run resumes with a different
+        batch size.
         """
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
-        # Stair by stair of the ramp-up instead of step by step: a run may have billions of steps.
+        # Go stair by stair of the ramp-up instead of step by step, because a run may have billions of steps.
         for size, until in self.batch.stairs(samples):
             on_this_stair = -(-(until - samples) // size)  # rounded up: the step that crosses `until` counts
             fitting = max(0, min(most_steps - steps, (most_samples - samples) // size))
@@ -166,11 +167,12 @@ def load(argv: list[str]) -> Config:
     `--help` (or `-h`) prints every key and exits, `--help SECTION` the keys of one section.
 
     Args:
-        argv: `--config NAME` (a path, or the name of a file in configs/) and overrides `--section.key value`; later
-            ones win.
+        argv: `--config NAME` (a path, or the name of a file in configs/) and overrides `--section.key value`. If a key
+            is overridden twice, the later value wins.
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown key, a wrong type, a value out of range, keys that contradict.
+        ConfigError: the file does not exist or is not TOML, a key is unknown, a value has a wrong type or is out of
+            range, or keys contradict each other.
     """
     for position, argument in enumerate(argv):
         if argument in ("-h", "--help"):
@@ -187,7 +189,7 @@ def run_dir_of(argv: Sequence[str]) -> Path | None:
     A refused start reports in the `exit.json` of its run directory, so the directory is needed before `load` succeeds.
 
     Returns:
-        None if the file cannot be read, or does not say.
+        The directory; None if the file cannot be read, or its value is not a string.
     """
     config_name = ""
     dir_option = ""
@@ -222,13 +224,13 @@ def find_file(name: str) -> Path:
     """The file that `--config NAME` means: a path first, then a file in configs/, with or without `.toml`.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: there is no such file.
     """
     for path in (Path(name), CONFIGS_DIR / name, CONFIGS_DIR / f"{name}.toml"):
         try:
             if path.is_file():
                 return path
-        except OSError as error:  # a name that is too long, a folder that may not be looked into
+        except OSError as error:  # the name is too long, or a folder may not be looked into
             raise ConfigError(f"--config {name:.{reading.SHOWN}}: {error.strerror}") from None
     known = ", ".join(sorted(p.name for p in CONFIGS_DIR.glob("*.toml")))
     raise ConfigError(f"--config {name}: no such file, and none of that name in {CONFIGS_DIR} (there: {known})")
@@ -238,8 +240,8 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     """Return the configuration with these values.
 
     Args:
-        values: section -> key -> value, as TOML has them.
-        source: name of the file that the values are from, for messages.
+        values: section -> key -> value, in TOML's types.
+        source: name of the file that the values come from, for messages.
         overrides: options of the command line, in order; later ones win.
 
     Raises:
@@ -247,8 +249,8 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
     """
     optim = values.get("optim")
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
-        # A warm-up on the command line replaces the file's, even if the file sets the other one of the two keys;
-        # together they would be refused.
+        # A warm-up on the command line replaces the file's, even if the file sets the other one of the two keys:
+        # a configuration with both keys would be refused.
         values = {**values, "optim": {k: value for k, value in optim.items() if k not in WARMUP_KEYS}}
     return reading.validate(Config, {"train": {}, **values}, source, SIMILAR_KEYS, overrides)
 

@@ -19,7 +19,7 @@ from dtmega.config.schema import Section, key
 
 
 class Run(Section):
-    """[run]: the run directory, the seed, the device, and how long processes are waited for."""
+    """[run]: the run directory, the seed, the device, and time limits of processes."""
 
     dir: str = key(
         "runs/bloom",
@@ -38,14 +38,14 @@ class Run(Section):
     def collective_timeout_s(self) -> float:
         """Seconds after which a collective gives up: twice `timeout_s`.
 
-        The watch (`distributed/watchdog.py`) must fire first: it names the rank that hangs, which a timed-out
-        collective cannot.
+        The watchdog (`distributed/watchdog.py`) must act first: it can name the rank that hangs, and a collective that
+        times out cannot.
         """
         return 2 * self.timeout_s
 
 
 class Data(Section):
-    """[data]: corpora, tokenizer, the split, and how samples are made of text."""
+    """[data]: corpora, tokenizer, the split, and the making of samples from text."""
 
     path: str | list[str] = key(
         "stdlib", "the corpus: 'stdlib' (Python's own docs and sources), or prefixes of .bin/.idx files"
@@ -168,7 +168,7 @@ class Data(Section):
 
     @property
     def paths(self) -> list[str]:
-        """`path` as a list, even if it is one prefix."""
+        """`path` as a list, even if `path` is a single prefix."""
         return [self.path] if isinstance(self.path, str) else self.path
 
     @property
@@ -178,7 +178,7 @@ class Data(Section):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Tokens in a sequence of the encoder and of the decoder, by the key that sets them."""
+        """The numbers of tokens in a sequence of the encoder and of the decoder, by the key that sets each."""
         return {"seq_len": self.seq_len, "decoder_seq_len": self.decoder_length}
 
     @property
@@ -311,7 +311,7 @@ class Optim(Section):
                 f"[optim] {', '.join(unread)} would not be read with name='{self.name}' and weight_decay_schedule="
                 f"'{self.weight_decay_schedule}' ([optim] name, [optim] weight_decay_schedule)"
             )
-        _ = self.factors  # raises if one of them is malformed
+        _ = self.factors  # raises an error if a factor is malformed
         return self
 
     @property
@@ -319,7 +319,7 @@ class Optim(Section):
         """`lr_factors` as (pattern, factor) pairs, in order.
 
         Raises:
-            ValueError: one of them is not PATTERN=FACTOR, or its factor is negative or not finite.
+            ValueError: an entry is not PATTERN=FACTOR, or its factor is negative or not finite.
         """
         pairs = []
         for written in self.lr_factors:
@@ -436,7 +436,7 @@ class Log(Section):
 class Profile(Section):
     """[profile]: traces of chosen steps, for Perfetto or chrome://tracing.
 
-    While a run goes on, a file `profile-now` in the run directory starts a profile at the next step.
+    While a run is going on, creating a file `profile-now` in the run directory starts a profile at the next step.
     """
 
     steps: list[int] = key([], "[first, last]: trace these steps, last included; the first step is 1; empty = none")
@@ -534,7 +534,7 @@ class Recompute(Section):
 
 
 class Fsdp(Section):
-    """[fsdp]: where sharded weights are between their uses."""
+    """[fsdp]: when gathered weights are freed, and where shards are kept."""
 
     reshard_after_forward: Literal["auto"] | bool = key(
         "auto", "free a layer's gathered weights after its forward; auto: yes, but not in a pipeline"

@@ -22,7 +22,8 @@ class Share(NamedTuple):
 
     Attributes:
         weight: share of the samples, relative to the other weights of the mixture; positive.
-        start, end: range of the corpus's documents, as fractions from 0 to 1.
+        start: beginning of the range of documents, as a fraction of the corpus from 0 to 1.
+        end: end of this range, as a fraction from 0 to 1.
         prefix: path of the corpus without suffix: PREFIX.bin and PREFIX.idx.
     """
 
@@ -34,7 +35,7 @@ class Share(NamedTuple):
     def documents(self, n: int) -> tuple[int, int]:
         """The range of documents, (start, stop), in a corpus of n.
 
-        Rounded half to even, as by Megatron-DeepSpeed's `get_split_by_range_`.
+        Both ends are rounded half to even, as in Megatron-DeepSpeed's `get_split_by_range_`.
         """
         return round(self.start * float(n)), round(self.end * float(n))
 

@@ -1,4 +1,4 @@
-"""The keys of [model]: one class for each family, chosen by `name`, over base classes with the keys that they share."""
+"""The keys of [model]: one class for each family, chosen by `name`. Base classes have the shared keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding, with those that only pad it."""
+        """Number of rows of the embedding, including padding."""
         return self.vocab_size
 
     @property
@@ -59,7 +59,7 @@ class NativeModel(Model):
 
     @model_validator(mode="after")
     def _check_heads(self) -> NativeModel:
-        # A T5 may set the width of a head by itself (kv_channels); then D need not be a multiple of H.
+        # A T5 may set the width of a head separately (kv_channels); then D need not be a multiple of H.
         if self.hidden_size % self.n_heads and not getattr(self, "kv_channels", 0):
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide hidden_size={self.hidden_size} "
@@ -195,7 +195,7 @@ class Llama(NativeModel):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values, with the default resolved."""
+        """Number of heads of keys and values, with the default resolved."""
         return self.n_kv_heads or self.n_heads
 
 
@@ -266,7 +266,7 @@ class T5(NativeModel):
 
     @property
     def decoder_layers(self) -> int:
-        """Layers of the decoder, with the default resolved."""
+        """Number of layers of the decoder, with the default resolved."""
         return self.n_decoder_layers or self.n_layers
 
 

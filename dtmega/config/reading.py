@@ -1,8 +1,8 @@
 """Reading of sections: TOML and `--section.key value` options become typed, frozen sections, or errors in plain words.
 
 This file knows no key of dtmega: `keys.py` and `model_keys.py` declare them, and `suggestions.py` suggests the key that
-an unknown one may have meant. Reading is strict: a string is never taken for a number. Each error names the place of
-its value, the file or the option.
+an unknown one may have meant. Reading is strict: a string is never read as a number. Each error names the place of the
+value: the file or the option.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtmega.config.schema import SectionClasses, choices_of, condition
 from dtmega.files.untrusted_json import parse_toml
 
 SHOWN = 200  # characters of a wrong value in a message
-REFUSALS = 50  # most lines about a file; a file of another program may have any number of unknown keys
+REFUSALS = 50  # largest number of lines about a file: another program's file may have any number of unknown keys
 
 Sections = TypeVar("Sections", bound=BaseModel)
 
@@ -65,7 +65,7 @@ def read_argv(argv: Sequence[str], usage: str, suggester: Suggester) -> CommandL
     """Parse `--config NAME` and overrides; `--key value` and `--key=value` are the same.
 
     Raises:
-        ConfigError: an argument that is neither, an option without its value, no --config or two.
+        ConfigError: an argument is neither of these, an option has no value, or --config is missing or given twice.
     """
     name = ""
     overrides: list[Override] = []
@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _hint(text: str, error: str) -> str:
-    """The end of a message about text that is not TOML: how to write the faulty line, for the usual mistakes; or ''."""
+    """The end of a message about text that is not TOML: the correct form of the line, for usual mistakes; else ''."""
     if re.search(r"=\s*(True|False)\b", text):
         return "; TOML writes true and false in small letters"
     line_number = re.search(r"at line (\d+)", error)
@@ -158,14 +158,15 @@ def validate(
     """Return typed sections with these values.
 
     Args:
-        kind: the class of the configuration, a field for each section.
-        values: section -> key -> value, as TOML has them.
-        source: name of the file that the values are from, for messages.
-        suggester: what to suggest for keys that do not exist.
+        kind: class of the configuration, with one field per section.
+        values: section -> key -> value, in TOML's types.
+        source: name of the file that the values come from, for messages.
+        suggester: suggestions for keys that do not exist.
         overrides: options that replace values, in order; later ones win.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, a value out of range, keys that contradict; a line for each.
+        ConfigError: a key is unknown, a value has a wrong type or is out of range, or keys contradict each other; the
+            message has a line for each fault.
     """
     refusals: list[str] = []
     tables: dict[str, dict[str, Any]] = {}
@@ -192,7 +193,7 @@ def validate(
         return kind.model_validate(merged)
     except ValidationError as error:
         lines = [_explain(e, chosen, source, overrides) for e in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union reports each of its types
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None  # a union has one error for each of its types
 
 
 def _choose_class(
@@ -292,7 +293,7 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
     if section and chosen[section].kinds.discriminator:
         del location[1]  # pydantic names the class there
     k = location[1] if len(location) > 1 else ""
-    if error["type"] == "value_error":  # raised by a validator of a section, or of the whole: keys that contradict
+    if error["type"] == "value_error":  # from a validator of a section or of the whole: keys contradict each other
         return _explain_contradiction(str(error["ctx"]["error"]), section, source, overrides)
     option = f"--{section}.{k}"
     where = option if option in {o.option for o in overrides} else f"{source}: [{section}] {k}"
@@ -311,13 +312,13 @@ def _explain(error: Any, chosen: Chosen, source: str, overrides: Sequence[Overri
 
 
 def _explain_contradiction(message: str, section: str, source: str, overrides: Sequence[Override]) -> str:
-    """The message of a validator, after the file and the options that set keys which the message names.
+    """The message of a validator, after the name of the file and the options whose keys the message names.
 
     Args:
         message: the validator's message.
-        section: the section of the validator; '' for one that compares sections.
+        section: section of the validator; '' for a validator that compares sections.
         source: name of the file.
-        overrides: all options.
+        overrides: all options of the command line.
     """
     options = []
     for o in overrides:

@@ -1,8 +1,8 @@
-"""Declarations of keys: sections, the classes that a section may have, and the text that `--help` prints of them.
+"""Declarations of keys: sections, the classes that a section may have, and the text that `--help` prints about them.
 
-A section has one class, or several, one of which is chosen by the value of a key: [model] has a class for each family,
-chosen by `name` (pydantic calls such a key the discriminator of a union). This file knows no key of dtmega: `keys.py`
-and `model_keys.py` declare them, `reading.py` reads their values.
+A section has one class or several. If it has several, the value of a key chooses one of them: [model] has a class for
+each family, and `name` chooses it (pydantic calls such a key the discriminator of a union). This file knows no key of
+dtmega: `keys.py` and `model_keys.py` declare the keys, `reading.py` reads their values.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class SectionClasses:
     """The classes that a section may have.
 
     Attributes:
-        discriminator: the key whose value chooses the class; '' if there is only one class.
-        default: the value of that key if a configuration leaves it out.
-        classes: value of that key -> class.
+        discriminator: name of the key whose value chooses the class; '' if there is only one class.
+        default: value of the discriminator if a configuration leaves it out.
+        classes: value of the discriminator -> class.
     """
 
     discriminator: str
@@ -111,7 +111,7 @@ def _fields_by_title(section: str, kinds: SectionClasses) -> dict[str, dict[str,
         all_keys.update(dict.fromkeys(section_class.model_fields))
     all_keys.pop(kinds.discriminator, None)
     for k in all_keys:
-        # Two families may declare a key with different defaults: such a key stands in two groups.
+        # Two families may declare a key with different defaults: such a key is listed in two groups.
         declarations = kinds.declarations(k)
         values_by_declaration: dict[str, list[str]] = {}
         for value, field in declarations.items():
@@ -126,7 +126,7 @@ def describe_keys(kind: type[BaseModel], only: str = "") -> str:
     """The list of keys that `--help` prints: each with its default, its description, and its values if it is a choice.
 
     Args:
-        kind: the configuration, a field for each section.
+        kind: class of the configuration, with one field per section.
         only: the section to describe; '' describes all.
     """
     lines: list[str] = []

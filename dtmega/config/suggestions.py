@@ -10,17 +10,17 @@ from pydantic import BaseModel
 from dtmega.config.schema import SectionClasses, condition
 from dtmega.config.synonyms import Synonym
 
-# Two names are taken for a typo of each other from this ratio of difflib's on. At 0.4 `learning_rate` was answered
-# with `clip_grad`; at 0.75 `hiden_size`, `sed` and `warm_up` still find the right keys.
+# Two names count as a typo of each other if difflib's ratio of them is at least this. At 0.4, the suggestion for
+# `learning_rate` was `clip_grad`; at 0.75, `hiden_size`, `sed` and `warm_up` still find the right keys.
 LIKENESS = 0.75
-LISTED = 25  # a section with more keys than this is not listed where no key resembles the wrong one
+LISTED = 25  # if no key resembles the wrong one, the section's keys are listed, unless there are more than this
 
 
 class SimilarKeys:
     """Suggestions for keys and sections that do not exist.
 
     Args:
-        kind: the class of the configuration, a field for each section.
+        kind: class of the configuration, with one field per section.
         synonyms: other trainers' names for keys.
         sections: other trainers' names for sections -> the section here.
     """
@@ -89,12 +89,12 @@ class SimilarKeys:
     def _did_you_mean(self, targets: Sequence[str], how: str, families: Mapping[str, str], option: bool) -> str:
         """The question whether these keys were meant, with remarks on how they differ.
 
-        Targets that the chosen family does not have are left out; if it has none of them, all are named, with the
-        families that have them.
+        Targets that the chosen family does not have are left out. If the family has none of the targets, all are named,
+        with the families that have them.
 
         Args:
             targets: `section.key` of each suggestion.
-            how: in which way the keys differ from what was written; '' if they do not.
+            how: difference between the meaning of the keys and of what was written; '' if there is none.
         """
         fitting = []
         for target in targets:

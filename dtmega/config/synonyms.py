@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """Names for one meaning.
+    """Other trainers' names for one meaning, and the keys of dtmega that have it.
 
     Attributes:
         keys: dtmega's keys (`section.key`), separated by blanks. Several if the meaning is spread over them, or if
             families of models name it differently; '' if dtmega has no such key.
         names: other trainers' names, separated by blanks. A name with a section (`eval.freq`) counts in that section
             only.
-        how: how the key here differs, or why there is none; '' if the meaning is the same. Messages print it.
+        how: difference of dtmega's keys, or reason why there are none; '' if the meaning is the same. It is part of
+            messages.
     """
 
     keys: str

@@ -1,1 +1,1 @@
-"""Files, locks, terminals and child processes: what any Python program needs, nothing about training."""
+"""Files, locks, terminals and child processes: tools for any Python program, unrelated to training."""

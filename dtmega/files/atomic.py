@@ -60,7 +60,10 @@ def created(path: Path) -> Iterator[Any]:
 
 
 class _WholeWrites:
-    """An unbuffered file whose `write` writes all bytes, where the kernel may write fewer, and whose errors name it."""
+    """An unbuffered file that writes all bytes of a `write`, although the kernel may write fewer per call.
+
+    Errors name the file.
+    """
 
     def __init__(self, file: Any, path: Path) -> None:
         self._file = file
@@ -80,7 +83,7 @@ class _WholeWrites:
 
 
 def empty_folder(path: Path) -> None:
-    """Make an empty folder, and delete what was there before. Its own name is not synced."""
+    """Make an empty folder, and delete what was there before. The name of the folder itself is not synced."""
     remove_folder(path)
     make_folder(path.parent)
     os.mkdir(path)

@@ -25,11 +25,12 @@ import time
 import weakref
 from typing import IO, Any
 
-START_S = 60.0  # for the child's imports and the reading of the file, even on busy cores
-ANSWER_S = 10.0  # for one request
+START_S = 60.0  # time limit of the child's imports and its reading of the file, generous for busy cores
+ANSWER_S = 10.0  # time limit of one request
 MEMORY_BYTES = 2**30
 ANSWER_BYTES = 64 * 2**20
-# With `-I` neither the environment nor the working directory affects the child's imports. It gets this process's path.
+# With `-I` neither the environment nor the working directory affects the child's imports. The child gets this process's
+# `sys.path` instead.
 MAIN = "import sys; sys.path[:] = sys.argv[3:]; from dtmega.files import confined; confined.serve(*sys.argv[1:3])"
 
 
@@ -38,8 +39,8 @@ class Confined:
 
     Args:
         function: function to call in the child, as module:name. It returns a function from a request to an answer.
-        arguments: its arguments; they are sent as JSON.
-        where: the file that the child reads, for messages.
+        arguments: arguments of that function, sent to the child as JSON.
+        where: name of the file that the child reads, for messages.
     """
 
     def __init__(self, function: str, *arguments: Any, where: str) -> None:
@@ -70,7 +71,7 @@ class Confined:
         self._answer(child, START_S)
 
     def ask(self, request: Any) -> Any:
-        """The answer to a request.
+        """Send a request to the child, and return its answer.
 
         Raises:
             ValueError: the function raised an error, or exceeded the limits.
@@ -113,8 +114,8 @@ def serve(function: str, arguments: str) -> None:
     """Answer the requests on stdin, until it ends. Runs in the child.
 
     Args:
-        function: as module:name, see `Confined`.
-        arguments: its arguments, as a JSON list.
+        function: function to call, as module:name (see `Confined`).
+        arguments: arguments of that function, as a JSON list.
     """
     requests, answers = sys.stdin, sys.stdout
     sys.stdout = sys.stderr  # so that lines printed by a library do not mix with the answers

@@ -1,5 +1,4 @@
-"""Text for people, who may have left: a full disk, a closed pipe or a dead terminal must neither end a run nor change
-its exit code.
+"""Output for people. A full disk, a closed pipe or a dead terminal must neither end a run nor change its exit code.
 
 with guarded():      # from here on print, tqdm, warnings and tracebacks cannot fail
     with copied(log):    # and each line is passed to a function as well: log("a line")
@@ -20,7 +19,7 @@ class Guarded:
     """A text stream whose methods do not fail. Text that cannot be written is lost.
 
     Args:
-        stream: text stream to write to; None, as `sys.stdout` is in a process that was started without one.
+        stream: text stream to write to; None if the process was started without one, so that `sys.stdout` is None.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -65,10 +64,11 @@ def guarded() -> Iterator[None]:
 class Copied:
     """A `Guarded` text stream that also passes its lines, once they are complete, to a function.
 
-    Text with a carriage return is left out, because a terminal draws over it: a progress bar.
+    A line with a carriage return is left out, because it is a progress bar, which a terminal draws over.
 
     Args:
-        stream, take: text stream to write to, and function that takes one or more lines without the last line break.
+        stream: text stream to write to.
+        take: function that is called with one or more lines, without the last line break.
     """
 
     def __init__(self, stream: Any, take: Callable[[str], None]) -> None:
@@ -76,7 +76,7 @@ class Copied:
         self._begun: dict[int, str] = {}  # thread -> its incomplete line: `print` writes a line in several pieces
 
     def write(self, text: str) -> int:
-        # The stream comes first: what takes the lines may hang, such as a disk.
+        # Write to the stream first, because `take` may hang, for example on a disk.
         written = self._stream.write(text)
         text = self._begun.pop(threading.get_ident(), "") + text
         # tqdm moves the cursor up after it has drawn a bar that is below another one.
@@ -89,7 +89,7 @@ class Copied:
         return written
 
     def take_rest(self) -> None:
-        """Pass on the lines that are not complete."""
+        """Pass on the lines that are still incomplete."""
         for begun in [*self._begun.values()]:
             self._take(begun)
 
@@ -99,7 +99,7 @@ class Copied:
 
 @contextmanager
 def copied(take: Callable[[str], None]) -> Iterator[None]:
-    """Make stdout and stderr `Copied` within this block, and the streams of loggers that have them already."""
+    """Make stdout and stderr `Copied` within this block, also in loggers that already print on them."""
     with ExitStack() as undo:
         for owner, name in [(sys, "stdout"), (sys, "stderr"), *((handler, "stream") for handler in _handlers())]:
             stream = getattr(owner, name)
@@ -128,7 +128,7 @@ def say(text: str) -> None:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """The ranks in words: [2] -> rank 2, [0, 1] -> ranks 0, 1; of many, the first 16 and how many more."""
+    """The ranks in words: [2] -> rank 2, [0, 1] -> ranks 0, 1. From the 17th rank on, only their number is given."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:16])) + more
 

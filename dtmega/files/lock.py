@@ -45,7 +45,7 @@ class Lock:
             False if another process still holds the lock after `patience_s` seconds.
 
         Raises:
-            OSError: the disk is broken.
+            OSError: the disk fails.
         """
         deadline = time.monotonic() + patience_s
         while not self._try():
@@ -55,7 +55,7 @@ class Lock:
         return True
 
     def write(self, text: str) -> None:
-        """Replace the content of the file, and sync it to the disk. The holder may write there who it is."""
+        """Replace the content of the file, and sync it to the disk. The holder may use this to say who it is."""
         os.ftruncate(self._fd, 0)
         os.write(self._fd, text.encode())
         os.fsync(self._fd)
@@ -92,7 +92,7 @@ class Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock on this file, False if none does, None if it cannot be found out.
+    """True if a process holds the lock on this file, False if none does, None if that is not known.
 
     To find out, a free lock is taken for a moment. A process that tries to take it in that moment has to try again.
     """

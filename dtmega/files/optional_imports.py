@@ -19,7 +19,7 @@ def needed(extra: str, who: str) -> Iterator[None]:
 
     Args:
         extra: name of the extra of pyproject.toml that contains the library.
-        who: what needs the library, as the user knows it: a key or a command.
+        who: key or command that needs the library, as the user knows it.
 
     Raises:
         ValueError: a library is missing.
@@ -34,9 +34,9 @@ def check(library: str, extra: str, who: str) -> None:
     """Check that a library is installed, without importing it.
 
     Args:
-        library: name of its package.
-        extra: name of the extra of pyproject.toml that contains it.
-        who: what needs it, as the user knows it: a key or a command.
+        library: name of the library's package.
+        extra: name of the extra of pyproject.toml that contains the library.
+        who: key or command that needs the library, as the user knows it.
 
     Raises:
         ValueError: the library is not installed.

@@ -34,7 +34,7 @@ from dtmega import families, mesh
 from dtmega.inference.trained import TrainedModel, settle_as_rank_0
 from dtmega.models.generate import Sampling, generate, settle_alone
 
-DEFAULT_LENGTH = 2048  # the harness's own default, for a model without a longest sequence
+DEFAULT_LENGTH = 2048  # the harness's own default, for a model that does not limit the length of a sequence
 N_BOOTSTRAPS = 1000  # for the standard error of metrics that have no formula for it
 REPORTED = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples", "configs")
 
@@ -48,10 +48,10 @@ def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
 
     Args:
         names: names of the tasks.
-        folder: folder with more definitions; None: only the harness's own.
+        folder: folder with more definitions; None for only the harness's own.
 
     Raises:
-        ValueError: a task that has no definition.
+        ValueError: a task has no definition.
     """
     manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
     if manager is None or any(name not in manager.all_tasks for name in names):
@@ -77,8 +77,8 @@ def evaluate(
         tasks: names of the tasks.
         manager: the tasks' definitions, from `find_tasks`.
         batch_size: number of texts in one forward.
-        n_shots: number of examples before each question; None: the task's own.
-        limit: number of questions of each task to ask, from its first; None: all.
+        n_shots: number of examples before each question; None for the task's own number.
+        limit: number of questions to ask per task, from the first on; None for all.
 
     Returns:
         The harness's scores, with the checkpoint, its step, the date, the harness's version and the limit.
@@ -111,7 +111,7 @@ def table(scores: dict[str, Any]) -> str:
 
 
 class RunLM(TemplateLM):
-    """A decoder of ours behind the harness's interface for models.
+    """A decoder of dtmega with the harness's interface for models.
 
     Args:
         trained: the model with its tokenizer.
@@ -157,7 +157,7 @@ class RunLM(TemplateLM):
         # The model predicts each next token, so the last token of a text is never an input.
         inputs = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in pairs]
         longest = max(map(len, inputs))
-        # Padding stands after a text, where no token of a causal model sees it.
+        # Padding follows each text. There no token of the text sees it, because the model is causal.
         tokens = torch.tensor([text + [0] * (longest - len(text)) for text in inputs], device=self._device)
         masks = {}
         if self._prompt_is_prefix:
@@ -203,7 +203,7 @@ class RunLM(TemplateLM):
         return [self._generate_answer(*requests[i].args) for (i,) in numbers]
 
     def _generate_answer(self, context: str, task_options: dict[str, Any]) -> str:
-        """Generate one answer, by the options of generation that its task sets."""
+        """Generate one answer, with the generation options that the task sets."""
         keys = dict(normalize_gen_kwargs(task_options))
         n_tokens = keys.pop("max_gen_toks")
         eod = self._tokenizer.decode([self.eot_token_id])
@@ -226,7 +226,10 @@ class RunLM(TemplateLM):
 
 
 def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[Tensor], bool]:
-    """A `settle` for one answer, which ends it once the tokens before the present one contain a stop sequence."""
+    """A `Sampling.settle` for one answer.
+
+    It ends the answer once the tokens before the latest one contain a stop sequence.
+    """
     agree = settle_as_rank_0 if mesh.world_size() > 1 else settle_alone
     answer: list[int] = []
 

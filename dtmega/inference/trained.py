@@ -34,7 +34,7 @@ class TrainedModel(NamedTuple):
     """A model that has been read from a checkpoint.
 
     Attributes:
-        cfg: the run's configuration, with sections replaced that only concern training (`inference_config`).
+        cfg: the run's configuration, in which `inference_config` has replaced what only concerns training.
         checkpoint: path of the checkpoint.
         step: number of steps that the model was trained for.
         tokenizer: the run's tokenizer.
@@ -56,17 +56,17 @@ def open_trained(path: str, step: int | None, axes: Mapping[str, int], startup: 
     Args:
         path: a run directory, or the folder of one checkpoint.
         step: step of the checkpoint to read; None for the newest.
-        axes: sizes of the mesh: keys of [mesh].
-        startup: the ranks.
+        axes: axis of [mesh] -> size.
+        startup: startup of the ranks that take part.
 
     Raises:
-        Refused: on every rank, after the reason has been printed: there is no checkpoint, it is damaged, or the mesh
-            does not fit the model.
+        Refused: there is no checkpoint, it is damaged, or the mesh does not fit the model. Every rank raises this,
+            after the reason has been printed.
     """
     first: Checkpoint | None = None
     with startup.step("checkpoint") as search:
         if startup.rank == 0:
-            # Its files stay open from here on, because a run that is going on may delete the checkpoint.
+            # The files stay open from now on, because a run that is still training may delete the checkpoint.
             first = open_checkpoint(path, step)
             search.send = first.path
     with startup.step("configuration") as comparison:
@@ -104,7 +104,7 @@ def inference_config(cfg: config.Config, axes: Mapping[str, int]) -> config.Conf
 
     Args:
         cfg: the run's configuration.
-        axes: sizes of the mesh: keys of [mesh].
+        axes: axis of [mesh] -> size.
     """
     changed = {
         "mesh": config.Mesh.model_validate({**axes, "sequence_parallel": False}),
@@ -142,7 +142,7 @@ def _read(weights: Weights, cfg: config.Config, parameters: Iterable[tuple[str, 
 
 
 def settle_as_rank_0(tokens: Tensor) -> bool:
-    """The `settle` of several processes: all take the tokens of rank 0, int64 [B], and go on.
+    """A `Sampling.settle` for several processes: replace the tokens, int64 [B], by those of rank 0, and go on.
 
     The logits of different ranks may differ in their last bit, and so might the tokens drawn from them.
     """
@@ -154,7 +154,7 @@ def config_of_run(path: str, checkpoint: Checkpoint) -> config.Config:
     """The configuration of a run: `config.toml` of a run directory, or else the one recorded in the checkpoint.
 
     Raises:
-        ValueError: the checkpoint holds weights only, as `convert` writes them: the run's tokenizer is not known.
+        ValueError: the checkpoint holds weights only, as `convert` writes them, so the run's tokenizer is not known.
     """
     config_file = Path(path, "config.toml")
     # A config.toml in the folder of a checkpoint is a draft by `convert`, which may not know the tokenizer.

@@ -4,8 +4,8 @@
     add_arguments(parser)   adds the command's options
     command(args) -> int    runs the command and returns the exit code; errors are raised
 
-`__main__.py` prints an error in one line. A module is imported only if its command is named. At its top it imports only
-what its options need, so that `--help` and refusals of options do not wait for torch.
+`__main__.py` prints an error in one line. A module is imported only if its command is named. At its top, a module
+imports only what its options need, so that `--help` and refusals of options do not wait for torch.
 
     arguments.py      types of options, and refusals in one line
     conversation.py   conversations of `dtmega generate --interactive`
@@ -22,7 +22,7 @@ from types import ModuleType
 from dtmega import __version__
 from dtmega.cli.commands.arguments import Parser
 
-# Name -> its line of help.
+# Name of a command -> its line in `--help`.
 COMMANDS = {
     # `train` is here for the list of commands only: its options are the keys of config/, and __main__.py starts it.
     "train": "train a model; `dtmega train --help` lists every key of a run",

@@ -16,7 +16,7 @@ from dtmega.data.preparing.text_files import BLANK_LINES
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line, where argparse would print ten lines of usage before it."""
+    """A parser that refuses in one line. argparse itself would print ten lines of usage before that line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -65,10 +65,10 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def prefix(text: str) -> str:
-    """The prefix of a corpus, `PREFIX.bin` and `PREFIX.idx`. The name of one of these files is taken for its prefix.
+    """The prefix of a corpus, `PREFIX.bin` and `PREFIX.idx`. The name of either file is accepted too.
 
     Raises:
-        argparse.ArgumentTypeError: the text is a folder.
+        argparse.ArgumentTypeError: the text names a folder.
     """
     text = text.removesuffix(".idx").removesuffix(".bin")
     if os.path.basename(text) in ("", ".", ".."):
@@ -92,7 +92,7 @@ def encoding(text: str) -> str:
 
 
 def places_to_cut(text: str) -> str | int:
-    """The rule that cuts a text into documents: BLANK_LINES, or the number of tokens of a document."""
+    """The places to cut a text into documents: BLANK_LINES, or the number of tokens of each document."""
     try:
         return BLANK_LINES if text == BLANK_LINES else integer(1)(text)
     except argparse.ArgumentTypeError:

@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class Conversation:
-    """A conversation with a model, which sees all earlier messages and answers when it answers a new one.
+    """A conversation with a model. For each new message, the model sees all earlier messages and its answers to them.
 
     Args:
         trained: the model.
-        chat: chat template of its tokenizer.
-        options: options of `Sampling`, and `tokens`, the largest number of tokens of an answer.
+        chat: chat template of the model's tokenizer.
+        options: fields of `Sampling`, and `tokens`, the largest number of tokens in an answer.
     """
 
     def __init__(self, trained: TrainedModel, chat: Chat, options: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Conversation:
         from dtmega.models.generate import generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        # The template runs on the first process only: its time limit might be exceeded on one process and not another.
+        # The template runs on the first process only: otherwise only some processes might exceed its time limit.
         ids = _from_first(lambda: self._chat.ids(messages))
         answer_ids = generate(self._trained.model, ids, self._n_tokens, self._sampling)
         answer = self._trained.tokenizer.decode(answer_ids)
@@ -50,7 +50,7 @@ class Conversation:
 
 
 def talk(answer: Callable[[str], str]) -> None:
-    """Print the answer to each line of stdin. A line that cannot be answered prints the reason instead."""
+    """Print the answer to each line of stdin, or the reason why a line cannot be answered."""
     if isinstance(sys.stdin, TextIOWrapper):
         # Bytes that are not UTF-8 become lone surrogates, which `_utf8` refuses line by line. If --prompt - has read
         # stdin, the setting cannot be changed, and nothing is left to read.
@@ -78,7 +78,7 @@ def _utf8(text: str) -> str:
     """Return the text unchanged if it came from valid UTF-8.
 
     Raises:
-        ValueError: the text came from other bytes; names the first of them.
+        ValueError: the text came from bytes that are not UTF-8; the message names the first of them.
     """
     try:
         text.encode()
@@ -92,7 +92,7 @@ def _from_first(read: Callable[[], T]) -> T:
     """Call a function on the first process, and return its result on all processes.
 
     Raises:
-        ValueError: on all processes, if the function has raised it on the first one.
+        ValueError: the function raised it on the first process. All processes raise it.
     """
     from dtmega import mesh
 
@@ -114,7 +114,7 @@ def _from_first(read: Callable[[], T]) -> T:
 
 
 def print_on_first(text: str) -> None:
-    """Print on the first process only, at once."""
+    """Print on the first process only, and flush stdout."""
     from dtmega import mesh
 
     if mesh.rank() == 0:

@@ -23,10 +23,10 @@ WRONG_PATH = {
 
 
 class NothingWritten(Exception):
-    """The end of a command by an error, before any output file was there under its name.
+    """An error that ended a command before any output file had its final name.
 
     Attributes:
-        error: the error.
+        error: the original error.
     """
 
     def __init__(self, error: BaseException) -> None:

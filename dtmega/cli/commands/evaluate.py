@@ -77,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def file_name(step: int, tasks: list[str]) -> str:
-    """The file name for the scores of a step on these tasks; evaluating the same again replaces the file."""
+    """The file name for the scores of a step on these tasks. A second evaluation of both replaces the file."""
     names = "+".join(task.replace("/", "-") for task in tasks)
     if len(names) > LONGEST_NAME:
         names = f"{names[: LONGEST_NAME - 10]}+{len(tasks)}-tasks"
@@ -85,5 +85,5 @@ def file_name(step: int, tasks: list[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON lacks: a NumPy number as a Python number; anything else, such as a task's function, as text."""
+    """Convert a value that JSON lacks: a NumPy number into a Python number, anything else into text."""
     return value.item() if hasattr(value, "item") else str(value)

@@ -1,4 +1,4 @@
-"""`dtmega generate`: samples of a model from any checkpoint of a run: prompts continued, or a conversation.
+"""`dtmega generate`: samples from the model in a run's checkpoint: continuations of prompts, or a conversation.
 
 dtmega generate runs/bloom --prompt "def " --prompt "class "
 dtmega generate runs/bloom --step 200 --prompt - < prompt.txt
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtmega.data.tokenizers.chat import Chat
     from dtmega.inference.trained import TrainedModel
 
-# Options that only some families of models read; the others refuse them.
+# Options that only some families of models read. A family refuses the options that it does not read.
 SAMPLE_OPTIONS = ("tokens", "temperature", "top_k", "top_p", "seed")
 SEPARATOR = "---"  # line between the samples of two prompts
 STDIN = "-"
@@ -136,7 +136,7 @@ def _check_sample_options(sample_options: Mapping[str, Any], trained: TrainedMod
 
 
 def _start_chat(trained: TrainedModel, rank: int) -> Chat | None:
-    """The tokenizer's chat template; None if it has none, or the model does not continue texts.
+    """The tokenizer's chat template; None if there is none, or the model does not continue texts.
 
     Rank 0 starts the process that runs the template.
 
@@ -193,7 +193,7 @@ def _print_samples(sample: Callable[[list[str]], list[str]], prompts: list[str],
         batch_size: number of prompts that are computed together.
 
     Raises:
-        ValueError: a prompt cannot be continued; names the prompts of its batch.
+        ValueError: a prompt cannot be continued; the message gives the numbers of the prompts in its batch.
     """
     before = ""
     for first in range(0, len(prompts), batch_size):

@@ -1,4 +1,4 @@
-"""`dtmega inspect`: content of a checkpoint, whether it is intact, and how two checkpoints differ.
+"""`dtmega inspect`: content of a checkpoint, a check of its digests, and comparison of two checkpoints.
 
 dtmega inspect runs/bloom
 dtmega inspect runs/bloom runs/other --quick

@@ -1,4 +1,4 @@
-"""`dtmega report`: one HTML page about a run, or about several that it compares.
+"""`dtmega report`: one HTML page about a run, or a comparison of several runs.
 
 dtmega report runs/bloom
 dtmega report runs/bloom runs/faster --output both.html --png

@@ -29,13 +29,13 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def startup_of(program: str) -> Startup:
-    """The `Startup` of a command, whose refusals are printed in one line.
+    """The `Startup` of a command. It prints a refusal in one line.
 
     Args:
-        program: name of the command, with which the line begins.
+        program: name of the command, printed at the beginning of that line.
 
     Raises:
-        Refused: as `Startup`.
+        Refused: an error of `Startup`.
     """
     from dtmega.distributed.agreement import Startup
 
@@ -48,10 +48,10 @@ def open_run(path: str, args: argparse.Namespace, startup: Startup) -> TrainedMo
     Args:
         path: a run directory, or the folder of one checkpoint.
         args: parsed options of `add_checkpoint_options`.
-        startup: the processes.
+        startup: startup of the processes.
 
     Raises:
-        Refused: on every process, after the reason has been printed.
+        Refused: the model cannot be read. Every process raises this, after the reason has been printed.
     """
     from dtmega.inference.trained import open_trained
 

@@ -1,12 +1,12 @@
-"""The texts beside the weights of an export: a model card, and the texts of the directory that the weights came from.
+"""The text files of an export: a model card, and files copied from the directory that the weights came from.
 
     README.md           a model card with data, steps, losses and licence; for weights that were only converted, the
                         README.md of the directory that they came from
-    README-source.md    beside a card: that directory's README.md
-    LICENSE, NOTICE     that directory's, unchanged
+    README-source.md    that directory's README.md, if README.md is a model card
+    LICENSE, NOTICE     unchanged copies of that directory's files
 
-A card is made to be published: names from outside are inert text in it, cut short, and paths are reduced to their last
-part.
+A card is meant to be published. It therefore shows names from outside shortened and as inert text, and only the last
+part of a path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOURCE_CARD = "README-source.md"
 TERMS = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
 MAX_TEXT_BYTES = 2**20  # a larger README or licence is left out
 MAX_CHARACTERS = 200  # a longer name or value is cut
-MAX_ITEMS = 20  # corpora, or losses, in the card
+MAX_ITEMS = 20  # largest number of corpora, or of losses, in the card
 FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?)^---[ \t\r]*$", re.DOTALL | re.MULTILINE)
 LICENCE = re.compile(r"^license:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,64})[\"']?[ \t\r]*$", re.MULTILINE)
 # Keys of metrics.jsonl: loss, val_loss, test_loss, and val_NAME_loss for a further validation set.
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def rows_of_run(checkpoint: Checkpoint, state: State, data: Data, path: str) -> tuple[Row, ...]:
-    """Rows about the training that led to a checkpoint of dtmega, with the losses of the run that it belongs to.
+    """Rows about the training that led to a checkpoint of dtmega, with the losses of its run.
 
     Args:
         state: the checkpoint's state.
@@ -76,7 +76,7 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
     """The row about the length of a training.
 
     Args:
-        seq_len: tokens in a sequence; 0 if it is not known.
+        seq_len: number of tokens in a sequence; 0 if it is not known.
     """
     samples = counted(progress.samples, "sequence")
     if seq_len:
@@ -85,7 +85,7 @@ def rows_of_progress(progress: Progress, seq_len: int) -> list[Row]:
 
 
 def texts(directory: Path | None, rows: Sequence[Row], *, name: str) -> dict[str, bytes]:
-    """File name -> content of the texts that go beside an export's weights.
+    """File name -> content of the text files that an export has beside its weights.
 
     `generation_config.json` and `tokenizer.json` of the directory are among them. The exporter compares them, to see
     whether the export has the directory's own tokenizer.
@@ -180,7 +180,7 @@ def _corpora(data: Data) -> list[str]:
 
 
 def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """The most important keys of a run's recipe, as far as its checkpoint has them."""
+    """The most important keys of a run's recipe with their values. Keys that its checkpoint lacks are left out."""
     keys = ("optim.name", "optim.lr", "optim.schedule", "batch.global_batch_size", "precision.params", "run.seed")
     texts: list[str] = []
     for name in keys:
@@ -191,7 +191,7 @@ def _recipe(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _record_beside(checkpoint: Checkpoint, path: str) -> record.Record | None:
-    """The record of the run directory that the user named, or that has the checkpoint in its `checkpoints/`."""
+    """The record in the run directory that the user named, or that has the checkpoint in its `checkpoints/`, if any."""
     for directory in (Path(path), Path(checkpoint.path).parent.parent):
         if (directory / "metrics.jsonl").is_file():
             return record.read(directory / "metrics.jsonl")
@@ -218,7 +218,7 @@ def _losses(run_record: record.Record, last_step: int) -> list[Row]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first MAX_ITEMS names, and how many more there are."""
+    """The first MAX_ITEMS names, and the number of further names."""
     all_names = list(names)
     more = f" and {len(all_names) - MAX_ITEMS} more" if len(all_names) > MAX_ITEMS else ""
     return ", ".join(all_names[:MAX_ITEMS]) + more

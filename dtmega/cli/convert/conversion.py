@@ -3,11 +3,12 @@
     --from hf DIR         a Hugging Face folder with safetensors
     --from dtmega PATH    a checkpoint, or a run directory (its newest checkpoint)
     --from dcp DIR        a folder of plain torch.distributed.checkpoint, read without running its pickles
-    --from megatron DIR   a checkpoint of Megatron-LM, Megatron-DeepSpeed or megatron-core, read in the same way
+    --from megatron DIR   a checkpoint of Megatron-LM, Megatron-DeepSpeed or megatron-core, also read
+                          without running its pickles
     --to dtmega DIR       a checkpoint of weights alone, for [model] init_from. From Megatron also a config.toml, and a
                           checkpoint that a run can resume from, if Adam's moments are complete
     --to hf DIR           a folder that transformers' from_pretrained loads; under torchrun all ranks write it
-    --to megatron DIR     weights for the ranks of Megatron-LM, --tp times --pp of them
+    --to megatron DIR     weights for Megatron-LM on --tp times --pp ranks
 
 A run of a Hugging Face model becomes a directory like the one that the model came from. --original names that directory
 if it has moved since. Tensors are converted one by one, so the model need not fit in memory.
@@ -43,11 +44,11 @@ def convert(args: argparse.Namespace, startup: Startup) -> None:
 
     Args:
         args: arguments of `python -m dtmega convert`.
-        startup: the startup of the participating ranks.
+        startup: startup of the ranks that take part.
 
     Raises:
-        Refused: on every rank, after the reason was printed: an unknown format, no source, a damaged one, weights of
-            another model, a model's directory that has changed, or a failure to write.
+        Refused: the format is unknown, the source is missing or damaged, the weights belong to a different model, the
+            model's directory has changed, or writing failed. Every rank raises this, after the reason was printed.
     """
     source = _open(args, startup)
     family = families.of(source.model)
@@ -83,10 +84,10 @@ def _write(
     model: config.Model,
     weights: Cast,
 ) -> None:
-    """Write the target. All ranks write a Hugging Face folder; any other target is rank 0's alone.
+    """Write the target. All ranks write a Hugging Face folder together; rank 0 alone writes any other target.
 
     Args:
-        model: the [model] section, with the directory where it is now.
+        model: the [model] section, with the present path of the model's directory.
         weights: the tensors to write, in the target's dtype.
     """
     target, path = args.target
@@ -110,7 +111,7 @@ def _write(
 
 
 def _open(args: argparse.Namespace, startup: Startup) -> ConversionSource:
-    """Open the source that `--from` names, and check that all ranks see the same."""
+    """Open the source that `--from` names, and check that all ranks see the same source."""
     kind, path = args.source
     target = args.target[0]
     source = None
@@ -141,8 +142,8 @@ def _model_section(args: argparse.Namespace, source: ConversionSource, family: F
     """The source's [model] section. If `--original` is given, its directory replaces the one in the section.
 
     Raises:
-        ValueError: `--original` is given for a model without a directory, the directory is not the one that was
-            trained, or its sizes cannot be those of the weights.
+        ValueError: `--original` is given for a model without a directory, the directory is not the one that the run
+            was trained with, or the model's sizes do not fit the weights.
     """
     if args.original and not family.directory:
         raise ValueError(
@@ -166,7 +167,7 @@ def _left_out(
         expected: name -> shape of the model's tensors.
 
     Raises:
-        ValueError: a tensor of the model is not stored, or has another shape.
+        ValueError: a tensor of the model is not stored, or is stored in a different shape.
     """
     left_out = sorted(source.weights.tensors)
     for name, shape in expected.items():
@@ -199,7 +200,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state, with moments that refuse numbers that are not finite when they are read."""
+    """The training state, with moments whose reading fails if they hold NaN or infinity."""
     if training is None:
         return None
     moments = {

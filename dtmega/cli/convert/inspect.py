@@ -1,4 +1,4 @@
-"""`python -m dtmega inspect CKPT [OTHER]`: the facts about a checkpoint, whether it is intact, and how two differ."""
+"""`python -m dtmega inspect CKPT [OTHER]`: facts about a checkpoint, a check of its digests, and comparison of two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtmega.checkpoint.resume import open_checkpoint, state_of
 from dtmega.distributed import exit_codes
 from dtmega.files.console import counted, printable
 
-SHOWN = 10  # differing tensors that are listed; the others are counted
+SHOWN = 10  # number of differing tensors that are listed; further ones are only counted
 
 
 def show(path: str, other: str | None, verify: bool) -> int:
@@ -22,11 +22,11 @@ def show(path: str, other: str | None, verify: bool) -> int:
 
     Args:
         path: path of a checkpoint or of a run directory (its newest checkpoint).
-        other: path of a second one to compare it with; None to describe the first alone.
-        verify: read the whole checkpoint and compare all digests.
+        other: path of a second checkpoint to compare with; None to describe the first one alone.
+        verify: True to read the whole checkpoint and compare all digests.
 
     Returns:
-        The exit code: 1 if the two checkpoints differ.
+        The exit code: 1 if the two checkpoints differ, else `exit_codes.DONE`.
 
     Raises:
         ValueError: a path does not name a checkpoint.
@@ -81,12 +81,12 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str:
-    """The line about a tensor that differs between two checkpoints; '' if it does not."""
+    """The line about a tensor that differs between two checkpoints; '' if the tensor is the same in both."""
     entry_a, entry_b = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
     if entry_a is None or entry_b is None or entry_a.shape != entry_b.shape or entry_a.dtype != entry_b.dtype:
         return f"{name}: {_kind(entry_a)} | {_kind(entry_b)}"
-    # Equal digests of equal chunks need no reading. Chunks that differ may still hold the same values, as a tensor is
-    # stored in other chunks on another layout.
+    # If chunks and digests are equal, nothing has to be read. If they differ, the values may still be equal, because a
+    # different layout stores a tensor in different chunks.
     if _digests(entry_a) == _digests(entry_b):
         return ""
     tensor_a, tensor_b = a.read(name), b.read(name)
@@ -111,7 +111,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _kind(entry: Entry | None) -> str:
-    """The dtype and shape of a tensor, for a line."""
+    """The dtype and shape of a tensor as text."""
     if entry is None:
         return "not there"
     return f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"

@@ -1,4 +1,4 @@
-"""The sources of a conversion: one reader for each word that `--from` takes."""
+"""The sources of a conversion: one reader for each format that `--from` takes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class ConversionSource(NamedTuple):
 
     Attributes:
         path: path of the checkpoint or directory that was found, for the other ranks to open.
-        weights: the tensors by our names.
+        weights: the tensors, under dtmega's names.
         model: the [model] section.
         tokenizer: path of a tokenizer.json, or a tokenizer spec; '' if there is none, or only the one in the directory
             that the model was read from.
         digest: digest of the directory that the model was read from; '' if it is not known.
         data: the [data] section of the training; all defaults if it is not known.
-        training: state of the run, for a checkpoint that another run resumes from; None for weights alone.
+        training: state of the training that the written checkpoint lets a run resume; None for weights alone.
         toml: text of a configuration to write beside a checkpoint; '' if there is none.
         directory: Hugging Face directory that the weights come from; None if it is not known, or is the one that the
             model was read from.
         rows: facts about the training, for a model card; empty for weights that were only converted.
-        notes: lines for the user.
+        notes: lines to print for the user.
     """
 
     path: str

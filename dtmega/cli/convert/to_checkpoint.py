@@ -22,11 +22,11 @@ class Training(NamedTuple):
     """The training state of another program's run.
 
     Attributes:
-        moments: Adam's moments by kind, "exp_avg" and "exp_avg_sq", each a source with our names.
-        progress: how far the run was.
+        moments: kind of moment, "exp_avg" or "exp_avg_sq" -> source of Adam's moments under dtmega's names.
+        progress: numbers of steps and samples that the run had done.
         updates: number of updates that Adam has made.
         loss_scale: state of float16's loss scale; None if there is none.
-        sections: sections of the run's configuration that are known.
+        sections: known sections of the run's configuration, by name.
     """
 
     moments: Mapping[str, Source]
@@ -48,7 +48,7 @@ def write(
 
     Args:
         path: path or URL of the checkpoint.
-        source: weights by our names.
+        source: weights under dtmega's names.
         model: the [model] section.
         digest: digest of the directory that the model is read from; '' if there is none.
         training: state that a run resumes from; None writes weights alone.

@@ -1,11 +1,11 @@
-"""Coming from Megatron: its command-line flags, the launch scripts that hold them, and its checkpoints.
+"""Conversion from and to Megatron: command-line flags, the launch scripts that contain them, and checkpoints.
 
-Flags: `flags.py` is the table of flags and the keys they became. `shell.py` finds the flags in a launch script without
-running it, and `translate.py` turns them into a configuration.
+Flags: `flags.py` is the table of flags and of the configuration keys that replace them. `shell.py` finds the flags in a
+launch script without running it, and `translate.py` turns them into a configuration.
 
 Checkpoints: `names.py` is the table of tensor names, from which `forms.py` makes a `Format` for each family. To read a
 checkpoint, `folder.py` finds its folder; `ranks.py` (Megatron-LM), `deepspeed.py` (Megatron-DeepSpeed) and `core.py`
 (megatron-core) open the three kinds of folders, whose files `saved.py` decodes. `adam.py` and `zero.py` read the
-optimizers, and `parts.py` joins the shards of the ranks. `vocabulary.py` and `recipe.py` work out the size of the
-vocabulary and the configuration of the run. `write.py` cuts a dtmega model for Megatron's ranks.
+optimizers, and `parts.py` joins the shards of the ranks. `vocabulary.py` works out the size of the vocabulary, and
+`recipe.py` the configuration of the run. `write.py` cuts a dtmega model for Megatron's ranks.
 """

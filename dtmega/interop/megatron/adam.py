@@ -1,12 +1,12 @@
-"""Adam's moments, its step and the fp32 masters in one rank's file of Megatron-LM, with the names of the weights.
+"""Adam's moments, step and fp32 masters from one rank's file of Megatron-LM, matched with the names of the weights.
 
     fp32        optimizer = {state: {0: {exp_avg, exp_avg_sq, step}, ...}, param_groups: [{params: [0, ...]}, ...]}
     16 bits     optimizer = {optimizer: the same, fp32_from_fp16_params: [[...], [...]], grad_scaler: {...}}
 
-The state has numbers instead of names. Parameters are numbered in two groups: first the weights with weight decay, all
-but those of LayerNorms; then LayerNorms and biases. Each group follows the order of the modules. The masters prove that
-names and numbers were matched correctly, since each must round to its weight. apex's FusedAdam keeps `step` in
-param_groups.
+The state refers to parameters by number, not by name. Parameters are numbered in two groups. The first group has weight
+decay: all weights except those of LayerNorms. The second group has none: the LayerNorms and all biases. Each group
+follows the order of the modules. The masters prove that names and numbers were matched correctly, because each master,
+rounded to 16 bits, must equal its weight. apex's FusedAdam keeps `step` in param_groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtmega.interop.megatron.saved import SavedFile, Stored, check_apart, entrie
 from dtmega.interop.torch_files.inert import PickledObject, of_type
 from dtmega.ops.loss_scale import ScaleState
 
-# The modules of a model in order. The head's copy of the embedding comes before BERT's and T5's head for words.
+# The modules of a model in order. The head's copy of the embedding comes before the `lm_head` of BERT and T5.
 SECTIONS = ("embedding.", "encoder.", "decoder.", "pooler.", "word_embeddings_for_head.", "lm_head.", "binary_head.")
 OPTIMIZER = ("optimizer", "optimizer_state_dict")  # today's name, and that of 2019
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
@@ -35,7 +35,7 @@ class Adam(NamedTuple):
     """The optimizer's state in one rank's file.
 
     Attributes:
-        masters: fp32 copies, either of all weights or empty.
+        masters: fp32 copies of all weights; empty if the file has none.
         moments: exp_avg and exp_avg_sq; empty if they are incomplete.
         step: number of updates that the optimizer has made.
         scale: state of float16's loss scale; None if the file has none.
@@ -50,7 +50,7 @@ class Adam(NamedTuple):
 
 
 class IncompleteMoments(Exception):
-    """The moments cannot be used, for the reason in the message. The weights still can."""
+    """Raised if the moments cannot be used, for the reason in the message. The weights can still be used."""
 
 
 def read_adam(rank: Rank) -> Adam:
@@ -76,7 +76,7 @@ def read_adam(rank: Rank) -> Adam:
         moments, step = _moments(rank, groups, adam)
     except IncompleteMoments as reason:
         why = str(reason)
-    # All tensors of the file together, weights included: none may share bytes with another.
+    # Check all tensors of the file together, weights included, because no two of them may share bytes.
     tensors = [*masters.values()]
     for tensors_of_kind in moments.values():
         tensors += tensors_of_kind.values()
@@ -109,7 +109,7 @@ def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: An
     """The fp32 masters, matched with the parameters by their position.
 
     Args:
-        lists: the file's list of masters for each group; empty if the weights are fp32 themselves.
+        lists: the file's lists of masters, one list for each group; empty if the weights are fp32 themselves.
     """
     counts = [len(of_type(group, list, "a group of masters")) for group in of_type(lists, list, "the masters")]
     if counts and counts != [*map(len, groups)]:
@@ -118,7 +118,7 @@ def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: An
             f"{' + '.join(str(len(group)) for group in groups)} weights"
         )
     masters: dict[TensorPlace, Stored] = {}
-    for group, pickled_tensors in zip(groups, lists, strict=False):  # no masters, or one for each parameter
+    for group, pickled_tensors in zip(groups, lists, strict=False):  # lists is empty, or complete
         for place, pickled in zip(group, pickled_tensors, strict=True):
             masters[place] = file.tensor(pickled)
     return masters
@@ -127,7 +127,7 @@ def _masters(file: SavedFile, groups: Sequence[Sequence[TensorPlace]], lists: An
 def _moments(
     rank: Rank, groups: Sequence[Sequence[TensorPlace]], adam: Mapping[Any, Any]
 ) -> tuple[dict[str, dict[TensorPlace, Stored]], int]:
-    """Kind -> parameter -> moment, and the number of updates.
+    """The moments, as kind -> parameter -> moment, and the number of updates.
 
     Args:
         groups: the rank's parameters, numbered as in the optimizer.
@@ -135,7 +135,7 @@ def _moments(
 
     Raises:
         IncompleteMoments: a parameter has no moments, or the number of updates is not known.
-        ValueError: a moment has another shape than its parameter.
+        ValueError: a moment and its parameter have different shapes.
     """
     if not {"state", "param_groups"} <= adam.keys():
         raise IncompleteMoments("the optimizer's state is not Adam's")
@@ -185,7 +185,7 @@ def _number(file: SavedFile, pickled: PickledObject) -> float:
 
 
 def scale_of(file: SavedFile, pickled: Any) -> ScaleState | None:
-    """The state of Megatron's DynamicGradScaler; None if there is none, or a value in it is not usable."""
+    """The state of Megatron's DynamicGradScaler; None if the file has none, or a value in the state is not usable."""
     if pickled is None:
         return None
     scaler = entries(pickled, "the state of the loss scale")

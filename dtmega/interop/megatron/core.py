@@ -1,13 +1,13 @@
-"""A distributed checkpoint of megatron-core's GPT: whole tensors, given the names in names.py.
+"""A distributed checkpoint of megatron-core's GPT, read as whole tensors under the names in names.py.
 
-    iter_0001000/metadata.json      the program that wrote the tensors; torch_dist is torch.distributed.checkpoint
+    iter_0001000/metadata.json      the backend that wrote the tensors; torch_dist is torch.distributed.checkpoint
     iter_0001000/common.pt          arguments and everything else that all ranks share: a pickle, decoded as data
     iter_0001000/.metadata, __*.distcp
 
-The tensors of all layers are stacked under one name, [L, ...], or stored one by one. A LayerNorm has the name of the
-linear layer that follows it, whether the two are fused or not. `*_extra_state*` are byte entries, which are not opened.
-Adam's moments and the fp32 masters have the weights' names with prefixes such as `optimizer.state.exp_avg.`; the step
-is in common.pt.
+A tensor that every layer has is either stacked over all layers under one name, [L, ...], or stored once per layer. A
+LayerNorm is named after the linear layer that follows it, whether the two are fused or not. `*_extra_state*` are byte
+entries, which are not opened. Adam's moments and the fp32 masters have the weights' names with prefixes such as
+`optimizer.state.exp_avg.`; the step is in common.pt.
 
 Source: `dist_checkpointing/optimizer.py` and `optimizer/optimizer.py` of megatron-core 0.16.1.
 """
@@ -37,7 +37,7 @@ NAMES = {
     "signal Signals",
     *(f"megatron.core.rerun_state_machine {name}" for name in ("RerunMode", "RerunState", "RerunDiagnostic")),
 }
-# Modules of a layer -> the names that Megatron-LM has for them.
+# Name of a layer's module -> Megatron-LM's name of the module.
 LINEARS = {
     "self_attention.linear_qkv": "self_attention.query_key_value",
     "self_attention.linear_proj": "self_attention.dense",
@@ -64,10 +64,10 @@ class RunState(NamedTuple):
     """The state of the run that wrote a checkpoint, apart from its weights.
 
     Attributes:
-        moments: exp_avg and exp_avg_sq with the names of the weights; empty if they are incomplete.
+        moments: exp_avg and exp_avg_sq, both under the names of the weights; empty if they are incomplete.
         iteration: number of iterations done.
-        steps: the numbers of updates in the optimizer; more than one if its groups disagree.
-        scheduler: state of the learning rate's scheduler as the file has it; None if there is none.
+        steps: numbers of updates in the optimizer, without duplicates; more than one if its groups disagree.
+        scheduler: state of the learning-rate scheduler, as it is stored in the file; None if there is none.
         scale: state of float16's loss scale; None if there is none.
         why: reason why the moments are incomplete; '' if they are complete.
     """
@@ -84,11 +84,11 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Source, RunState]:
     """Open a checkpoint of megatron-core.
 
     Returns:
-        The run's arguments, its weights, and its further state. A weight is read from its fp32 master where there is
-        one under the weight's name and with its shape.
+        The run's arguments, its weights, and its further state. A weight is read from its fp32 master if there is a
+        master with the weight's name and shape.
 
     Raises:
-        ValueError: the backend is not torch_dist; a file is damaged or crafted; a layer is there twice.
+        ValueError: the backend is not torch_dist; a file is damaged or crafted; a layer's tensor is stored twice.
     """
     backend = read_object(folder / METADATA).get("sharded_backend")
     if backend != BACKEND:
@@ -118,7 +118,7 @@ def _run_state(
     """The run's state apart from its weights.
 
     Args:
-        content: what common.pt holds.
+        content: decoded contents of common.pt.
         shapes: name in the checkpoint -> shape of every weight.
     """
     moments: dict[str, Source] = {}
@@ -145,7 +145,10 @@ def _run_state(
 
 
 def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
-    """The number of updates: one for all parameters, or one for each group of parameters, which may differ."""
+    """The numbers of updates, without duplicates.
+
+    The optimizer stores one number for all parameters, or one for each group of parameters. Groups may disagree.
+    """
     state = entries(optimizer.get("state", {}), "the state of the optimizer")
     steps = [state["common_step"]] if "common_step" in state else []
     for pickled in of_type(optimizer.get("param_groups", []), list, "groups"):
@@ -158,11 +161,11 @@ def _steps(common: SavedFile, optimizer: Mapping[Any, Any]) -> frozenset[int]:
 
 
 def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]) -> Source:
-    """Tensors of the checkpoint by Megatron-LM's names, with stacked layers taken apart.
+    """Tensors of the checkpoint under Megatron-LM's names, with stacked tensors split into layers.
 
     Args:
         shapes: name in the checkpoint -> shape of every weight.
-        keys: name of a weight -> name of the tensor that has its values.
+        keys: name of a weight -> name of the tensor that holds the weight's values.
     """
     assemblies: dict[str, Assembly] = {}
     for name, shape in shapes.items():
@@ -174,11 +177,11 @@ def _translated(stored: DCPFolder, shapes: Mapping[str, tuple[int, ...]], keys: 
 
 
 def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assembly]:
-    """Take a weight of the checkpoint apart into tensors of Megatron-LM: name -> assembly.
+    """Split a weight of the checkpoint into Megatron-LM's tensors, given as name -> assembly.
 
     Args:
-        name: name of the weight, which tells the layer and the module.
-        key: name of the tensor that has its values: the weight itself, its fp32 master or a moment.
+        name: name of the weight, which determines the layer and the module.
+        key: name of the tensor that holds the values: the weight itself, its fp32 master or a moment.
         shape: shape of the weight.
     """
     match = LAYER.fullmatch(name)
@@ -186,7 +189,7 @@ def _assemblies(name: str, key: str, shape: tuple[int, ...]) -> dict[str, Assemb
     if match is not None:
         modules = FUSED_NORMS if match["norm"] else LINEARS
     if match is None or match["module"] not in modules:
-        # An unknown name is passed on: no model of Megatron has a place for it, so it is refused later.
+        # An unknown name is kept. No model of Megatron has a tensor with that name, so the name is refused later.
         today = re.sub(r"^decoder\.final_layernorm\.", "encoder.final_layernorm.", name)
         return {today: Assembly(shape, (RowRun(0, key, 0, shape[0]),))}
     inner = f"{modules[match['module']]}.{match['end']}"

@@ -5,7 +5,7 @@
     global_step1000/bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt      see zero.py
 
 Layers are numbered through the whole model, so pipeline stages do not matter here. 02 and L + 3 are functions without
-parameters and have no file; nor has the tied head.
+parameters, so they have no file. The tied head has no file either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Layers(NamedTuple):
     """The contents of a folder, apart from the optimizer.
 
     Attributes:
-        parts: name in the whole model -> part of each tensor-parallel rank.
+        parts: name in the whole model -> one part for each tensor-parallel rank, in order.
         args: the run's arguments as plain values; empty if there is no mp_rank file.
         content: contents of the first mp_rank file; empty without such a file.
         vocab_size: number of the tokenizer's ids; 0 if the files do not say.
@@ -49,7 +49,8 @@ def open_layers(folder: Path) -> Layers:
     """Open every file of `global_step...` except the optimizer's. Tensors are read later.
 
     Raises:
-        ValueError: a file is missing, unknown, not one of a checkpoint, or disagrees with the others; names the file.
+        ValueError: a file is missing, unexpected, not part of a checkpoint, or disagrees with the other files. The
+            message names the file.
     """
     args, content = _read_arguments(folder)
     paths: dict[tuple[int, int], Path] = {}  # (layer, tp)
@@ -76,7 +77,7 @@ def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: 
     """Refuse a folder that does not have exactly the files of a model's layers.
 
     Raises:
-        ValueError: a file is missing, or is there and has no place in the model.
+        ValueError: a file is missing, or a file has no place in the model.
     """
     expected: set[tuple[int, int]] = set()
     for number in range(n_layers + 5):
@@ -91,13 +92,13 @@ def _check_files(folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: 
 def _join_layers(
     folder: Path, paths: Mapping[tuple[int, int], Path], n_layers: int, n_tp: int
 ) -> dict[str, list[Part]]:
-    """Name in the whole model -> part of each tensor-parallel rank.
+    """The parts of all tensors: name in the whole model -> one part for each tensor-parallel rank, in order.
 
     Raises:
-        ValueError: a rank lacks a tensor that another has.
+        ValueError: a rank lacks a tensor that another rank has.
     """
     parts: dict[str, list[Part]] = {}
-    # Sorted, the ranks of one layer follow each other, so a tensor must gain one part with every file.
+    # In sorted order, the files of one layer follow each other, so each file must add one part to each of its tensors.
     for (number, tp), path in sorted(paths.items()):
         for name, part in _read_layer(path, names.layer_file_prefix(number, n_layers) or "").items():
             parts.setdefault(name, []).append(part)
@@ -110,7 +111,7 @@ def _join_layers(
 
 
 def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
-    """The tensors of one file by their names in the whole model."""
+    """The tensors of one file, under their names in the whole model."""
     file = SavedFile(path)
     parts: dict[str, Part] = {}
     for name, pickled in entries(file.value, f"{path}: the layer").items():
@@ -122,7 +123,7 @@ def _read_layer(path: Path, prefix: str) -> dict[str, Part]:
 
 
 def _read_arguments(folder: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """The arguments and the contents of the first mp_rank file; both empty without such a file."""
+    """The arguments and the contents of the first mp_rank file; both are empty if there is no such file."""
     paths = [path for path in sorted(folder.glob("mp_rank_*")) if RANK.fullmatch(path.name)]
     first_args: dict[str, Any] = {}
     first_content: dict[Any, Any] = {}

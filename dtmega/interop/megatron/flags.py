@@ -1,4 +1,4 @@
-"""Megatron's flags: one row per flag, with the key that it became here or the reason why there is none.
+"""Megatron's flags: one row per flag, with the configuration key that replaces it or the reason why there is none.
 
 The table has the flags that pre-training uses, with their defaults, from `megatron/arguments.py` of Megatron-LM and of
 BigScience's Megatron-DeepSpeed. `translate.py` reads it, and `docs/from-megatron.md` shows it to readers.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MANY = -1  # value of n_values: all words up to the next flag
+MANY = -1  # value of n_values for a flag that takes all words up to the next flag
 
 
 class Flag(NamedTuple):
@@ -16,11 +16,11 @@ class Flag(NamedTuple):
 
     Attributes:
         names: the flag as it is written, followed by its older names.
-        n_values: number of values that it takes; MANY for all words up to the next flag.
-        default: Megatron's default, as written on a command line; None if it has none, and for switches.
-        keys: keys of the configuration that replace the flag; empty if it is not carried over.
-        why: how the key differs from the flag, or why there is no key.
-        same: the flag has one key, and the same value, so translating copies it.
+        n_values: number of values that the flag takes; MANY for all words up to the next flag.
+        default: Megatron's default, as written on a command line; None for switches and for flags without a default.
+        keys: keys of the configuration that replace the flag; empty if the flag is not carried over.
+        why: difference between the key and the flag, or reason why there is no key.
+        same: True if the flag has a single key with the same value, so that translating copies the value.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ def _switch(name: str, key: str, why: str = "") -> Flag:
 
 
 def _other(names: str, n_values: int, keys: str, why: str, default: str | None = None) -> Flag:
-    """A flag that `translate.py` turns into keys in its own way. Names, and keys, are separated by blanks."""
+    """A flag that `translate.py` turns into keys in its own way. Names are separated by blanks, and so are keys."""
     return Flag(tuple(f"--{name}" for name in names.split()), n_values, default, tuple(keys.split()), why)
 
 
@@ -342,5 +342,5 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def by_name() -> dict[str, Flag]:
-    """Every flag by each of its names."""
+    """The flags by name. A flag with several names is listed under each of them."""
     return {name: flag for group in FLAGS.values() for flag in group for name in flag.names}

@@ -1,11 +1,11 @@
-"""A checkpoint of Megatron, whichever fork wrote it: whole tensors by the names in names.py, and the state of the run.
+"""A checkpoint of any fork of Megatron: whole tensors under the names in names.py, and the state of the run.
 
     Megatron-LM            iter_......./mp_rank_*/, or release/        ranks.py, adam.py
     megatron-core          iter_......./metadata.json, common.pt       core.py
     Megatron-DeepSpeed     global_step*/layer_*-model_*                deepspeed.py, zero.py
 
-The path is one of these folders, or the folder above with its `latest_checkpointed_iteration.txt` or `latest`. Nothing
-in a file is executed, and a tensor is read when it is needed.
+The path is one of these folders, or the folder above it, which contains a `latest_checkpointed_iteration.txt` or a
+`latest`. Nothing in a file is executed, and a tensor is read only when it is needed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Contents(NamedTuple):
     Attributes:
         path: the checkpoint's folder.
         args: the run's arguments as plain values; empty if the files have none.
-        weights: the whole model by Megatron's names.
-        moments: exp_avg and exp_avg_sq by the same names; empty if they are incomplete.
+        weights: tensors of the whole model, under Megatron's names.
+        moments: exp_avg and exp_avg_sq, both under the same names; empty if they are incomplete.
         progress: the run's progress; meaningful only if there are moments.
         updates: number of updates that the weights have had; meaningful only if there are moments.
         loss_scale: state of float16's loss scale; meaningful only if there are moments.
@@ -57,7 +57,7 @@ class Contents(NamedTuple):
 
     @property
     def embedding_rows(self) -> int:
-        """Number of rows of the embedding, rows of padding included.
+        """The number of rows of the embedding, including rows of padding.
 
         Raises:
             ValueError: the checkpoint has no embedding.
@@ -69,15 +69,15 @@ class Contents(NamedTuple):
 
 
 def open_folder(path: Path, model: config.Model | None = None, average: bool = False) -> Contents:
-    """Open a checkpoint, whichever fork wrote it.
+    """Open a checkpoint of any fork.
 
     Args:
-        path: the checkpoint's folder, or the one above with the tracker.
-        model: the [model] section that the user gives, needed where the files hold no arguments; else None.
-        average: read copies of a tensor that have drifted apart as their mean, instead of rank 0's.
+        path: the checkpoint's folder, or the folder above it, which contains the tracker.
+        model: the [model] section that the user gives, needed if the files hold no arguments; None if there is none.
+        average: True to read copies of a tensor that have drifted apart as their mean, instead of rank 0's copy.
 
     Raises:
-        ValueError: there is no checkpoint, or it is damaged, crafted or incomplete; names the file.
+        ValueError: there is no checkpoint, or it is damaged, crafted or incomplete. The message names the file.
     """
     folder = find_folder(path)
     if core.is_checkpoint(folder):
@@ -101,10 +101,10 @@ def _check_model_is_known(folder: Path, args: Mapping[str, Any], model: config.M
 
 
 def find_folder(path: Path) -> Path:
-    """Find the folder of one checkpoint: the path itself, the one that its tracker names, or the only one in it.
+    """Find the folder of one checkpoint: the path itself, the folder its tracker names, or the only checkpoint in it.
 
     Raises:
-        ValueError: there is no checkpoint, or there are several and no tracker.
+        ValueError: there is no checkpoint, or there are several checkpoints and no tracker.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not the folder of a checkpoint")
@@ -135,8 +135,8 @@ def _contents_of_ranks(folder: Path, grid: ranks.Grid, n_heads: int, average: bo
     """The contents of a Megatron-LM checkpoint.
 
     Args:
-        n_heads: attention heads of the model; 0 if not known.
-        average: as for `open_folder`.
+        n_heads: number of the model's attention heads; 0 if not known.
+        average: True to read drifted copies as their mean, as in `open_folder`.
     """
     first = grid[0, 0]
     whole_names = ranks.whole_names(grid)
@@ -187,7 +187,7 @@ def _contents_of_layers(folder: Path, layers: deepspeed.Layers, average: bool) -
             raise adam.IncompleteMoments("no mp_rank file says how many stages there were")
         kinds, step = zero.open_optimizer(folder, layers.parts, n_layers, n_stages)
         progress, updates, why = _progress(layers.args, ranks.iteration_of(layers.content), {step}, None)
-        # Masters are complete whenever the optimizer is, so weights are fp32 even if the progress is not known.
+        # Masters are complete whenever the optimizer's state is, so weights are fp32 even if the progress is unknown.
         masters = kinds.pop(zero.MASTER)
         with_masters: dict[str, list[Part]] = {}
         for name, weights_of_name in layers.parts.items():
@@ -229,13 +229,13 @@ def _contents_of_core(folder: Path, args: dict[str, Any], weights: Source, run_s
 def _progress(
     args: Mapping[str, Any], iteration: int, steps: Collection[int], scheduler: Any
 ) -> tuple[Progress, int, str]:
-    """How far a run was.
+    """The progress of a run, and the number of updates that Adam has made.
 
     Args:
         args: the run's arguments.
         iteration: number of iterations done.
-        steps: the numbers of updates in the optimizers of the ranks, without duplicates.
-        scheduler: state of the learning rate's scheduler, as the files have it; None if not known.
+        steps: numbers of updates in the ranks' optimizers, without duplicates.
+        scheduler: state of the learning-rate scheduler, as it is stored in the files; None if not known.
 
     Returns:
         The run's progress, the number of Adam's updates, and the reason why the two are not known ('' if they are).
@@ -249,7 +249,7 @@ def _progress(
     skipped = iteration - updates
     if skipped < 0:
         return START, 0, f"Adam has made {updates} updates, but the run only {iteration} iterations"
-    # float16 skips a step that overflows, and the scheduler does not count its samples.
+    # float16 skips a step that overflows, and the scheduler does not count the step's samples.
     overflowed = skipped if args.get("fp16") else 0
     overflowed_samples = 0
     scheduled = None if scheduler is None else entries(scheduler, "the scheduler").get("num_steps")
@@ -259,10 +259,10 @@ def _progress(
 
 
 def _global_batch_size(args: Mapping[str, Any]) -> Any:
-    """Samples of one iteration, as the arguments have it; 0 if they do not say."""
+    """The number of samples in one iteration, according to the arguments; 0 if they do not say."""
     if args.get("global_batch_size") is not None:
         return args["global_batch_size"]
-    # Before version 3 the argument was the batch of one model replica.
+    # Before checkpoint version 3, the argument was the batch size of one model replica.
     sizes = [args.get(key) for key in ("batch_size", "world_size", "model_parallel_size")]
     batch, world, model_parallel = (size if type(size) is int and size > 0 else 0 for size in sizes)
     return batch * (world // model_parallel) if model_parallel else 0

@@ -1,8 +1,8 @@
-"""Megatron's `Format` of each family: its tensor names, and the run's arguments as keys of [model].
+"""Megatron's `Format` of each family: tensor names, and the run's arguments as keys of [model].
 
-families.py lists them as `formats["megatron"]`. Arguments are plain values, with enum members by name. A file lacks the
-arguments that its version or fork did not have yet, so each one has a default here. Source: `megatron/arguments.py` of
-Megatron-LM 2019 to 2022 and of BigScience's Megatron-DeepSpeed.
+families.py lists these formats as `formats["megatron"]`. Arguments are plain values; an enum member is given by its
+name. A file lacks the arguments that its version or fork did not have yet, so each argument has a default here. Source:
+`megatron/arguments.py` of Megatron-LM 2019 to 2022 and of BigScience's Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dtmega.formats.format import Format, Key
 from dtmega.formats.rules import Rule
 from dtmega.interop.megatron.names import BERT_ROWS, BLOOM_ROWS, GPT_ROWS, OWN_HEAD, T5_ROWS, TIED_HEAD, TableRow
 
-# Arguments of later versions and of forks that change the model. Only these values are supported. A file that lacks an
-# argument was written by a version or fork without it, and its model has the value here.
+# Arguments with which later versions and forks change the model. Only these values are supported. If a file lacks an
+# argument, the version or fork that wrote the file does not have the argument, and its models have the value here.
 PLAIN: Mapping[str, Any] = {
     **{"add_bias_linear": True, "normalization": "LayerNorm", "group_query_attention": False},
     **{"swiglu": False, "squared_relu": False, "glu_activation": None, "apply_layernorm_1p": False},
@@ -28,7 +28,7 @@ SIZES = (
     Key("hidden_size", ("hidden_size",)),
     Key("n_layers", ("num_layers",)),
     Key("n_heads", ("num_attention_heads",)),
-    Key("ffn_hidden_size", ("ffn_hidden_size",), 0, resolved="ffn"),  # 4 D before version 3
+    Key("ffn_hidden_size", ("ffn_hidden_size",), 0, resolved="ffn"),  # always 4 D before version 3
 )
 RATES = (
     Key("hidden_dropout", ("hidden_dropout",), 0.1, free=True),
@@ -38,39 +38,39 @@ RATES = (
 LENGTH = Key("max_position_embeddings", ("max_position_embeddings",))
 EPS = ("norm_epsilon", "layernorm_epsilon")
 FP32_RESIDUAL = Key("fp32_residual", ("fp32_residual_connection",), False, free=True)
-# Values of position_embedding_type: member names of BigScience's enum, and Megatron-LM's word since 2023.
+# Values of position_embedding_type: member names of BigScience's enum, and the word of Megatron-LM since 2023.
 ABSOLUTE = (None, "absolute", "learned_absolute")
 ALIBI = ("alibi",)
 WORDPIECE = "BertWordPieceLowerCase"
 
 
 def feed_forward_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
-    """The form of GELU in the feed-forward. The fused kernel computes the one with tanh.
+    """The form of GELU in the feed-forward. The fused kernel computes the form with tanh.
 
-    Files from before October 2020 have no argument for the fusion, which did not exist.
+    Files from before October 2020 have no argument for the fusion, because the fusion did not exist yet.
     """
     return "tanh" if args.get("bias_gelu_fusion") or args.get("openai_gelu") else "erf"
 
 
 def head_gelu(args: Mapping[str, Any]) -> Literal["erf", "tanh"]:
-    """The form of GELU in BERT's head for words, which is never fused."""
+    """The form of GELU in BERT's language-model head, which is never fused."""
     return "tanh" if args.get("openai_gelu") else "erf"
 
 
 def _gelu_args(feed_forward: str, head: str = "") -> dict[str, Any]:
-    """The arguments that select these two forms of GELU.
+    """Megatron's arguments that select the given forms of GELU.
 
     Args:
-        feed_forward: "erf" or "tanh".
-        head: form in BERT's head for words; '' for a model without such a head.
+        feed_forward: form in the feed-forward, "erf" or "tanh".
+        head: form in BERT's language-model head; '' for a model without such a head.
     """
-    # openai_gelu selects the form with tanh in both places, the fused kernel selects it in the feed-forward alone.
+    # openai_gelu selects the form with tanh in both places; the fused kernel selects it in the feed-forward only.
     openai = head == "tanh"
     return {"bias_gelu_fusion": feed_forward == "tanh" and not openai, "openai_gelu": openai, "onnx_safe": None}
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The key for scaled attention scores. Megatron turns it on by default, but it has an effect in float16 only."""
+    """The key for scaled attention scores. Megatron scales them by default, but this has an effect in float16 only."""
     return {"query_key_layer_scaling": bool(args.get("fp16") and args.get("apply_query_key_layer_scaling"))}
 
 
@@ -173,7 +173,7 @@ def _args_of_t5(model: config.Model) -> dict[str, Any]:
 
 
 def _args(model: config.Model) -> dict[str, Any]:
-    """Arguments of every family that are not keys of [model], or that have another value than the key."""
+    """The arguments that every family has, and that are not keys of [model] or differ from the key in value."""
     assert isinstance(model, (config.DropoutModel, config.T5))
     scaling = getattr(model, "query_key_layer_scaling", False)
     return {
@@ -187,7 +187,8 @@ def _args(model: config.Model) -> dict[str, Any]:
 def _refuse_gated(model: config.Model) -> None:
     """Refuse a gated feed-forward.
 
-    Each of Megatron's ranks stores its values before its gates, so the order of rows depends on the layout.
+    Each of Megatron's ranks stores its rows of values before its rows of gates, so the order of rows depends on the
+    layout.
 
     Raises:
         ValueError: the model has a gated feed-forward.
@@ -204,7 +205,7 @@ def _refuse_bert(model: config.Model) -> None:
     """Refuse a BERT that Megatron has no arguments for.
 
     Raises:
-        ValueError: a gated feed-forward, or forms of GELU that Megatron cannot combine.
+        ValueError: the model has a gated feed-forward, or forms of GELU that Megatron cannot combine.
     """
     _refuse_gated(model)
     assert isinstance(model, config.Bert)

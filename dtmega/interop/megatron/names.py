@@ -1,12 +1,13 @@
-"""Megatron-LM's names of a model's tensors, one table per family, with how tensor parallelism cuts each tensor.
+"""Tables of Megatron-LM's tensor names, one per family, that also say how tensor parallelism cuts each tensor.
 
 The names are those of a *whole* model: shards of tensor parallelism are joined, layers are numbered over all stages,
 the heads of a fused QKV are outermost ([H, (q, k, v), K], as in checkpoint version 3), and padding rows of the
-vocabulary are included. Reading and writing both use these tables. Code that joins or cuts shards asks `cut_dim` and
-`qkv_parts` and knows no family.
+vocabulary are included. Reading and writing both use these tables. Code that joins or cuts shards calls `cut_dim` and
+`qkv_parts`, so it does not depend on the family.
 
-A file nests the same names in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`) and numbers the layers of
-its stage. `flat_name` turns a path in such a file, of any version, into the name here. Source: Megatron-LM of 2022-02.
+In a file, the same names are nested in dicts (`{"language_model": {"encoder": {"layers.0. ..."}}}`), and layers are
+numbered within the stage. `flat_name` turns a path in such a file, of any version, into a name of these tables. Source:
+Megatron-LM of 2022-02.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from typing import Literal, NamedTuple
 
 from dtmega.formats.rules import Rule
 
-# How tensor parallelism cuts a module. "column" cuts the outputs, so weight and bias; "row" cuts the inputs, so the
-# weight alone, and each rank has the whole bias; "vocabulary" cuts the rows of the vocabulary; with "copies" each rank
-# has the whole tensor.
+# How tensor parallelism cuts a module. "column" cuts the outputs, and so both the weight and the bias. "row" cuts the
+# inputs, and so only the weight; each rank has the whole bias. "vocabulary" cuts the rows of the vocabulary. With
+# "copies", each rank has the whole tensor.
 Cut = Literal["column", "row", "vocabulary", "copies"]
 
 
 class TableRow(NamedTuple):
-    """One row of a table: a rule, and how their tensor is cut into shards.
+    """One row of a table: a rule, and the way in which Megatron's tensor is cut into shards.
 
     Attributes:
-        ours, theirs, form: see `Rule`.
-        cut: how tensor parallelism cuts their module.
-        parts: number of projections fused in each head of their tensor: 3 for QKV, 2 for keys and values, else 1.
+        ours: name of our tensor or module, or several names, as in `Rule`.
+        theirs: name of Megatron's tensor or module.
+        cut: the way in which tensor parallelism cuts Megatron's module.
+        form: relation between the two sides, as in `Rule`.
+        parts: number of projections fused in each head of Megatron's tensor: 3 for QKV, 2 for keys and values, else 1.
     """
 
     ours: str | tuple[str, ...]
@@ -44,7 +47,7 @@ class TableRow(NamedTuple):
 
 
 def _block(ours: str, theirs: str) -> tuple[TableRow, ...]:
-    """The rows of a layer, for families whose own QKV is fused and sorted by head as Megatron's is."""
+    """The rows of a layer, for families whose QKV is fused and sorted by head here too, as Megatron's is."""
     return (
         TableRow(f"{ours}.attn_norm.", f"{theirs}.input_layernorm."),
         TableRow(f"{ours}.attn.qkv.", f"{theirs}.self_attention.query_key_value.", "column", parts=3),
@@ -67,8 +70,8 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
     theirs = f"{stack}.layers.{{}}"
     qkv = tuple(f"{ours}.attn.{name}." for name in "qkv")
     cross_kv = tuple(f"{ours}.cross.{name}." for name in "kv")
-    # Megatron names a norm for the block that precedes it, dtmega for the block that follows it. Self-attention is
-    # followed by the feed-forward, but in a decoder by cross-attention.
+    # Megatron names a norm after the preceding block, dtmega after the following block. In a decoder, self-attention
+    # is followed by cross-attention; in an encoder, by the feed-forward.
     between = (TableRow(f"{ours}.mlp_norm.", f"{theirs}.post_attention_layernorm."),)
     if stack == "decoder":
         between = (
@@ -91,7 +94,7 @@ def _block_of_t5(stack: str) -> tuple[TableRow, ...]:
 WORDS = TableRow("embed.", "embedding.word_embeddings.", "vocabulary")
 POSITIONS = TableRow("positions.", "embedding.position_embeddings.")
 FINAL_NORM = TableRow("norm.", "encoder.final_layernorm.")
-# The copy of the embedding that the last of several stages has for its logits.
+# The copy of the embedding from which the last stage computes the logits, if there are several stages.
 COPY_FOR_HEAD = "word_embeddings_for_head."
 TIED_HEAD = TableRow("head.", COPY_FOR_HEAD, "vocabulary")
 OWN_HEAD = TableRow("head.", "output_layer.", "vocabulary")
@@ -108,8 +111,8 @@ BERT_ROWS = (
     TableRow("order.pooler.", "pooler.dense."),
     TableRow("order.classifier.", "binary_head."),
 )
-# The stage where the decoder begins has copies of both embeddings. Its file calls them `embedding`, just as the first
-# stage's does; here they have names of their own.
+# The stage where the decoder begins has copies of both embeddings. In the file of that stage they are called
+# `embedding`, as in the file of the first stage; here they have names of their own.
 T5_ROWS = (
     *(WORDS, POSITIONS, *_block_of_t5("encoder")),
     TableRow("decoder_embed.", "decoder_embedding.word_embeddings.", "vocabulary"),
@@ -144,7 +147,7 @@ def cut_dim(name: str) -> int | None:
 def qkv_parts(name: str) -> int:
     """The number of projections (q, k, v) fused in each head of a tensor; 1 if it is not a fused projection.
 
-    Files below version 2 have the rows of fused projections in another order, within each shard.
+    Files below version 2 have the rows of fused projections in a different order within each shard.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -153,7 +156,7 @@ def qkv_parts(name: str) -> int:
 
 
 def by_token(name: str) -> bool:
-    """True if a tensor has one row for each token of the vocabulary, and rows of padding after them.
+    """True if a tensor has one row for each token of the vocabulary, followed by rows of padding.
 
     Raises:
         ValueError: no family has a tensor of that name.
@@ -191,10 +194,10 @@ _ROWS = _tensors(_ALL_ROWS)
 
 _OLDER_NAMES = (
     (re.compile(r"^language_model\."), ""),
-    # Up to tag v2.0, of January 2021.
+    # Names up to tag v2.0 of January 2021.
     (re.compile(r"^transformer\."), "encoder."),
     (re.compile(r"(\.layers\.\d+)\.attention\."), r"\1.self_attention."),
-    # Older still.
+    # Names in still older files.
     (re.compile(r"^(word|position|tokentype)_embeddings\."), r"embedding.\1_embeddings."),
 )
 
@@ -202,10 +205,10 @@ _OLDER_NAMES = (
 def flat_name(path: str) -> str:
     """Today's name of a tensor in a file of any version. The layer keeps its number within the stage.
 
-    Args:
-        path: the keys of the nested dicts, joined with dots.
-
     language_model.transformer.layers.0.attention.dense.weight -> encoder.layers.0.self_attention.dense.weight
+
+    Args:
+        path: keys of the nested dicts, joined with dots.
     """
     for pattern, today in _OLDER_NAMES:
         path = pattern.sub(today, path)
@@ -216,7 +219,7 @@ def layer_file_prefix(number: int, n_layers: int) -> str | None:
     """The prefix of the names in Megatron-DeepSpeed's `layer_NUMBER-model_*`; None if there is no such file.
 
     The embedding is number 1, the layers are 3 to L + 2, and the last LayerNorm is L + 4. The numbers between them are
-    functions without parameters. Behind the LayerNorm comes the tied head, which has no file.
+    functions without parameters. After the LayerNorm comes the tied head, which has no file.
     """
     if number == 1:
         return "embedding."

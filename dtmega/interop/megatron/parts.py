@@ -68,7 +68,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Derived:
-    """A part with the dtype and shape of another part, computed from that one when it is read."""
+    """A part that is computed from another part when it is read, and has the same dtype and shape."""
 
     part: Part
 
@@ -87,13 +87,13 @@ class _Derived:
 
 @dataclass(frozen=True)
 class ReorderedQKV(_Derived):
-    """A fused QKV from before version 2.0, with its rows brought into today's order, [H, (q, k, v), K].
+    """A fused QKV from before version 2.0, with its rows in today's order, [H, (q, k, v), K].
 
     Attributes:
-        qkv_outermost: the stored rows are [(q, k, v), H, K], as in files without a version; otherwise they are
+        qkv_outermost: True if the stored rows are [(q, k, v), H, K], as in files without a version; False if they are
             [H, K, (q, k, v)], as in version 1.0.
-        n_parts: 3 for q, k and v; 2 where only k and v are fused.
-        n_heads: heads of this rank.
+        n_parts: number of fused projections: 3 for q, k and v; 2 for k and v.
+        n_heads: number of heads on this rank.
     """
 
     qkv_outermost: bool
@@ -114,7 +114,7 @@ class ReorderedQKV(_Derived):
 
 @dataclass(frozen=True)
 class Master(_Derived):
-    """The fp32 master of a 16-bit weight. Reading it checks that it rounds to the weight.
+    """The fp32 master of a 16-bit weight. Reading checks that the master rounds to the weight.
 
     Masters have no names in a file, only positions, so rounding to the weight shows that this master belongs to it.
 
@@ -136,18 +136,22 @@ class Master(_Derived):
 
 
 class WholeTensors:
-    """Whole tensors as a `Source`: the ranks' parts concatenated along the dim that is cut, or one of their copies.
+    """Whole tensors as a `Source`.
+
+    A tensor that is cut is the concatenation of the ranks' parts. A tensor that every rank has is rank 0's copy, or the
+    mean of all copies.
 
     Attributes:
         tensors: name -> dtype and whole shape.
-        parts: name -> part of each rank, in order.
+        parts: name -> one part for each rank, in order.
     """
 
     def __init__(self, parts: Mapping[str, Sequence[Part]], average: bool = False) -> None:
         """Check that the parts of each tensor fit together.
 
         Args:
-            average: read copies as their mean, which matters if they have drifted apart; otherwise as rank 0's.
+            average: True to read the mean of a tensor's copies, which matters if they have drifted apart; False to read
+                rank 0's copy.
 
         Raises:
             ValueError: the parts of a tensor do not fit together, or have a dtype that no weight has.
@@ -157,7 +161,7 @@ class WholeTensors:
         self._average = average
 
     def read(self, name: str, index: Slices | None = None) -> Tensor:
-        """Read a part (None: all) of a tensor."""
+        """Read the part `index` of a tensor (None: the whole tensor)."""
         dtype, shape = self.tensors[name]
         parts = self.parts[name]
         index = index or (slice(None),) * len(shape)
@@ -171,7 +175,7 @@ class WholeTensors:
         share = shape[dim] // len(parts)
         pieces = []
         for number, part in enumerate(parts):
-            # The index within this part. A part that it does not touch is not read.
+            # The rows or columns of this rank's part that the index selects. If there are none, the part is not read.
             low = max(start - number * share, 0)
             high = min(stop - number * share, share)
             if low < high:
@@ -180,7 +184,7 @@ class WholeTensors:
 
 
 def _joined_shape(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and the whole shape of a tensor with these parts.
+    """The dtype and the whole shape of a tensor that consists of these parts.
 
     Raises:
         ValueError: the parts differ in dtype or shape, or have a dtype that no weight has.
@@ -205,7 +209,7 @@ def _joined_shape(name: str, parts: Sequence[Part]) -> tuple[torch.dtype, tuple[
 
 
 def _mean(parts: Sequence[Part]) -> Tensor:
-    """The mean of copies, computed in float64 and rounded to their dtype."""
+    """The mean of copies, computed in float64 and rounded to the dtype of the copies."""
     first, *others = parts
     total = first.read().double()
     for other in others:
@@ -217,6 +221,7 @@ class Drift(NamedTuple):
     """The distance between the copies of one tensor.
 
     Attributes:
+        name: name of the tensor.
         size: largest difference from rank 0's copy, as a fraction of the largest absolute value of any copy.
     """
 
@@ -242,7 +247,7 @@ def drifted_copies(tensors: WholeTensors) -> list[Drift]:
             largest = torch.maximum(largest, theirs.abs().max())
         if apart.item() != 0:
             drifts.append(Drift(name, (apart / largest).item()))
-    # A NaN is neither below nor above the limit. The first key puts it in front of small drifts.
+    # A NaN compares false with the limit, so the first sort key puts it in front of the drifts within the limit.
     return sorted(drifts, key=lambda drift: (drift.size <= MAX_DRIFT, -drift.size))
 
 
@@ -250,18 +255,18 @@ def drift_note(drifts: Sequence[Drift], average: bool) -> str:
     """The line for the user about copies that have drifted apart.
 
     Args:
-        drifts: at least one, the worst first.
-        average: the copies are read as their mean, which any distance allows.
+        drifts: drifts of all differing copies, at least one, the worst first.
+        average: True if the copies are read as their mean, which is allowed at any distance.
 
     Raises:
-        ValueError: the copies are further apart than MAX_DRIFT, and not averaged.
+        ValueError: the copies are further apart than MAX_DRIFT, and are not averaged.
     """
     worst = drifts[0]
     line = (
         f"copies of {counted(len(drifts), 'tensor')} differ between tensor-parallel ranks, most of all '{worst.name}': "
         f"by {worst.size:.1e} of its largest value"
     )
-    # A NaN compares false, so it counts as too far as well.
+    # A NaN compares false, so this condition counts it as too far apart as well.
     if not worst.size <= MAX_DRIFT and not average:
         raise ValueError(f"{line}, expected at most {MAX_DRIFT:.0e}; --average-copies takes their mean")
     used = "their mean is" if average else "those of rank 0 are"

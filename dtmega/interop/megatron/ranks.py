@@ -5,8 +5,8 @@
 
 In a file, `model` holds the tensors of one stage as nested dicts (`model0`, `model1`, ... with virtual stages, called
 chunks here). Each file numbers its layers from 0, and this module gives them their numbers in the whole model: chunk v
-of stage p begins with layer v * (L / VPP) + p * (L / PP / VPP). In a T5, each stack is counted over the stages that
-have layers of it.
+of stage p begins with layer v * (L / VPP) + p * (L / PP / VPP). In a T5, the layers of the encoder are counted over the
+encoder's stages, and those of the decoder over the decoder's stages.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?")
 CHUNK_KEY = re.compile(r"model(\d*)")
 LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 VERSIONS = (0, 1, 2, 3)
-MAX_DEPTH = 8  # of nested dicts; a BERT of today has 4
-# Arguments that decide which tensors there are, and must be equal on all ranks.
+MAX_DEPTH = 8  # limit for the depth of nested dicts; today's BERT has 4
+# Arguments that must be equal on all ranks, because they decide which tensors there are or give the run's progress.
 SHARED_ARGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "padded_vocab_size"),
     *("max_position_embeddings", "tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "iteration", "consumed_train_samples"),
 )
-# Classes of loss scalers, which older files have among the optimizer's state.
+# Classes of loss scalers, which older files contain as a part of the optimizer's state.
 SCALERS = {
     f"{module} {name}"
     for module in ("fp16.loss_scaler", "megatron.fp16.loss_scaler")
@@ -45,7 +45,7 @@ class Rank(NamedTuple):
     """The contents of one rank's file.
 
     Attributes:
-        args: the run's arguments, as far as they are numbers, strings or lists of them; empty in files of 2019.
+        args: the run's arguments as plain values (numbers, strings, lists of these); empty in files of 2019.
         version: checkpoint version; 0 if the file does not say.
         chunks: one dict per virtual stage, name within the stage -> tensor, in the file's order.
         content: everything in the file, as decoded.
@@ -69,8 +69,8 @@ def open_grid(folder: Path) -> Grid:
     """Open the files of all ranks in `iter_.......` or `release` and decode their pickles. Tensors are read later.
 
     Raises:
-        ValueError: a file is missing, there twice, not one of a checkpoint, or disagrees with the others; names the
-            file.
+        ValueError: a file is missing, exists twice, is not part of a checkpoint, or disagrees with the other files. The
+            message names the file.
     """
     paths = _paths(folder)
     n_tp = 1 + max(tp for tp, _ in paths)
@@ -100,10 +100,10 @@ def open_grid(folder: Path) -> Grid:
 
 
 def _paths(folder: Path) -> dict[tuple[int, int], Path]:
-    """(tp, pp) -> the rank's file, which may still be missing.
+    """The paths of the ranks' files, by (tp, pp). The files themselves may be missing.
 
     Raises:
-        ValueError: a folder has an unexpected name, two are of the same rank, or there is none at all.
+        ValueError: a folder has an unexpected name, two folders belong to the same rank, or there is no folder at all.
     """
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
@@ -123,7 +123,8 @@ def _read_rank(path: Path) -> Rank:
     """Decode one rank's file.
 
     Raises:
-        ValueError: no file, a damaged one, or one with contents that Megatron does not write; names the file.
+        ValueError: the file is missing or damaged, or has contents that Megatron does not write. The message names the
+            file.
     """
     file = SavedFile(path, SCALERS)
     try:
@@ -152,23 +153,23 @@ def _read_rank(path: Path) -> Rank:
 
 
 def iteration_of(content: Mapping[Any, Any]) -> int:
-    """Number of iterations done; 0 if the file does not say."""
+    """The number of iterations done; 0 if the file does not say."""
     iteration = content.get("iteration", 0)
     return iteration if type(iteration) is int and iteration >= 0 else 0
 
 
 def arguments(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """The run's arguments in a file, as plain values; empty if it has none."""
+    """The run's arguments in a file, as plain values; empty if the file has none."""
     if content.get("args") is None:
         return {}
     return {key: plain(value) for key, value in entries(content["args"], "the arguments").items() if type(key) is str}
 
 
 def _tensors(file: SavedFile, nested: Any) -> Iterator[tuple[str, Stored]]:
-    """Flatten nested dicts into tensors by name. Names are those that today's files have within a stage."""
+    """Flatten nested dicts into tensors by name. The names are today's, with layers numbered within the stage."""
     seen: set[str] = set()
-    # A crafted pickle may put one dict in many places, and each place would be walked. An honest file has fewer entries
-    # than its pickle has bytes.
+    # A crafted pickle may put one dict in many places, and each place would be walked. So the number of entries is
+    # limited: an honest file has fewer entries than its pickle has bytes.
     entries_left = file.n_pickle_bytes
 
     def walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Stored]]:
@@ -195,7 +196,7 @@ def check_agreed(args: Mapping[str, Any], path: Path, others: Mapping[str, Any],
     """Refuse two files whose arguments belong to different models or layouts.
 
     Raises:
-        ValueError: an argument that decides which tensors there are differs.
+        ValueError: an argument in SHARED_ARGS differs.
     """
     for key in SHARED_ARGS:
         if args.get(key) != others.get(key):
@@ -206,7 +207,7 @@ def _check_same(first: Rank, other: Rank) -> None:
     """Refuse two files that were not written by the same save.
 
     Raises:
-        ValueError: version, iteration or number of virtual stages differs.
+        ValueError: the version, the iteration or the number of virtual stages differs.
     """
     properties = {
         "checkpoint_version": (first.version, other.version),
@@ -275,14 +276,15 @@ def _depth(rank: Rank, chunk: Mapping[str, Stored], stack: str) -> int:
 
 
 def _whole_name(name: str, pp: int, offsets: Mapping[tuple[int, int, str], int], v: int) -> str:
-    """The name in the whole model of a tensor in chunk `v` of stage `pp`.
+    """The name that a tensor in chunk `v` of stage `pp` has in the whole model.
 
     Args:
+        name: name within the chunk.
         offsets: (stage, chunk, stack) -> number of the chunk's first layer in the whole model.
     """
     if match := LAYER.fullmatch(name):
         return f"{match[1]}.layers.{int(match[2]) + offsets[pp, v, match[1]]}.{match[3]}"
-    # A later stage has embeddings only where a T5's decoder begins: copies for the decoder's input.
+    # After stage 0, only the stage where a T5's decoder begins has embeddings: copies for the decoder's input.
     return re.sub(r"^embedding\.", "decoder_embedding.", name) if pp else name
 
 
@@ -292,20 +294,23 @@ def join_ranks(
     tensors: Mapping[tuple[int, int, int], Mapping[str, Part]],
     n_heads: int,
 ) -> dict[str, list[Part]]:
-    """Name in the whole model -> part of each tensor-parallel rank, with the rows of fused QKV in today's order.
+    """Collect the parts of each tensor, with the rows of a fused QKV in today's order.
 
     Args:
         names_by_chunk: names in the whole model, from `whole_names`.
         tensors: (tp, pp, chunk) -> name within the chunk -> part.
-        n_heads: attention heads of the model; 0 if not known.
+        n_heads: number of the model's attention heads; 0 if not known.
+
+    Returns:
+        Name in the whole model -> one part for each tensor-parallel rank, in order.
 
     Raises:
-        ValueError: the ranks of a stage do not have the same tensors, or the order of a QKV needs the number of heads
-            and it is not known.
+        ValueError: the ranks of a stage do not have the same tensors, or the order of a QKV depends on the number of
+            heads, which is not known or cannot be divided among the ranks.
     """
     parts: dict[str, list[Part]] = {}
     n_tp = 1 + max(tp for tp, _ in ranks)
-    # Sorted, so that the parts of a tensor are in the order of the tensor-parallel ranks.
+    # Sorting puts the parts of a tensor in the order of the tensor-parallel ranks.
     for (tp, pp, v), chunk in sorted(tensors.items()):
         rank = ranks[tp, pp]
         if chunk.keys() != names_by_chunk[pp, v].keys():

@@ -10,11 +10,11 @@ from dtmega.checkpoint.resume import Progress
 from dtmega.interop.megatron.flags import FLAGS, by_name
 from dtmega.interop.megatron.translate import FAMILY_OF_SCRIPT, Command, translate_known_model
 
-SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # written even where they equal the defaults
+SIZES = ("name", "vocab_size", "hidden_size", "n_layers", "n_heads")  # written even if they equal the defaults
 NEXT_TOKEN_SCRIPT = "pretrain_gpt"  # the only script whose order of samples dtmega reproduces
 # Sections that the checkpoint records, so that a run that resumes from it can report what it changes.
 RECORDED = ("batch", "optim", "train", "precision")
-# Flags that do not matter to a run that resumes: paths on the old machine, how the run began, and its layout.
+# Flags that do not matter to a run that resumes: paths on the old machine, the start of the run, and its layout.
 LEFT_OUT = {
     *("--save", "--load", "--tensorboard-dir", "--kill-switch-path", "--finetune", "--no-load-optim"),
     *(name for flag in FLAGS["Layout"] for name in flag.names),
@@ -28,11 +28,11 @@ def config_of_args(
 
     Args:
         args: the run's arguments as plain values; empty if only the model is known.
-        order: value of [data] order for a checkpoint that a run can resume from; '' for weights alone.
+        order: value of [data] order, for a checkpoint that a run can resume from; '' for weights alone.
 
     Returns:
-        The text of a TOML, with comments for the keys that are not known; and the sections that the checkpoint should
-        record (empty if the configuration is not valid as it stands).
+        The text of a TOML file, with comments in place of the keys that are not known; and the sections that the
+        checkpoint should record (empty if the configuration is not valid as it stands).
     """
     section = {key: value for key, value in model.model_dump().items() if key in (*SIZES, *_set_keys(model))}
     keys = {f"model.{key}": value for key, value in section.items()}
@@ -56,7 +56,7 @@ def _set_keys(model: config.Model) -> list[str]:
 
 
 def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The arguments as they would stand on a command line."""
+    """The arguments as the flags of a command line: flag -> values."""
     flags: dict[str, list[str]] = {}
     for name, flag in by_name().items():
         value = args.get(name.removeprefix("--").replace("-", "_"))
@@ -69,7 +69,7 @@ def _flags(args: Mapping[str, Any]) -> dict[str, list[str]]:
         else:
             items = value if isinstance(value, list) else [value]
             flags[name] = [str(item) for item in items]
-    # Megatron works out the steps of a run that is counted in samples, and stores them with its arguments.
+    # For a run that is counted in samples, Megatron works out the steps and stores them with the arguments.
     if "--train-samples" in flags:
         flags.pop("--train-iters", None)
     return flags
@@ -92,7 +92,7 @@ def _groups(args: Mapping[str, Any], flag: str) -> list[str]:
 
 
 def _samples(args: Mapping[str, Any]) -> int:
-    """The number of training samples that the run was started for; 0 if the arguments do not say."""
+    """The number of samples that the run was to train on; 0 if the arguments do not say."""
     samples = args.get("train_samples")
     if samples is None:
         steps, per_step = args.get("train_iters"), args.get("global_batch_size")
@@ -104,6 +104,7 @@ def resume_note(progress: Progress, out: str) -> str:
     """The line that tells the user how to continue the run from the converted checkpoint.
 
     Args:
+        progress: progress of the run at the checkpoint.
         out: path of the converted checkpoint.
     """
     return (

@@ -1,4 +1,4 @@
-"""A file of `torch.save`, read as data: its pickle is decoded without running it, its tensors are read when needed.
+"""A file of `torch.save`, read as data: its pickle is decoded but not run, and its tensors are read when needed.
 
     file = SavedFile(path)
     file.value                          numbers, strings, lists, dicts; else a `PickledObject` (torch_files/inert.py)
@@ -6,10 +6,10 @@
 
 There are two formats. Since torch 1.6 a file is an uncompressed zip with NAME/data.pkl, and NAME/data/KEY for each
 storage. Older files are a sequence of pickles (a magic number, a version, the machine, the value, the keys of the
-storages) followed by the storages, each as its number of elements in 8 bytes and the elements.
+storages) followed by the storages. Each storage is its number of elements, in 8 bytes, followed by the elements.
 
 The classes that checkpoints of Megatron-LM, megatron-core and Megatron-DeepSpeed contain besides tensors are listed
-here; a pickle that asks for any other is refused. Source: `serialization.py` of torch 1.5 and 2.13.
+here; a pickle that asks for any other class is refused. Source: `serialization.py` of torch 1.5 and 2.13.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtmega.interop.torch_files.torch_save import (
     tensor_header,
 )
 
-# Names, arguments and generators of 500 ranks are some 5 MB. Decoded, a pickle may take 70 times its size.
+# The names, arguments and random generators of 500 ranks take some 5 MB. A decoded pickle may take 70 times its size.
 MAX_PICKLE_BYTES = 1 << 24
 ZIP = b"PK\3\4"
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -63,7 +63,7 @@ NAMES = {
     *("numpy ndarray", "numpy dtype"),
     *(f"numpy.{core}.multiarray {name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     *(f"{builtins} {name}" for builtins in ("builtins", "__builtin__") for name in ("set", "getattr", "bytes")),
-    "_codecs encode",  # how protocol 2 writes bytes
+    "_codecs encode",  # pickles of protocol 2 make bytes with it
 }
 
 
@@ -71,8 +71,8 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-        storage: place in the file of the storage, which several tensors may share.
-        elements: place in the file, and strides, of this tensor's elements.
+        storage: place of the storage in the file; several tensors may share a storage.
+        elements: place of this tensor's elements in the file, with the strides between them.
     """
 
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class Stored(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The range of bytes in the file from its first element to the end of its last."""
+        """The range of bytes in the file from the tensor's first element to the end of its last element."""
         n = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.elements.strides, strict=True))
         return self.elements.at, self.elements.at + n * self.dtype.itemsize
 
@@ -91,7 +91,7 @@ class SavedFile:
     """The contents of one file of torch.save.
 
     Attributes:
-        value: the saved value; a tensor in it is a `PickledObject`, from which `tensor` makes a `Stored`.
+        value: the saved value; a tensor inside the value is a `PickledObject`, from which `tensor` makes a `Stored`.
         n_pickle_bytes: size of the pickles.
     """
 
@@ -102,7 +102,8 @@ class SavedFile:
             names: classes and functions that the pickle may ask for besides NAMES, each as "module qualname".
 
         Raises:
-            ValueError: there is no such file, torch.save did not write it, or it is damaged or crafted; names the path.
+            ValueError: there is no such file, torch.save did not write it, or it is damaged or crafted. The
+                message names the path.
         """
         self.path = path
         self._checked: set[ZipEntry] = set()
@@ -112,10 +113,11 @@ class SavedFile:
             self.value, self._storages, self.n_pickle_bytes = read(fd, n_bytes, {*NAMES, *names})
 
     def tensor(self, pickled: Any) -> Stored:
-        """Locate the tensor that a part of `value` describes: a plain tensor, a parameter, or one with attributes.
+        """Locate the tensor that a part of `value` describes: a plain tensor, a tensor with attributes, or a parameter.
 
         Raises:
-            ValueError: it is not a tensor, has no elements, or its elements are not in the file; names the path.
+            ValueError: `pickled` is not a tensor, or has no elements, or its elements are not in the file. The message
+                names the path.
         """
         try:
             return self._tensor(_plain_tensor(pickled))
@@ -130,7 +132,7 @@ class SavedFile:
             raise ValueError(f"expected a tensor of a known dtype with its storage, {header.key!a:.100}, in the file")
         if len(strides) != len(sizes) or 0 in sizes:
             raise ValueError(f"expected a tensor with elements, got sizes {sizes} and strides {strides}")
-        # With a stride of 0 a few bytes would describe a tensor of any size. torch saves no such parameters, so the
+        # With a stride of 0, a few bytes could describe a tensor of any size. torch saves no such parameters, so the
         # storage must have room for every element.
         needed = max(header.needed_bytes(dtype), math.prod(sizes) * dtype.itemsize)
         if needed > storage.n_bytes:
@@ -145,7 +147,7 @@ class SavedFile:
             part: (start, stop) in each dim, not empty; None reads the whole tensor.
 
         Raises:
-            ValueError: the file is damaged; names the path.
+            ValueError: the file is damaged. The message names the path.
         """
         with regular_file(self.path) as (fd, _):
             if tensor.storage not in self._checked:
@@ -174,7 +176,7 @@ def entries(value: Any, what: str) -> dict[Any, Any]:
         what: description of the value, for messages.
 
     Raises:
-        ValueError: the value is none of the three.
+        ValueError: the value has a different type.
     """
     if type(value) is PickledObject and value.name == NAMESPACE:
         value = value.state
@@ -184,8 +186,8 @@ def entries(value: Any, what: str) -> dict[Any, Any]:
 def plain(value: Any) -> Any:
     """A value of the run's arguments as a number, a string, a bool, or a list of these; anything else is None.
 
-    An enum's member becomes its name, and a dtype torch's name for it. Lists may be nested once. Items that are not
-    plain are left out of them.
+    An enum's member becomes the member's name, and a dtype becomes torch's name for the dtype. Lists may be nested
+    once. Items that are not plain are left out of the list.
     """
     if type(value) is PickledObject:
         return _plain_object(value)
@@ -217,7 +219,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_tensor(pickled: Any) -> Any:
-    """The plain tensor inside a parameter, a tensor with attributes, or one of them inside the other."""
+    """The plain tensor inside a parameter or a tensor with attributes, which may be nested in each other."""
     for _ in range(2):
         if type(pickled) is not PickledObject or not pickled.args:
             break
@@ -235,7 +237,7 @@ _Decoded = tuple[Any, dict[str, ZipEntry], int]  # value, storage by key, bytes 
 
 
 def _read_zip(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
-    """Decode the format since torch 1.6, a zip.
+    """Decode the format that torch has used since 1.6, a zip.
 
     Args:
         names: classes and functions that the pickle may ask for.
@@ -257,7 +259,7 @@ def _read_zip(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
 
 
 def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
-    """Decode the format before torch 1.6, a sequence of pickles and storages.
+    """Decode the format that torch used before 1.6, a sequence of pickles and storages.
 
     Args:
         names: classes and functions that the pickle of the value may ask for.
@@ -293,13 +295,13 @@ def _read_older(fd: int, n_bytes: int, names: Collection[str]) -> _Decoded:
 
 
 def _element_bytes(value: Any) -> dict[str, int]:
-    """The size in bytes of an element of each storage that a value refers to, by the storage's key.
+    """The bytes per element of each storage that a value refers to, by the storage's key.
 
     Raises:
-        ValueError: the type of a storage is unknown, or given twice with different sizes.
+        ValueError: the type of a storage is unknown, or a storage is given two types with different sizes.
     """
     element_bytes: dict[str, int] = {}
-    seen: set[int] = set()  # a pickle may put one part in many places
+    seen: set[int] = set()  # a pickle may put one part in many places; it is visited once
     parts = [value]
     while parts:
         part = parts.pop()

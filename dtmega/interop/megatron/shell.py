@@ -2,8 +2,8 @@
 
     words(Path("examples/pretrain_bert_distributed.sh").read_text())    # [..., 'pretrain_bert.py', '--num-layers', ...]
 
-Assignments are followed, including quoted or bracketed ones over several lines, and `${NAME:-default}`. What only a
-shell could expand (`$(nproc)`, a variable of the environment) stays in the words as it is written.
+Assignments are followed, including quoted or bracketed values over several lines, and so is `${NAME:-default}`. Text
+that only a shell could expand (`$(nproc)`, a variable of the environment) stays in the words as it is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCRIPT = re.compile(r"(?:^|/)(pretrain_\w+)\.py$")
 ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.DOTALL | re.MULTILINE)
-LONGEST = 1_000_000  # characters that a statement may grow to when its variables are expanded
+LONGEST = 1_000_000  # limit in characters for a statement whose variables are expanded
 CLOSING = {'"': '"', "'": "'", "`": "`", "(": ")"}
 
 
@@ -23,7 +23,7 @@ def words(text: str) -> list[str]:
     """The words of the first command that contains a `pretrain_....py`; [] if there is none.
 
     Raises:
-        ValueError: a quote that never ends, or variables that refer to each other without end.
+        ValueError: a quote or bracket never ends, or a statement grows beyond LONGEST when its variables are expanded.
     """
     known: dict[str, str] = {}
     for statement in _statements(HEREDOC.sub("", text)):
@@ -42,7 +42,7 @@ def split_words(line: str) -> list[str]:
     """The words of one command.
 
     Raises:
-        ValueError: a quote that never ends.
+        ValueError: a quote never ends.
     """
     try:
         return shlex.split(line)
@@ -51,7 +51,7 @@ def split_words(line: str) -> list[str]:
 
 
 def _statements(text: str) -> list[str]:
-    """Split a script into statements: at line ends and semicolons outside quotes and brackets, without comments."""
+    """Split a script into statements at line ends and semicolons outside quotes and brackets. Comments are removed."""
     text = text.replace("\\\r\n", " ").replace("\\\n", " ")
     statements = [""]
     closing = ""
@@ -89,7 +89,7 @@ def _end_of_line(text: str, at: int) -> int:
 
 
 def _unwrapped(value: str) -> str:
-    """The text between the quotes or brackets of an assignment."""
+    """The value of an assignment, without the quotes or brackets around it."""
     value = value.strip()
     if len(value) > 1 and value[0] in "\"'(" and value[-1] == CLOSING[value[0]]:
         value = value[1:-1]
@@ -97,7 +97,7 @@ def _unwrapped(value: str) -> str:
 
 
 def _expanded(text: str, known: dict[str, str]) -> str:
-    """Replace the known variables of a text; an unknown one becomes its default after `:-`, or stays as it is."""
+    """Replace the variables in `text`. An unknown variable becomes its default after `:-`, or stays as it is."""
 
     def value(match: re.Match[str]) -> str:
         braced, default, bare = match.groups()

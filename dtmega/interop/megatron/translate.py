@@ -18,10 +18,10 @@ from dtmega.config.schema import SectionClasses
 from dtmega.interop.megatron import shell
 from dtmega.interop.megatron.flags import MANY, Flag, by_name
 
-# Script -> family that it trains, and the tokenizer that Megatron takes for the family by default.
+# Script -> the family that it trains, and family -> Megatron's default tokenizer.
 FAMILY_OF_SCRIPT = {"pretrain_gpt": "gpt", "pretrain_prefix_lm": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
-# Scripts that train a family for another objective than its own.
+# Script -> objective, for scripts that do not train the family's default objective.
 OBJECTIVE_OF_SCRIPT = {"pretrain_prefix_lm": "prefix-lm", "pretrain_t5": "separate-spans"}
 # Keys of [model] that no flag sets: every T5 of Megatron has these values.
 THEIR_T5: Mapping[str, Any] = MappingProxyType(
@@ -36,21 +36,21 @@ THEIR_T5: Mapping[str, Any] = MappingProxyType(
 )
 # Megatron's names of WordPiece tokenizers -> the prefix of dtmega's tokenizer spec.
 WORDPIECE_OF = {"BertWordPieceLowerCase": "bert", "BertWordPieceCase": "bert-cased"}
-# Without one of these, Megatron refuses to start, or takes a value that depends on the machine.
+# If one of these flags is missing, Megatron refuses to start or chooses a value that depends on the machine.
 REQUIRED_FLAGS = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *("--micro-batch-size", "--global-batch-size", "--lr"),
 )
 UNITS = ("iters", "samples", "tokens")
-LAYOUT = ("mesh", "pipeline", "recompute", "fsdp")  # sections that do not change the numbers of a run
+LAYOUT = ("mesh", "pipeline", "recompute", "fsdp")  # sections that do not change what a run computes
 
 
 class Translation(NamedTuple):
     """The configuration that a command's flags give.
 
     Attributes:
-        toml: text of the configuration; keys that the flags do not give are comments in it.
-        left_out: a line for each flag that was not carried over.
+        toml: text of the configuration, with comments in place of the keys that the flags do not give.
+        left_out: lines for the user, one for each flag that was not carried over.
     """
 
     toml: str
@@ -62,7 +62,7 @@ class Command(NamedTuple):
 
     Attributes:
         script: name of the program, such as pretrain_bert.
-        values: flag -> the words that follow it.
+        values: flag -> words that follow the flag.
         stray: words that belong to no flag.
     """
 
@@ -75,7 +75,7 @@ def translate(source: str) -> Translation:
     """Translate a command line, or the command in a launch script.
 
     Args:
-        source: the command from `pretrain_....py` on, or the path of a script.
+        source: text of a command that contains `pretrain_....py`, or path of a launch script.
 
     Raises:
         ValueError: `source` has no such command, or the command trains a model that is not built here.
@@ -95,9 +95,9 @@ def translate_known_model(
     """Translate a command whose model is known, without its layout.
 
     Args:
-        known: values by "section.key". The [model] section gets these alone; those of other sections replace what the
-            flags give.
-        title: first line of the text.
+        known: values by "section.key". The [model] section gets only these values. In other sections they replace the
+            values from the flags.
+        title: first line of the text, a comment.
 
     Returns:
         The text of the configuration, and its values by section.
@@ -111,9 +111,9 @@ def translate_known_model(
 
 
 def _filled_draft(command: Command) -> _Draft:
-    """The draft of a command's configuration, with all its flags worked in."""
+    """The draft of a configuration after all flags of the command have been translated."""
     draft = _Draft(command)
-    # The steps read keys that were copied or set before them, and replace some of them.
+    # The order matters: each step reads keys that were copied or set before, and replaces some of them.
     draft.copy_values()
     for step in (_model, _vocabulary, _batch, _schedule, _precision, _layout, _data, _checkpoints):
         step(draft)
@@ -155,14 +155,14 @@ def _read_command(source: str) -> Command:
 
 
 class _Draft:
-    """A configuration in the making.
+    """A configuration that is being built from the flags of a command.
 
     Attributes:
         command: the command that is translated.
         flags: Megatron's flags by name.
         family: the family of the model.
         keys: "section.key" -> value.
-        lacking: "section.key" -> what the user has to fill in there.
+        lacking: "section.key" -> description of the value that the user has to fill in.
         refused: flag -> reason why its value is not carried over.
     """
 
@@ -190,14 +190,14 @@ class _Draft:
         return None if value is None else _number(value)
 
     def fields_of(self, section: str) -> Mapping[str, Any]:
-        """The fields of a section, by key. [model] has those of the draft's family."""
+        """The fields of a section, by key. The [model] section has the fields of the draft's family."""
         kinds = SectionClasses.of(config.Config.model_fields[section])
         return kinds.classes[self.family if kinds.discriminator else ""].model_fields
 
     def copy_values(self) -> None:
         """Copy each flag whose value is the value of one key.
 
-        A flag that is left out gives Megatron's default, where dtmega's default is another one.
+        If a flag is not given, its key is set to Megatron's default where dtmega's default differs.
         """
         for name in REQUIRED_FLAGS:
             flag = self.flags[name]
@@ -226,7 +226,7 @@ class _Draft:
 
     @staticmethod
     def _typed(kind: Any, value: str | None) -> Any:
-        """A value in the type of its key; None if it is not a number and should be."""
+        """A value in the type of its key; None if the key needs a number and the value is not one."""
         number = None if value is None else _number(value)
         if kind is int and isinstance(number, float) and number.is_integer():
             return int(number)
@@ -250,7 +250,7 @@ class _Draft:
         """The text of the configuration.
 
         Args:
-            title: first line, a comment.
+            title: text of the first line, which is a comment.
         """
         values = {key: value for key, value in self.keys.items() if key not in self.lacking}
         lines = [f"# {title}", *self._refusal(values)]
@@ -267,7 +267,7 @@ class _Draft:
         return "\n".join(lines) + "\n"
 
     def _refusal(self, values: Mapping[str, Any]) -> list[str]:
-        """The message with which a run would refuse these values, as comment lines; none while keys are lacking."""
+        """The message with which a run would refuse these values, as comment lines; empty if keys are lacking."""
         if self.lacking:
             return []
         try:
@@ -293,7 +293,7 @@ def _model(draft: _Draft) -> None:
     elif draft.family == "t5":
         draft.keys |= {f"model.{key}": value for key, value in THEIR_T5.items()}
         draft.keys["model.activation"] = f"gelu_{gelu}"
-        # A T5 has another key for it than the one in the table of flags, which refused the flag.
+        # The key in the table of flags does not exist for a T5, so `copy_values` refused the flag. Set the key of T5.
         draft.keys["model.norm_eps"] = draft.number("layernorm-epsilon")
         draft.refused.pop("--layernorm-epsilon", None)
     elif draft.has("no-bias-gelu-fusion"):
@@ -436,7 +436,7 @@ def _mixtures(draft: _Draft, groups: Mapping[str, list[str]]) -> None:
         groups: weighted groups of corpora by split.
     """
     draft.keys["data.train"] = groups["train"][0]
-    # Megatron ignores --split as well when each group has its own range.
+    # Each group has its own range, so --split is ignored, as in Megatron.
     draft.keys.pop("data.split", None)
     if "--split" in draft.command.values:
         draft.refused["--split"] = "replaced by the ranges in --train-weighted-split-paths"
@@ -450,7 +450,7 @@ def _mixtures(draft: _Draft, groups: Mapping[str, list[str]]) -> None:
 
 
 def _checkpoints(draft: _Draft) -> None:
-    """Set where checkpoints are saved, and what the run starts from."""
+    """Set the folder and the interval of checkpoints, and the weights that the run starts from."""
     save, load = draft.value("save"), draft.value("load")
     if save:
         draft.keys["checkpoint.dir"] = save
@@ -478,7 +478,7 @@ def _is_file(path: str) -> bool:
 
 
 def _number(text: str) -> int | float | None:
-    """The number in a text; None if there is none."""
+    """The number that a string stands for; None if it is not a number."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -488,7 +488,7 @@ def _number(text: str) -> int | float | None:
 
 
 def _toml(value: Any) -> str:
-    """A value in TOML; a list on one line."""
+    """A value as TOML. A list is written on one line."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(_toml, value))}]"
     return tomli_w.dumps({"key": value}).strip().removeprefix("key = ")

@@ -11,16 +11,17 @@ from dtmega.interop.megatron.folder import Contents
 
 
 def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> config.Model | None:
-    """The user's model with the padded vocabulary: as many ids as the embedding has rows.
+    """The user's model with the padded vocabulary, which has as many ids as the embedding has rows.
 
     Args:
+        contents: contents of the checkpoint.
         model: the [model] section that the user gives; None if the user gives none.
 
     Returns:
-        None if `model` is None.
+        The model with the padded vocabulary; None if `model` is None.
 
     Raises:
-        ValueError: the arguments in the files give another number of rows.
+        ValueError: the arguments in the files give a different number of rows.
     """
     rows = contents.embedding_rows
     rows_of_args = contents.args.get("padded_vocab_size")
@@ -32,7 +33,7 @@ def with_padded_vocabulary(contents: Contents, model: config.Model | None) -> co
 
 
 def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
-    """The number of ids of a model with this tokenizer, with the marks and sentinels that a T5 adds after them."""
+    """The number of ids of a model with this tokenizer, including the marks and sentinels that a T5 adds."""
     n_sentinels = contents.args.get("vocab_extra_ids")
     if type(n_sentinels) is not int or n_sentinels < 1:
         return tokenizer.vocab_size
@@ -40,14 +41,15 @@ def count_ids(contents: Contents, tokenizer: Tokenizer) -> int:
 
 
 def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tuple[config.Model, tuple[str, ...]]:
-    """The model with its real vocabulary, padded to the same number of rows; and notes for the user.
+    """The model with the true size of its vocabulary, padded to as many rows as before; and notes for the user.
 
     Args:
-        model: a model with the padded vocabulary, as many ids as its embedding has rows.
+        model: the model with the padded vocabulary, which has as many ids as the embedding has rows.
+        contents: contents of the checkpoint.
         n_ids: number of the tokenizer's ids according to the user; 0 if the user does not say.
 
     Raises:
-        ValueError: there are more ids than rows, or the files give another number of ids.
+        ValueError: there are more ids than rows, or the files give a different number of ids.
     """
     rows = model.vocab_size
     n_ids_of_files = contents.vocab_size
@@ -69,7 +71,7 @@ def without_padding(model: config.Model, contents: Contents, n_ids: int) -> tupl
 
 
 def _multiple(args: dict[str, Any], size: int, rows: int) -> int:
-    """The value of `pad_vocab_to_multiple` that pads `size` ids to `rows` rows: the run's own, if it does so."""
+    """The value of `pad_vocab_to_multiple` that pads `size` ids to `rows` rows; the run's own value if it fits."""
     divisor = args.get("make_vocab_size_divisible_by")
     ranks = args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
     if type(divisor) is int and type(ranks) is int and divisor > 0 and ranks > 0:

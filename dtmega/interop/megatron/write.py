@@ -1,4 +1,4 @@
-"""Write a `release` folder of Megatron-LM: weights cut for its ranks, in files that its `load_checkpoint` accepts.
+"""Write a `release` folder of Megatron-LM: weights cut for its ranks, in files that Megatron's loader accepts.
 
     OUT/latest_checkpointed_iteration.txt        "release"
     OUT/release/mp_rank_01/model_optim_rng.pt    tensor-parallel rank 1; with pipeline stages mp_rank_01_000 for stage 0
@@ -29,7 +29,7 @@ from dtmega.formats.sources import Slices, Source
 from dtmega.interop.megatron.names import COPY_FOR_HEAD, by_token, cut_dim
 from dtmega.interop.megatron.translate import WORDPIECE_OF
 
-# Rows of the vocabulary on each rank are a multiple of this: Megatron's default of --make-vocab-size-divisible-by.
+# Each rank has a multiple of this number of vocabulary rows: Megatron's default of --make-vocab-size-divisible-by.
 MULTIPLE = 128
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
@@ -42,9 +42,9 @@ class Layout(NamedTuple):
     """The layout of a model on Megatron's ranks.
 
     Attributes:
-        tp: tensor-parallel ranks.
-        pp: pipeline stages.
-        split: stage where the decoder begins, for an encoder-decoder on several stages; else 0.
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline stages.
+        split: number of the stage where the decoder begins, for an encoder-decoder on several stages; else 0.
     """
 
     tp: int
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
         return range(self.split) if stack == "encoder" else range(self.split, self.pp)
 
     def folder(self, rank: int, stage: int) -> str:
-        """The name of the folder of one rank's file."""
+        """The name of the folder that holds one rank's file."""
         return f"mp_rank_{rank:02d}" if self.pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
 
 
@@ -75,13 +75,14 @@ def write(
     """Write a checkpoint completely, or not at all. One rank's file is in memory at a time.
 
     Args:
-        folder: path of the checkpoint, new or empty.
-        source: the whole model by Megatron's names, each tensor once, without padding of the vocabulary.
-        args: the model's arguments, by Megatron's names.
-        tp, pp: tensor-parallel ranks and pipeline stages to write for.
-        tokenizer: the model's tokenizer spec. Megatron's loader compares the kind of tokenizer, if it is given a
-            vocabulary.
-        work: called before each tensor.
+        folder: path of the checkpoint, a new folder or an empty one.
+        source: the whole model under Megatron's names, each tensor once, without padding of the vocabulary.
+        args: the model's arguments, under Megatron's names.
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline stages.
+        tokenizer: the model's tokenizer spec. If Megatron's loader is given a vocabulary, it compares the kind of
+            tokenizer.
+        work: function that is called before each tensor.
 
     Raises:
         ValueError: the folder is not empty, or the model cannot have this layout. Nothing has been written.
@@ -114,7 +115,7 @@ def write(
         os.rename(temporary, folder)
         atomic.sync_folder(folder.parent)
     except BaseException:
-        # If deleting fails as well, the remains only take up room. The first error is the one to report.
+        # If deleting fails as well, the remains only take up space. The first error is the one to report.
         with contextlib.suppress(OSError):
             atomic.remove_folder(temporary)
         raise
@@ -178,11 +179,11 @@ def _names_of_stage(source: Source, layout: Layout, stage: int) -> dict[str, str
 
 
 def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
-    """A rank's part of a tensor, in memory of its own. Rows of padding are zeros.
+    """A rank's part of a tensor, as a new tensor. Rows of padding are zeros.
 
     Args:
         name: name in the whole model.
-        padded: rows of the vocabulary over all ranks, padding included.
+        padded: number of vocabulary rows on all ranks together, including padding.
     """
     dtype, shape = source.tensors[name]
     dim = cut_dim(name)
@@ -192,7 +193,7 @@ def _part(source: Source, name: str, rank: int, tp: int, padded: int) -> Tensor:
         n = padded_shape[dim] // tp
         bounds[dim] = (rank * n, rank * n + n)
     part = torch.zeros([stop - start for start, stop in bounds], dtype=dtype)
-    # The last ranks may have rows of padding only, for which nothing is read.
+    # The last ranks may have only rows of padding, for which nothing is read.
     if dim is None or bounds[dim][0] < shape[dim]:
         box: Slices = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, shape, strict=True))
         values = source.read(name, box)
@@ -257,7 +258,7 @@ def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _position_types() -> Iterator[type[enum.Enum]]:
-    """The enum that BigScience's fork has for positions, which its loader compares.
+    """The enum of BigScience's fork for kinds of positions. The fork's loader compares its members.
 
     A pickle refers to an enum by module and name. While the context is open, `megatron.enums` is a stand-in module with
     the enum in it, so torch.save can pickle its members as the fork's own.

@@ -1,13 +1,13 @@
-"""DeepSpeed's bf16 optimizer: fp32 weights and moments as flat vectors, of which each data rank holds a part.
+"""DeepSpeed's bf16 optimizer: fp32 weights and moments in flat vectors that are split over the data ranks.
 
     bf16_zero_pp_rank_D_mp_rank_XX_optim_states.pt
         optimizer_state_dict
             single_partition_of_fp32_groups    this data rank's part of each group of parameters, one vector per group
             base_optimizer_state               {state: {group: {exp_avg, exp_avg_sq, step}}}, vectors of equal length
-            param_slice_mappings               per group: name -> where the parameter's piece lies in the vector
+            param_slice_mappings               per group: name -> place of the parameter's piece in the vector
 
-A name is the number of the layer and the name in the layer's file: 3.input_layernorm.weight. A tied parameter is
-`tied_modules.embed.` and its name in layer 1, and the last stage has a second copy of it.
+A parameter's name is the layer's number and the name in the layer's file, such as `3.input_layernorm.weight`. A tied
+parameter is named `tied_modules.embed.` and its name in layer 1; the last stage has a second copy of the parameter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor whose elements are pieces of vectors, concatenated."""
+    """A tensor whose elements are the concatenation of several pieces of vectors."""
 
     pieces: tuple[Fragment, ...]
     shape: tuple[int, ...]
@@ -74,15 +74,16 @@ def open_optimizer(
     """Open the masters and moments of a Megatron-DeepSpeed checkpoint. Vectors are read later.
 
     Args:
-        weights: name -> part of each tensor-parallel rank, from the files of the layers.
-        n_layers: layers of the model.
-        n_stages: pipeline stages of the run.
+        weights: name -> one part for each tensor-parallel rank, from the files of the layers.
+        n_layers: number of the model's layers.
+        n_stages: number of the run's pipeline stages.
 
     Returns:
-        Kind ("master" or a moment) -> name -> part of each tensor-parallel rank; and the number of updates made.
+        Kind ("master" or a moment) -> name -> one part for each tensor-parallel rank; and the number of updates made.
 
     Raises:
-        IncompleteMoments: a file is missing, or elements of a tensor are; the message says which.
+        IncompleteMoments: a file or some elements of a tensor are missing, or files disagree about the number of
+            updates. The message gives the reason.
         ValueError: a file is damaged.
     """
     paths = _optimizer_files(folder)
@@ -99,7 +100,7 @@ def open_optimizer(
             file = SavedFile(paths[data, mp_rank], ADDRESSES)
             _add_fragments(fragments_of_rank, steps, file, mp_rank % n_tp, n_layers, n_data)
         for place, kinds in fragments_of_rank.items():
-            # Stages come in order, so of a tied parameter the first stage's copy is used, not the last stage's.
+            # Stages come in order, so for a tied parameter the first stage's copy is used, not the last stage's.
             fragments.setdefault(place, kinds)
     if len(steps) != 1:
         raise IncompleteMoments(f"the optimizer has {len(steps)} different numbers of updates, expected one")
@@ -138,9 +139,10 @@ def _add_fragments(fragments: Fragments, steps: set[int], file: SavedFile, tp: i
     """Append one data rank's pieces to `fragments`, and add its number of updates to `steps`.
 
     Args:
-        fragments: pieces of the data ranks before this one.
+        fragments: pieces of the earlier data ranks.
+        steps: numbers of updates of the earlier ranks, without duplicates.
         file: the data rank's file.
-        tp: tensor-parallel rank.
+        tp: number of the tensor-parallel rank.
         n_layers: number of the model's layers.
         n_data: number of data ranks, counted from their files.
     """
@@ -178,7 +180,7 @@ def _address(pickled: Any) -> tuple[int, int]:
 
 
 def _whole_name(name: Any, n_layers: int) -> str:
-    """The name in the whole model of a parameter in the optimizer; of a tied one, the name in layer 1."""
+    """The name that an optimizer's parameter has in the whole model. A tied parameter gets its name in layer 1."""
     match = PARAMETER.fullmatch(of_type(name, str, "a parameter's name"))
     prefix = names.layer_file_prefix(int(match[1] or 1), n_layers) if match else None
     if match is None or prefix is None:

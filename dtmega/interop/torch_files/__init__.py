@@ -1,4 +1,4 @@
-"""Reads files that torch and pickle would have to run code to open, as plain data.
+"""Reads files of torch and pickle as plain data. torch and pickle themselves would run code that the files name.
 
 inert.py       decodes pickles into inert records
 torch_save.py  finds and reads one tensor in an archive that torch.save made

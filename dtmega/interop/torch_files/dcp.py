@@ -3,9 +3,9 @@
     .metadata           pickle: name -> dtype, shape and chunks; (name, offsets) -> file, first byte, length
     __RANK_N.distcp     items one after the other; the item of a tensor's chunk is an archive made by torch.save
 
-DCP itself unpickles `.metadata` and byte entries, so a stranger's folder runs the stranger's code. Here nothing is
-unpickled (inert.py), the data of a tensor are read in place (torch_save.py), and byte entries are never opened. Every
-size is compared with the files before memory is allocated for it. Format:
+DCP itself unpickles `.metadata` and byte entries, so opening a stranger's folder runs the stranger's code. Here
+nothing is unpickled (inert.py), the data of a tensor are read in place (torch_save.py), and byte entries are never
+opened. Every size is compared with the files before memory is allocated for it. Format:
 `distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13; the names that torch 2.0 to 2.2 used are known too.
 """
 
@@ -24,7 +24,7 @@ from dtmega.checkpoint.cover import cover
 from dtmega.interop.torch_files.inert import PickledObject, decode, fields, kind_name, natural, naturals, of_type
 from dtmega.interop.torch_files.torch_save import PICKLED_DTYPES, SavedTensor, find_tensor, read_bytes, regular_file
 
-MAX_METADATA_BYTES = 1 << 30  # about 150 bytes a chunk: 7 million chunks
+MAX_METADATA_BYTES = 1 << 30  # enough for 7 million chunks, at about 150 bytes per chunk
 FILE_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -43,12 +43,12 @@ NAMES = {
     # megatron-core keeps the plans of its last save in the metadata.
     *(f"torch.distributed.checkpoint.planner {name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
     "torch.distributed.checkpoint.planner TensorWriteData",
-    "builtins getattr",  # how Python 3.11.2, Debian 12's, pickles a member of an Enum; inert like every name
+    "builtins getattr",  # Python 3.11.2 (Debian 12) pickles an Enum's member as a call of it; inert like all names
 }
 
 
 class DCPFolder:
-    """The tensors of a DCP folder: a `Source`.
+    """The tensors of a DCP folder, as a `Source`.
 
     Attributes:
         path: the folder.
@@ -56,8 +56,8 @@ class DCPFolder:
         others: names of byte entries (numbers, strings, objects), which are listed but never opened.
 
     Raises:
-        ValueError: not a DCP folder, or a damaged or malicious one; the message names the file and what is wrong with
-            it. `read` raises it too, for faults that only the data files show.
+        ValueError: the folder is not a DCP folder, or is damaged or malicious. The message names the file and the
+            fault. `read` raises this error too, for faults that only the data files show.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,7 +65,7 @@ class DCPFolder:
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.others: list[str] = []
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._checked: dict[_Item, SavedTensor] = {}  # chunks that were opened, and whose checksum was compared
+        self._checked: dict[_Item, SavedTensor] = {}  # chunks that were opened, with correct checksums
         file = self.path / ".metadata"
         with regular_file(file) as (fd, n_bytes):
             if n_bytes > MAX_METADATA_BYTES:
@@ -76,7 +76,13 @@ class DCPFolder:
         self._check_files(sorted(items.values()))
 
     def _add_entries(self, entries: dict[Any, Any], items: _Items, n_bytes: int) -> None:
-        """Take in the tensors and the byte entries that the metadata, a file of `n_bytes`, lists."""
+        """Add the tensors and the byte entries that the metadata list.
+
+        Args:
+            entries: name -> entry in the metadata.
+            items: places of all items of the folder.
+            n_bytes: size of the file with the metadata.
+        """
         n_chunks = 0
         for name, entry in entries.items():
             if not of_type(name, str, "a name").isprintable():
@@ -86,7 +92,7 @@ class DCPFolder:
                 continue
             tensor = fields(entry, f"{METADATA} TensorStorageMetadata")
             n_chunks += len(of_type(tensor.get("chunks"), list, f"the chunks of '{name}'"))
-            # A pickle can put one long list under many names in a few bytes, which would be endless work.
+            # A small pickle can put one long list of chunks under many names, which would be endless work.
             if n_chunks > n_bytes:
                 raise ValueError(f"more chunks than the file has bytes ({n_bytes})")
             dtype, shape, self._chunks[name] = _tensor(name, tensor, items)
@@ -98,10 +104,10 @@ class DCPFolder:
         All tensors together are then no larger than the files, so a small folder cannot ask for much memory.
 
         Args:
-            items: sorted by file and first byte.
+            items: places of all items, sorted by file and first byte.
 
         Raises:
-            ValueError: an item that overlaps another one or ends after its file.
+            ValueError: an item overlaps another item, or ends beyond the end of its file.
         """
         for file, group in itertools.groupby(items, key=lambda item: item.file):
             with regular_file(self.path / file) as (_, n_bytes):
@@ -118,7 +124,8 @@ class DCPFolder:
         """Read a part of a tensor into host memory. Only chunks that overlap the part are opened.
 
         Args:
-            index: one slice without step for each dim, or for the first dims; the others are read whole. None: all.
+            index: slices without steps for the first dims, or for all; the remaining dims are read whole. None reads
+                the whole tensor.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor '{name}'")
@@ -131,7 +138,7 @@ class DCPFolder:
         stops = [max(s.indices(n)[1], start) for s, n, start in zip(index, shape, starts, strict=True)]
         out = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=dtype)
         for chunk in self._chunks[name]:
-            # The box that the part and the chunk have in common: by places in the tensor, in `out`, and in the chunk.
+            # The intersection of the requested part and the chunk, as a box in the tensor, in `out`, and in the chunk.
             in_tensor: list[tuple[int, int]] = []
             for start, stop, offset, size in zip(starts, stops, chunk.offsets, chunk.sizes, strict=True):
                 in_tensor.append((max(start, offset), min(stop, offset + size)))
@@ -145,7 +152,12 @@ class DCPFolder:
         return out
 
     def _read_chunk(self, name: str, chunk: _Chunk, dtype: torch.dtype, part: list[tuple[int, int]]) -> Tensor:
-        """Read a part of a chunk: (start, stop) in each dim, counted from the chunk's first element."""
+        """Read a part of a chunk.
+
+        Args:
+            name: name of the tensor, for messages.
+            part: (start, stop) in each dim, counted from the chunk's first element.
+        """
         file, start, length = chunk.item
         with regular_file(self.path / file, f"'{name}' at byte {start}: ") as (fd, _):
             if chunk.item not in self._checked:
@@ -162,7 +174,7 @@ class _Item(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A box of a tensor, which is stored as one item; none of its sizes is 0."""
+    """A box of a tensor, stored as one item. No size is 0."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -196,7 +208,7 @@ def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dty
     """The dtype, shape and chunks of a tensor; the chunks cover each of its elements exactly once.
 
     Args:
-        tensor: fields of its TensorStorageMetadata.
+        tensor: fields of the tensor's TensorStorageMetadata.
         items: places of all items of the folder.
 
     Raises:
@@ -204,7 +216,7 @@ def _tensor(name: str, tensor: dict[str, Any], items: _Items) -> tuple[torch.dty
     """
     dtype = _dtype(name, tensor.get("properties"))
     shape = naturals(tensor.get("size"), f"the size of '{name}'")
-    # Sizes of 0 do not count here: the strides of an empty tensor have to be numbers below 2^63 too.
+    # Sizes of 0 are left out of the product, because the strides of an empty tensor must be below 2^63 too.
     if math.prod(n for n in shape if n) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"expected less than 2^63 bytes for '{name}' of shape {shape}")
     chunks = []
@@ -246,7 +258,7 @@ def _boxes(name: str, shape: tuple[int, ...], chunks: list[Any]) -> set[tuple[tu
         sizes = naturals(box.get("sizes"), f"sizes of a chunk of '{name}'")
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"'{name}' of shape {shape} has a chunk {sizes} at {offsets}")
-        # Ranks that hold nothing of a tensor write empty chunks.
+        # Empty chunks are left out: a rank that holds no elements of a tensor writes one.
         if 0 not in sizes:
             boxes.add((offsets, sizes))
     return boxes

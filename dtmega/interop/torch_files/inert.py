@@ -1,12 +1,12 @@
 """Decodes pickles, opcode by opcode, into inert records. Nothing is imported and nothing is called.
 
-`pickle.load` runs whatever a pickle names. A `find_class` that admits only a few names still runs those, and `getattr`
-would have to be one of them (see dcp.py). Here an object becomes a `PickledObject`, which only holds the name, the
-arguments and the state that the pickle gives it.
+`pickle.load` runs any code that a pickle names. A `find_class` that admits only a few names still runs those, and
+`getattr` would have to be one of them (see dcp.py). Here an object becomes a `PickledObject`, which only holds the
+name, the arguments and the state that the pickle gives it.
 
-The names and opcodes that a kind of file needs are known beforehand, and all others are refused. This tells a crafted
-file from a damaged one; the safety does not rest on it. Nor can a few bytes take the process down, as they can with C's
-unpickler (in Python 3.11, 9 bytes allocate 4 GB, and 200 kB overflow the stack).
+The names and opcodes that a kind of file needs are known beforehand, and all others are refused. This only serves to
+tell a crafted file from a damaged one; decoding is safe without it. A small file cannot crash the process either, as it
+can with the unpickler written in C (in Python 3.11, 9 bytes allocate 4 GB, and 200 kB overflow the stack).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class PickledObject:
 
 
 def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
-    """Decode a pickle to numbers, strings, None, tuples, lists, dicts, and a `PickledObject` for everything else.
+    """Decode a pickle into numbers, strings, None, tuples, lists, dicts, and a `PickledObject` for everything else.
 
     Args:
-        pickle: the pickle's bytes, or a stream of several pickles: the one at its position is decoded, and the
-            position is after it then.
-        names: names that the pickle may ask for, each "module qualname"; "persistent id" among them allows references
-            to objects outside of the pickle.
+        pickle: bytes of the pickle, or a stream of several pickles. From a stream, the pickle at the stream's position
+            is decoded, and the position is left after that pickle.
+        names: names that the pickle may ask for, each "module qualname". The name "persistent id" allows references to
+            objects outside of the pickle.
 
     Raises:
         ValueError: the pickle is damaged, asks for another name, or uses an opcode that is not allowed.
@@ -62,13 +62,13 @@ def decode(pickle: bytes | BytesIO, names: Collection[str]) -> Any:
 
 
 class _Decoder:
-    """The stack machine that a pickle is a program for, with one method for each kind of opcode.
+    """The stack machine that runs the opcodes of a pickle, with one method for each kind of opcode.
 
     Attributes:
         names: names that the pickle may ask for.
-        stack: values that are not yet part of another one; the result is the last one left.
+        stack: values that are not yet part of another value; at the end, only the result is left.
         marks: heights of the stack at which the contents of an open tuple, list or dict begin.
-        memo: number -> value that the pickle may use again.
+        memo: number -> value that later opcodes may use again.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -85,7 +85,7 @@ class _Decoder:
         return stack[0]
 
     def pop(self, n: int) -> list[Any]:
-        """Take the last n values off the stack, in the order in which they were pushed."""
+        """Take the top n values off the stack, in the order in which they were pushed."""
         stack = self.stack
         if not 0 <= n <= len(stack):
             raise ValueError(f"damaged pickle: takes {n} values of {len(stack)}")
@@ -107,11 +107,11 @@ class _Decoder:
         self.stack.append(arg)
 
     def memoize(self, arg: Any) -> None:
-        """Keep the last value under the next free number."""
+        """Keep the top value of the stack in the memo, under the next free number."""
         self.memo[len(self.memo)] = self.stack[-1]
 
     def put(self, number: int) -> None:
-        """Keep the last value under a number that the pickle chooses."""
+        """Keep the top value of the stack in the memo, under a number that the pickle chooses."""
         self.memo[number] = self.stack[-1]
 
     def get(self, number: int) -> None:
@@ -161,7 +161,7 @@ class _Decoder:
         self.stack.append(instance)
 
 
-# Opcode -> its action on a decoder, given the opcode's argument. No other opcodes are allowed.
+# Opcode -> action on a decoder, which also gets the argument of the opcode. No other opcodes are allowed.
 ACTIONS: dict[str, Callable[[_Decoder, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), _Decoder.skip),
     "MARK": _Decoder.mark,
@@ -217,7 +217,7 @@ def _opcodes(pickle: bytes | BytesIO) -> Iterator[tuple[str, Any]]:
 def _name(stream: BytesIO) -> str:
     """One line of GLOBAL's argument, taken literally.
 
-    pickletools would look for escapes in the line, and warn of wrong ones.
+    pickletools would interpret escapes in the line, and warn of invalid escapes.
     """
     line = stream.readline()
     if not line.endswith(b"\n"):
@@ -237,7 +237,7 @@ def of_type(value: Any, kind: type, what: str) -> Any:
         what: noun phrase for the value, for the message.
 
     Raises:
-        ValueError: the value is of another type.
+        ValueError: the value has a different type.
     """
     if type(value) is not kind:
         raise ValueError(f"expected {what} to be {kind.__name__}, got {kind_name(value)}")
@@ -245,7 +245,7 @@ def of_type(value: Any, kind: type, what: str) -> Any:
 
 
 def kind_name(value: Any) -> str:
-    """The type of a decoded value, for messages; a `PickledObject` is called by the name that it stands for."""
+    """The type of a decoded value, for messages; for a `PickledObject`, the name that the pickle gives."""
     return f"'{value.name}'" if type(value) is PickledObject else type(value).__name__
 
 
@@ -253,7 +253,7 @@ def fields(value: Any, name: str) -> dict[str, Any]:
     """The state of an object of the class `name` ("module qualname"): its fields by name.
 
     Raises:
-        ValueError: the value is another object, or its state is no dict.
+        ValueError: the value is not an object of this class, or the object's state is not a dict.
     """
     if type(value) is not PickledObject or value.name != name:
         raise ValueError(f"expected an object of '{name}', got {kind_name(value)}")
@@ -261,17 +261,21 @@ def fields(value: Any, name: str) -> dict[str, Any]:
 
 
 def natural(value: Any, what: str) -> int:
-    """Return `value` if it is an int between 0 and 2^63 - 1; refuse it by a ValueError otherwise."""
+    """Return `value` if it is an int between 0 and 2^63 - 1.
+
+    Raises:
+        ValueError: the value is anything else.
+    """
     if not 0 <= of_type(value, int, what) < 1 << 63:
         raise ValueError(f"expected {what} to be 0 to 2^63 - 1, got {'less' if value < 0 else 'more'}")
     return value
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """The numbers of a torch.Size or a tuple, each as `natural` allows it, at most MAX_DIMS of them.
+    """The numbers of a torch.Size or a tuple: at most MAX_DIMS, each from 0 to 2^63 - 1.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the value is anything else.
     """
     args = value.args if type(value) is PickledObject and value.name == "torch Size" else None
     numbers = of_type(args[0] if args else value, tuple, what)

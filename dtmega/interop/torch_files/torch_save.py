@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dtmega.interop.torch_files.inert import ORDERED, PickledObject, decode, natural, naturals, of_type
 
-MAX_PICKLE_BYTES = 1 << 16  # torch writes about 180
+MAX_PICKLE_BYTES = 1 << 16  # torch writes about 180 bytes
 READ_BYTES = 1 << 24
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # before each record of a zip: signature, bytes of name and of extra field
 _DTYPES = (
@@ -57,9 +57,9 @@ class TensorHeader(NamedTuple):
     """The description of a tensor in a pickle, without its elements.
 
     Attributes:
-        dtype: dtype of the elements; None if it is not one that we know.
+        dtype: dtype of the elements; None if the pickle gives an unknown one.
         key: name of the storage that holds the elements.
-        offset: elements of the storage before the first one of the tensor.
+        offset: number of elements in the storage before the tensor's first element.
         sizes: shape of the tensor.
         strides: distance in the storage between neighbours along each dim, in elements.
     """
@@ -71,7 +71,7 @@ class TensorHeader(NamedTuple):
     strides: tuple[int, ...]
 
     def needed_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes from the start of the storage to the end of the tensor's last element; no size may be 0."""
+        """The number of bytes from the storage's start to the end of the tensor's last element; no size may be 0."""
         last = sum((n - 1) * stride for n, stride in zip(self.sizes, self.strides, strict=True))
         return (1 + self.offset + last) * dtype.itemsize
 
@@ -80,7 +80,7 @@ class SavedTensor(NamedTuple):
     """The place of a tensor's elements in a file.
 
     Attributes:
-        at: byte of the file at which the first element begins.
+        at: position of the first element in the file, in bytes.
         dtype: dtype of the elements.
         strides: distance between neighbours along each dim, in elements.
     """
@@ -90,7 +90,7 @@ class SavedTensor(NamedTuple):
     strides: tuple[int, ...]
 
     def read(self, fd: int, part: list[tuple[int, int]]) -> Tensor:
-        """Read a part, from the bytes between its first and its last element.
+        """Read a part of the tensor. All bytes between the part's first and last element are read.
 
         Args:
             fd: descriptor of the file.
@@ -111,10 +111,11 @@ def find_tensor(fd: int, start: int, length: int, dtype: torch.dtype, sizes: tup
         fd: descriptor of the file.
         start: first byte of the archive.
         length: number of bytes of the archive.
-        dtype, sizes: what the tensor is expected to be; none of the sizes is 0.
+        dtype: expected dtype of the tensor.
+        sizes: expected shape of the tensor; no size is 0.
 
     Raises:
-        ValueError: the archive is damaged, or holds something else.
+        ValueError: the archive is damaged, or holds anything but the expected tensor.
     """
     records = records_of(fd, start, length)
     if "archive/data.pkl" not in records or records["archive/data.pkl"].n_bytes > MAX_PICKLE_BYTES:
@@ -142,7 +143,7 @@ def tensor_header(made: Any) -> TensorHeader:
         made: decoded pickle, which should be such a call.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: `made` is anything else.
     """
     if (
         type(made) is not PickledObject
@@ -158,7 +159,7 @@ def tensor_header(made: Any) -> TensorHeader:
     if len(storage.args) not in (5, 6) or storage.args[5:] not in ((), (None,)):
         raise ValueError("expected a tensor with a storage")
     _, kind, key, *_ = storage.args
-    # V3 names the dtype in an argument of its own; for V2 the class of the storage implies it.
+    # V3 names the dtype in an argument of its own; for V2, the storage's class implies the dtype.
     dtype_name, known_dtypes = (made.args[6], PICKLED_DTYPES) if made.name == V3 else (kind, STORAGES)
     dtype = known_dtypes.get(dtype_name.name) if type(dtype_name) is PickledObject else None
     return TensorHeader(
@@ -174,7 +175,7 @@ class ZipEntry(NamedTuple):
     """One record of a zip.
 
     Attributes:
-        at: byte of the file at which the record's content begins.
+        at: position of the record's content in the file, in bytes.
         n_bytes: length of the content.
         crc32: checksum of the content; 0 if torch was told not to compute it.
     """
@@ -204,15 +205,16 @@ def records_of(fd: int, start: int, length: int) -> dict[str, ZipEntry]:
     """The records, by name, of the zip of `length` bytes at byte `start` of a file.
 
     Raises:
-        ValueError: no zip, a record that is compressed or encrypted, or one that does not lie within the zip.
+        ValueError: the bytes are not a zip, or a record is compressed, is encrypted, or does not lie within the zip.
     """
     try:
         with zipfile.ZipFile(_Window(fd, start, length)) as archive:  # pyright: ignore[reportArgumentType]
             infos = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise ValueError(f"expected an archive of torch.save ({error})") from None
-    # zipfile knows where each record's header begins. Between header and content are the name and an extra field, with
-    # which torch aligns the content; their lengths stand in the header itself, and may differ from the zip's directory.
+    # zipfile knows only where each record's header begins. Between header and content are the name and an extra field,
+    # with which torch aligns the content. The lengths of both must be read from the header, because those in the zip's
+    # directory may differ.
     records = {}
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
@@ -254,16 +256,17 @@ class _Window:
 
 @contextlib.contextmanager
 def regular_file(path: Path, inside: str = "") -> Iterator[tuple[int, int]]:
-    """Open a regular file: yields its descriptor and its length in bytes.
+    """Open a regular file. Yields the descriptor and the length of the file in bytes.
 
     Links are not followed, and a pipe is refused rather than waited for.
 
     Args:
+        path: path of the file.
         inside: place in the file, which messages name after the path.
 
     Raises:
-        ValueError: no such file, or not a regular one. A ValueError from the body of the `with` is raised again with
-            the path and `inside` before its message.
+        ValueError: there is no such file, or it is not a regular file. A ValueError from the body of the
+            `with` is raised again with the path and `inside` before its message.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -289,7 +292,7 @@ def read_bytes(fd: int, at: int, n: int) -> bytearray:
     """
     data = bytearray(n)
     unread = memoryview(data)
-    # The kernel may return less than it is asked for, at most 2 GiB at a time.
+    # The kernel may return fewer bytes than requested, and returns at most 2 GiB at a time.
     while unread:
         got = os.preadv(fd, [unread], at)
         if not got:
