@@ -61,7 +61,7 @@ class StoredChunk:
         offsets: place of the box within the tensor, one number per dim.
         sizes: size of the box, one number per dim.
         file: name of the data file that holds the box's elements, row by row.
-        start: number of the byte in the file at which they begin.
+        start: offset of these elements in the file, in bytes.
         digests: xxh3-128 digests in hex, one for each block of BLOCK_BYTES; the last block may be shorter.
     """
 

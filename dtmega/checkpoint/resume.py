@@ -1,4 +1,7 @@
-"""The checkpoint that a run resumes from: the newest intact one, a named one, or none. Checks that it may."""
+"""The checkpoint that a run resumes from, and the check that the run may resume from it.
+
+The checkpoint is the newest intact one or the one that [checkpoint] resume names. A new run has none.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class HealthState(NamedTuple):
         rises: number of validations since the best one.
         best_loss: smallest validation loss; None if [train] stop_validation_rises has not compared any.
         best_step: step of that validation.
-        stopped: reason why one of the two keys has ended the run; '' if none has.
+        stopped: reason why one of these two keys of [train] has ended the run; '' if neither has.
     """
 
     losses_above: Count = 0
@@ -293,8 +296,8 @@ def find_checkpoints(
         The checkpoints, newest first, and a line for each checkpoint whose manifest is damaged.
 
     Raises:
-        ValueError: the named checkpoint does not exist, or the newest checkpoint belongs to a run with another model,
-            other data, another tokenizer or seed.
+        ValueError: the named checkpoint does not exist, or the newest checkpoint belongs to a run with a different
+            model, data, tokenizer or seed.
         Damaged: there are checkpoints, but the manifest of none can be read.
     """
     requested = cfg.checkpoint.resume

@@ -119,7 +119,7 @@ class Checkpoints:
         return self.wait() if done.item() else []
 
     def wait(self) -> list[SaveOutcome]:
-        """Wait until the threads of all ranks have written, publish the checkpoint, and delete the oldest ones.
+        """Wait until the threads of all ranks have written, publish the checkpoint, and delete old ones.
 
         Returns:
             Outcome of the save that has ended, in a list; [] if there was none.
@@ -183,8 +183,8 @@ class Checkpoints:
 
         Raises:
             Damaged: there are candidates, but none is intact.
-            ValueError: a rank needs a tensor that the checkpoint lacks or has in a different shape. All ranks raise
-                this.
+            ValueError: a rank needs a tensor that the checkpoint lacks or has in a different shape. All ranks
+                raise this.
         """
         parameters = list(parameters)
         for checkpoint in candidates:

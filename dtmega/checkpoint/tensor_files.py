@@ -1,4 +1,4 @@
-"""Write and read tensors of any layout in a checkpoint's folder, with the planning of torch.distributed.checkpoint.
+"""Write and read tensors of any layout in a checkpoint's folder, as planned by torch.distributed.checkpoint.
 
 torch plans which rank writes which box of which tensor (a replicated tensor is written once), and on load which saved
 boxes make up the part that a rank holds now. Reading and writing are dtmega's own: raw bytes with digests and a JSON

@@ -1,4 +1,4 @@
-"""The start of a program: reports of crashes, and fast imports, which take a third of the time to the first step."""
+"""The start of a program: reports of crashes, and the imports, which take a third of the time to the first step."""
 
 from __future__ import annotations
 

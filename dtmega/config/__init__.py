@@ -129,8 +129,8 @@ class Config(Section):
         """The end of a run that has done `steps` and `samples` so far.
 
         With [train] steps, the run ends after that step; with samples or tokens, after the last step whose whole batch
-        still fits. All points of one run lead to the same end. The counts matter only if a run resumes with a different
-        batch size.
+        still fits. All points of one run lead to the same end. The two arguments matter only if a run resumes with a
+        different batch size.
         """
         most_steps = self.train.steps or sys.maxsize
         most_samples = sys.maxsize if self.train.steps else self.train.samples or self.train.tokens // self.data.seq_len
@@ -164,7 +164,7 @@ def load(argv: list[str]) -> Config:
 
         cfg = load(["--config", "bloom.toml", "--optim.lr", "1e-3", "--train.steps=100"])
 
-    `--help` (or `-h`) prints every key and exits, `--help SECTION` the keys of one section.
+    `--help` (or `-h`) prints every key and exits; `--help SECTION` prints the keys of one section.
 
     Args:
         argv: `--config NAME` (a path, or the name of a file in configs/) and overrides `--section.key value`. If a key
@@ -215,7 +215,7 @@ def read(path: Path, overrides: Sequence[Override] = ()) -> Config:
     """Return the configuration in the TOML file `path`, with `overrides` applied in order.
 
     Raises:
-        ConfigError: as `load`.
+        ConfigError: an error as in `load`.
     """
     return validate(reading.read_toml(path), str(path), overrides)
 
@@ -245,7 +245,7 @@ def validate(values: Mapping[str, Any], source: str, overrides: Sequence[Overrid
         overrides: options of the command line, in order; later ones win.
 
     Raises:
-        ConfigError: as `load`.
+        ConfigError: an error as in `load`.
     """
     optim = values.get("optim")
     if isinstance(optim, dict) and any(o.section == "optim" and o.key in WARMUP_KEYS for o in overrides):
@@ -263,7 +263,7 @@ def model_section(keys: Mapping[str, Any], source: str) -> Model:
         source: name of the place that the keys were read from, for messages.
 
     Raises:
-        ConfigError: as `load`.
+        ConfigError: an error as in `load`.
     """
     return validate({"model": keys, "train": {"steps": 1}}, source).model
 

@@ -235,7 +235,7 @@ class Batch(Section):
         return size
 
     def stairs(self, samples: int) -> Iterator[tuple[int, int]]:
-        """The stairs of the ramp-up, from `samples` consumed samples on.
+        """The stairs of the ramp-up (one batch size each), from `samples` consumed samples on.
 
         Yields:
             (size, until): steps that start before `until` consumed samples have this global batch size. The last

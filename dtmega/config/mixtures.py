@@ -72,7 +72,7 @@ def _share(written: str) -> Share:
     """Parse WEIGHT START:END PREFIX.
 
     Raises:
-        ValueError: the text is not of that form, or a number is out of range.
+        ValueError: the text does not have that form, or a number is out of range.
     """
     try:
         weight_text, bounds, prefix = written.split()

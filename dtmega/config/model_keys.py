@@ -190,7 +190,10 @@ class Llama(NativeModel):
 
     @property
     def ffn(self) -> int:
-        """F. By default 8/3 D, which gives a gated feed-forward the weights of an ungated one with 4 D."""
+        """F: width inside the feed-forward.
+
+        The default is 8/3 D: a gated feed-forward of this width has as many weights as an ungated one of 4 D.
+        """
         return self.ffn_hidden_size or -(-8 * self.hidden_size // (3 * 256)) * 256
 
     @property

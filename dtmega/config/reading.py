@@ -227,7 +227,7 @@ def _known_keys(
         if section not in chosen and not table:
             refusals.append(f"{source}: unknown section [{section:.{SHOWN}}]{suggester.of_section(section)}")
         for k in merged[section]:
-            # A suggestion takes a millisecond or two to find, so their number is limited.
+            # Finding a suggestion takes a millisecond or two, so the number of suggestions is limited.
             if len(refusals) < REFUSALS and (unknown := _unknown(chosen, section, k, source, suggester)):
                 refusals.append(unknown)
     return merged

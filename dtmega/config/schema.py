@@ -164,5 +164,5 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 
 def condition(kinds: SectionClasses, values: Sequence[str]) -> str:
-    """The condition that one of these classes is chosen, as messages and headings say it: `name = 'bloom' or 'gpt'`."""
+    """The condition that one of these classes is chosen, for messages and headings: `name = 'bloom' or 'gpt'`."""
     return f"{kinds.discriminator} = {' or '.join(repr(value) for value in values)}"

@@ -22,7 +22,7 @@ class SimilarKeys:
     Args:
         kind: class of the configuration, with one field per section.
         synonyms: other trainers' names for keys.
-        sections: other trainers' names for sections -> the section here.
+        sections: other trainers' name of a section -> name of dtmega's section.
     """
 
     def __init__(self, kind: type[BaseModel], synonyms: Sequence[Synonym], sections: Mapping[str, str]) -> None:
@@ -71,7 +71,7 @@ class SimilarKeys:
         return f"; did you mean [{meant}]?" if meant else f"; the sections are {', '.join(self._kinds)}"
 
     def section(self, written: str) -> str:
-        """The section that a name may mean: itself, another trainer's name for a section, or a typo; '' if none."""
+        """The section that a name may mean, which may be another trainer's name or a typo; '' if there is none."""
         name = written.lower().replace("-", "_")
         if name in self._kinds:
             return name

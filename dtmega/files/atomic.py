@@ -1,4 +1,4 @@
-"""Files and folders that survive a power cut whole: written under a temporary name, synced, then renamed.
+"""Files and folders that a power cut cannot leave half-written: written under another name, synced, then renamed.
 
 make_folder(Path("runs/bloom"))
 with replaced(Path("runs/bloom/config.toml")) as file:

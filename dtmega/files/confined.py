@@ -111,7 +111,7 @@ class Confined:
 
 
 def serve(function: str, arguments: str) -> None:
-    """Answer the requests on stdin, until it ends. Runs in the child.
+    """Answer the requests on stdin, until stdin ends. Runs in the child.
 
     Args:
         function: function to call, as module:name (see `Confined`).
@@ -145,7 +145,7 @@ def serve(function: str, arguments: str) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a resource limit of this process, unless it has a lower one already."""
+    """Set a resource limit of this process, unless a lower limit is set already."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

@@ -144,7 +144,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def counted(n: int, noun: str) -> str:
-    """A count with its noun, in the plural if need be: 1 document, 2,048 processes."""
+    """A count with its noun, in the plural unless the count is 1: 1 document, 2,048 processes."""
     if n == 1:
         return f"1 {noun}"
     return f"{n:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"

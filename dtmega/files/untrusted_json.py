@@ -22,7 +22,7 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is missing, larger than `max_bytes`, not JSON, nested too deeply, or not an object; the
-            message names it.
+            message names the file.
     """
     try:
         with path.open("rb") as file:
@@ -54,7 +54,7 @@ def check_not_a_pointer(start: bytes, path: str | Path) -> None:
 
 
 def dangling(path: str | Path) -> str:
-    """End of a message about a path that cannot be opened: where a broken link points to; '' if it is not one."""
+    """End of a message about a path that cannot be opened: the target of a broken link; '' for any other path."""
     if os.path.islink(path) and not os.path.exists(path):
         return f" (it is a link to {os.readlink(path)}, which is not there)"
     return ""
@@ -76,10 +76,10 @@ def parse_object(raw: bytes, name: str) -> dict[str, Any]:
     """Parse bytes that hold one JSON object.
 
     Args:
-        name: where the bytes come from, for messages.
+        name: name of the file that the bytes come from, for messages.
 
     Raises:
-        ValueError: not JSON, nested too deeply, or not an object.
+        ValueError: the bytes are not JSON, are nested too deeply, or are not an object.
     """
     too_deep = f"cannot read {name}: expected JSON of at most {MAX_DEPTH} levels"
     try:
@@ -99,7 +99,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse a TOML text.
 
     Raises:
-        ValueError: not TOML, a number of thousands of digits, or nested too deeply.
+        ValueError: the text is not TOML, has a number of thousands of digits, or is nested too deeply.
     """
     too_deep = f"expected at most {MAX_DEPTH} levels"
     try:

@@ -44,7 +44,7 @@ Pair = tuple[Any, list[int], list[int]]  # a key, the tokens of a context, the t
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
     """Load the definitions of these tasks.
 
-    A folder of YAML files is tried alone first, because the harness's own definitions are thousands of files.
+    A folder of YAML files is tried alone first, because the harness itself has thousands of them.
 
     Args:
         names: names of the tasks.
@@ -157,7 +157,7 @@ class RunLM(TemplateLM):
         # The model predicts each next token, so the last token of a text is never an input.
         inputs = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in pairs]
         longest = max(map(len, inputs))
-        # Padding follows each text. There no token of the text sees it, because the model is causal.
+        # Padding follows each text, where no token of the text sees it, because the model is causal.
         tokens = torch.tensor([text + [0] * (longest - len(text)) for text in inputs], device=self._device)
         masks = {}
         if self._prompt_is_prefix:
@@ -243,7 +243,7 @@ def _stop_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callab
 
 
 def _batches(numbers: list[int], size: int, what: str) -> Iterator[list[int]]:
-    """Yield `size` numbers at a time, with a progress bar on rank 0, where `what` is the unit's name."""
+    """Yield `size` numbers at a time, with a progress bar on rank 0 that has `what` as its title."""
     with tqdm(total=len(numbers), desc=what, disable=None if mesh.rank() == 0 else True) as bar:
         for start in range(0, len(numbers), size):
             batch = numbers[start : start + size]

@@ -38,7 +38,7 @@ class TrainedModel(NamedTuple):
         checkpoint: path of the checkpoint.
         step: number of steps that the model was trained for.
         tokenizer: the run's tokenizer.
-        show: what `dtmega generate` shows of models of this family, such as continuations of prompts.
+        show: kind of sample that `dtmega generate` prints for this family of models, such as continuations of prompts.
         model: a whole `Model`; or a `Relay` of pipeline stages, which is called in the same way.
     """
 

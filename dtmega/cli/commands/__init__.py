@@ -10,7 +10,7 @@ imports only what its options need, so that `--help` and refusals of options do 
     arguments.py      types of options, and refusals in one line
     conversation.py   conversations of `dtmega generate --interactive`
     endings.py        message and exit code of an error that ends a command
-    used.py           options and loading of the trained model that a command works with
+    used.py           the trained model that a command uses: options, and a function that loads it
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Conversation:
-    """A conversation with a model. For each new message, the model sees all earlier messages and its answers to them.
+    """A conversation with a model. To answer a message, the model reads all earlier messages and answers too.
 
     Args:
         trained: the model.
@@ -41,7 +41,7 @@ class Conversation:
         from dtmega.models.generate import generate
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        # The template runs on the first process only: otherwise only some processes might exceed its time limit.
+        # Run the template on the first process only. If all ran it, only some of them might exceed its time limit.
         ids = _from_first(lambda: self._chat.ids(messages))
         answer_ids = generate(self._trained.model, ids, self._n_tokens, self._sampling)
         answer = self._trained.tokenizer.decode(answer_ids)

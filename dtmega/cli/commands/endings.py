@@ -56,7 +56,7 @@ def write_output(write: Callable[[argparse.Namespace], str], args: argparse.Name
         The exit code.
 
     Raises:
-        NothingWritten: for any error that `write` raises.
+        NothingWritten: `write` raised ValueError, OSError or KeyboardInterrupt.
     """
     try:
         summary = write(args)

@@ -77,7 +77,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def file_name(step: int, tasks: list[str]) -> str:
-    """The file name for the scores of a step on these tasks. A second evaluation of both replaces the file."""
+    """The file name for the scores of a step on these tasks.
+
+    A second evaluation of the same step on the same tasks replaces the file.
+    """
     names = "+".join(task.replace("/", "-") for task in tasks)
     if len(names) > LONGEST_NAME:
         names = f"{names[: LONGEST_NAME - 10]}+{len(tasks)}-tasks"

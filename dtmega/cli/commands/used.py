@@ -1,4 +1,4 @@
-"""The trained model that a command works with: the options that choose its checkpoint and mesh, and its loading."""
+"""The trained model that a command uses: options that choose its checkpoint and mesh, and a function that loads it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ TARGETS = ("dtmega", "hf", "megatron")
 
 
 def convert(args: argparse.Namespace, startup: Startup) -> None:
-    """Convert the weights that `--from` names into what `--to` names.
+    """Convert the weights that `--from` names, and write them as `--to` says.
 
     Args:
         args: arguments of `python -m dtmega convert`.
@@ -200,7 +200,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _finite(training: Training | None, args: argparse.Namespace) -> Training | None:
-    """The training state, with moments whose reading fails if they hold NaN or infinity."""
+    """The training state. Reading its moments fails if they hold NaN or infinity that the user has not allowed."""
     if training is None:
         return None
     moments = {

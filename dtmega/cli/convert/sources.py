@@ -20,7 +20,7 @@ from dtmega.interop.torch_files.dcp import DCPFolder
 
 
 class ConversionSource(NamedTuple):
-    """The weights that `--from` names, and everything known about them.
+    """The weights that `--from` names, and everything that is known about them.
 
     Attributes:
         path: path of the checkpoint or directory that was found, for the other ranks to open.
@@ -30,7 +30,7 @@ class ConversionSource(NamedTuple):
             that the model was read from.
         digest: digest of the directory that the model was read from; '' if it is not known.
         data: the [data] section of the training; all defaults if it is not known.
-        training: state of the training that the written checkpoint lets a run resume; None for weights alone.
+        training: training state, so that a run can resume from the written checkpoint; None for weights alone.
         toml: text of a configuration to write beside a checkpoint; '' if there is none.
         directory: Hugging Face directory that the weights come from; None if it is not known, or is the one that the
             model was read from.

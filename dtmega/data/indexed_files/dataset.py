@@ -37,13 +37,13 @@ class IndexedDataset:
 
     Args:
         prefix: path of the two files without their suffixes.
-        by_sequence: the caller reads sequences and never documents, so the document index is not checked. Files that
-            Megatron merged have no usable one.
+        by_sequence: True if the caller reads sequences and never documents. Then the document index is not checked,
+            because files that Megatron has merged have no usable one.
 
     Attributes:
         dtype: dtype of the tokens.
         sizes: int32 or int64 [n], tokens per sequence.
-        pointers: int64 [n], where each sequence starts in .bin, as the file has it: in bytes, or in tokens (TNTIDX).
+        pointers: int64 [n], start of each sequence in .bin, in the unit of the file: bytes, or tokens (TNTIDX).
         document_index: int64 [documents + 1]; document d is sequences document_index[d] to document_index[d + 1] - 1.
         n_tokens: number of tokens, which may be 0.
         tokens: [n_tokens] of `dtype`, the whole .bin.

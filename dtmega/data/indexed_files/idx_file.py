@@ -45,7 +45,7 @@ class Index(NamedTuple):
     Attributes:
         dtype: dtype of the tokens in .bin.
         sizes: int32 or int64 [n], tokens per sequence.
-        pointers: int64 [n], where each sequence starts in .bin, in bytes (MMIDIDX) or tokens (TNTIDX).
+        pointers: int64 [n], start of each sequence in .bin, in bytes (MMIDIDX) or tokens (TNTIDX).
         per_token: units of `pointers` per token: the bytes of a token, or 1.
         document_index: int64 [d], first sequence of each document, then n.
     """

@@ -27,8 +27,9 @@ class Record(BaseModel):
     Attributes:
         tokenizer: the tokenizer's spec, for people to read.
         fingerprint, eod_id: the tokenizer's fingerprint and end-of-document id, see `Tokenizer`.
-        append_eod: each document ends with `eod_id`.
-        sentences: each sequence is a sentence, and a document has any number of them; else it is a whole document.
+        append_eod: True if each document ends with `eod_id`.
+        sentences: True if each sequence is a sentence, and a document has any number of sentences; False if each
+            sequence is a whole document.
         documents, tokens: counts of the `.bin`. They show whether this record belongs to the `.bin` next to it.
     """
 
@@ -90,7 +91,7 @@ def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
 
     Args:
         dataset: the text.
-        expected: the objective reads sentences.
+        expected: True if the objective reads sentences.
 
     Raises:
         ValueError: the text has the other form; the message names the option of `tokenize` to change.

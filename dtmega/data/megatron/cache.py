@@ -92,7 +92,7 @@ def described_caches(
     """The cache of megatron-core for a split.
 
     Args:
-        settings: everything that the order is a function of.
+        settings: settings that determine the order.
         split: "train", "valid" or "test".
         matrix: as in `OrderName`.
 

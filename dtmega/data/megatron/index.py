@@ -28,7 +28,7 @@ from dtmega.data import cache_dir
 from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
-FORMAT = 1  # raise it if a change makes the same settings give other indices
+FORMAT = 1  # increase it when a change makes the same settings give different indices
 LONG = 1 << 20  # entries from which indices are kept in a file; fewer are made in 0.1 s
 SEQUENCES_AT_ONCE = 1 << 17  # sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
@@ -38,7 +38,7 @@ RUN_ENTRIES = 1 << 12  # ... of this length
 
 
 class OrderSettings(NamedTuple):
-    """Everything that the order of a corpus is a function of.
+    """The settings that determine the order of a corpus.
 
     Attributes:
         dataset: the corpus.

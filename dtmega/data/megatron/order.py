@@ -42,7 +42,7 @@ class Fork(NamedTuple):
         shares: function from the weights of a blend to shares that add up to 1.
         n_asked: function from the blend's number of samples and a corpus's share to the number that the corpus is asked
             for, a little more than it will give.
-        is_core: it is megatron-core, which has caches with descriptions, numbers corpora in two bytes, and does not
+        is_core: True for megatron-core, which has caches with descriptions, numbers corpora in two bytes, and does not
             allow a split without sequences.
     """
 
@@ -232,8 +232,8 @@ class _Builder:
     Args:
         cfg: the run's configuration.
         split: name of the split.
-        role: the split that Megatron takes it for: "train", "valid" or "test".
-        n: number of samples that Megatron asks it for.
+        role: name that Megatron has for such a split: "train", "valid" or "test".
+        n: number of samples that Megatron asks of the split.
 
     Attributes:
         notes: lines for the user.

@@ -31,9 +31,9 @@ class Objective(Protocol):
 
     Attributes:
         sums: the numbers that a model returns when it is given labels, on whichever pipeline stages.
-        aim: the thing that a model is trained on, in words for messages: "next tokens".
+        aim: what a model learns to predict, in words for messages: "next tokens".
         reads: keys of [data] that this objective reads and others may not; its samples depend on them.
-        sentences: it reads texts that are split into sentences, where each sequence of the data set is one.
+        sentences: True if it reads texts that are split into sentences, one sequence of the data set for each.
         not_in_megatrons_order: the reason why [data] order cannot be one of Megatron's, or '' if it can.
         prompt_is_prefix: the tokens of a prompt all see each other, like those of a prefix in training; else each token
             sees only the tokens before it.

@@ -147,7 +147,7 @@ class Job:
         tokenizer: spec of the tokenizer.
         key: key of a JSON object, or column of a parquet file, that holds the text.
         append_eod: end each document with end-of-document.
-        longest: most tokens in a piece of a .txt, where each piece becomes a document; 0 leaves each .txt whole.
+        longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 leaves each .txt whole.
         sentences: kind of sentences, each of which becomes a sequence; None makes each document one sequence.
     """
 

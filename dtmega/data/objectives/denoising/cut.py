@@ -29,7 +29,7 @@ from dtmega.data.indexed_files.record import LONGEST_SENTENCE
 from dtmega.data.indexed_files.shared_file import DIGEST_BYTES, SharedFile, index_path, index_state
 from dtmega.ops import keyed
 
-FORMAT = 1  # raise it if a change makes the same documents and targets give another table
+FORMAT = 1  # increase it when a change makes the same documents and targets give a different table
 CHUNK = 1 << 20  # sentences or documents cut at a time, to bound the memory; a longer document is cut as a whole
 LONG = 1 << 22  # sentences from which a table is kept in a file; a shorter one is made in less than a second
 
@@ -160,7 +160,7 @@ def _usable(sizes: NDArray[np.integer], bounds: NDArray[np.int64], fewest: int) 
     """
 
     def has_any(wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """True for each document with a sentence that is wrong, [n] -> [documents]."""
+        """True for each document in which `wrong` is true for any sentence, [n] -> [documents]."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(wrong)])
         return np.diff(before[bounds]) > 0
 

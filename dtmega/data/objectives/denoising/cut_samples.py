@@ -1,6 +1,6 @@
 """Samples of sentences. An epoch has each entry of the table in `cut.py` once, in an order keyed by (seed, epoch).
 
-How the sentences of an entry become a sample is the matter of `pairs.py` and `separate_spans.py`.
+`pairs.py` and `separate_spans.py` make a sample of an entry's sentences.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int)
         pairs: samples [B, S].
         vocabulary: the ids by kind.
         mask_prob: share of a sample's tokens to hide.
-        max_ngram: most words in an n-gram.
+        max_ngram: maximum number of words in an n-gram.
     """
     words = words_of(pairs.tokens, pairs.segments, vocabulary.continuing)
     lengths = (~pairs.padding).sum(1)  # special tokens are counted too, as in Megatron
@@ -74,8 +74,8 @@ def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngra
 
     Args:
         drawn: uniform numbers in [0, 1), [B, W].
-        most: most words that the n-gram may have because its segment ends, [B, W].
-        max_ngram: most words in any n-gram.
+        most: maximum number of words that the n-gram may have before its segment ends, [B, W].
+        max_ngram: maximum number of words in any n-gram.
     """
     # Inverse transform sampling: `sums[n - 1]` is the sum of 1/1 to 1/n, and n is the first whose sum exceeds the drawn
     # share of the sum of all possible n.

@@ -78,7 +78,7 @@ def expected(n_tokens: int, mask_prob: float, max_span: int) -> tuple[int, int]:
     Args:
         n_tokens: tokens of the text.
         mask_prob: share of the tokens to hide.
-        max_span: most words in a span.
+        max_span: maximum number of words in a span.
     """
     n_hidden = int(n_to_hide(mask_prob, np.array(n_tokens)))
     # Mean of a geometric distribution that is cut off at max_span.
