@@ -44,7 +44,7 @@ Pair = tuple[Any, list[int], list[int]]  # a key, the tokens of a context, the t
 def find_tasks(names: Sequence[str], folder: str | None) -> TaskManager:
     """Load the definitions of these tasks.
 
-    A folder of YAML files is tried alone first, because the harness itself has thousands of them.
+    A folder of YAML files is tried alone first, because the harness itself has thousands of such files.
 
     Args:
         names: names of the tasks.
