@@ -41,7 +41,7 @@ def add(figure: go.Figure, series: Mapping[str, Series], row: int, column: int) 
 
 
 def add_legend(figure: go.Figure, row: int, column: int) -> None:
-    """Put the legend of the phases into the middle of their panel, which is most often within one large area."""
+    """Put the legend of the phases into the middle of their panel. As a rule one large phase fills that place."""
     panel: Any = figure.get_subplot(row, column)
     bottom, top = panel.yaxis.domain
     figure.update_layout(

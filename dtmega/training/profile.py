@@ -104,7 +104,7 @@ class Profiler:
             self._window.note_peak(phase)
 
     def close(self, last: int) -> None:
-        """End the present window, if there is one, and write its files. A disk that is full is a warning.
+        """End the present window, if there is one, and write its files. If they cannot be written, print a warning.
 
         Args:
             last: number of the last step in the window.
@@ -173,7 +173,7 @@ class _Window:
             # One window is all that this object records. Without this, torch 2.11 warns that it forgets older windows.
             acc_events=True,
         )
-        # This takes a second at the first time, before the window begins.
+        # The first start in a process takes about a second. It comes before the window begins, so it is not measured.
         self._profile.start()
         self._started = time.perf_counter()
 

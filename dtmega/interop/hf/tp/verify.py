@@ -24,13 +24,13 @@ TOLERANCE = 2e-5  # right plans deviate by 1e-6 to 1e-8 in fp32, the wrong ones 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of comparing a cut clone with one process. Print the object for a table.
+    """The result of comparing a clone that is cut over ranks with the whole clone. Print the object for a table.
 
     Attributes:
-        errors: (case, name of a tensor) -> relative deviation from one process, the largest over all ranks; inf if the
-            tensor is missing.
-        raised: errors that the cut model raised on this rank.
-        tolerance: largest deviation of a right plan.
+        errors: (case, name of a tensor) -> relative deviation from the whole clone, the largest over all ranks; inf if
+            the tensor is missing.
+        raised: errors that the cut clone raised on this rank.
+        tolerance: largest deviation with which a plan counts as correct.
     """
 
     errors: dict[tuple[str, str], float]
