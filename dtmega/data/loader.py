@@ -1,8 +1,8 @@
 """Batches of samples, one optimizer step at a time. The only state is the number of samples consumed.
 
-The step after c consumed samples has `batch.size_at(c)` sequences: samples c, c + 1, .... They are cut into R equal,
-contiguous slices; data rank r of R takes slice r, in microbatches of B = `[batch] micro_batch_size`. The tensors of a
-microbatch are described in `objectives/rows.py`.
+After c consumed samples, the next step takes `batch.size_at(c)` sequences: samples c, c + 1, .... They are cut into R
+equal, contiguous slices, one for each data rank. Rank r takes slice r, in microbatches of B = `[batch]
+micro_batch_size`. `objectives/rows.py` describes the tensors of a microbatch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from dtmega.data.objectives.rows import IGNORED, Rows
 
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 IGNORED_BY_THE_TRACKER = {signal.SIGINT, signal.SIGTERM}  # multiprocessing/resource_tracker.py
-# True if a process can find out who sent it a signal. On macOS it cannot; there, signals end the workers, as they end
-# torch's own.
+# True if a process can find out who sent it a signal. macOS has no call for that, so signals end the workers there, as
+# they end torch's own workers.
 CAN_TELL_SENDER = hasattr(signal, "sigwaitinfo")
 FEEDER = "QueueFeederThread"  # multiprocessing's name for the threads that feed queues
-# If a batch takes less time than this, the trainer makes it itself: a worker takes two seconds to start, and a core.
+# If a batch takes less time than this, the trainer makes it itself, because a worker needs two seconds to start and
+# occupies a core.
 MOMENT_S = 2e-3
 
 
@@ -44,7 +45,7 @@ class StepBatch:
     Attributes:
         first_sample: number of the first sample in the global batch.
         samples: number of sequences in the global batch, over all data ranks.
-        microbatches: microbatches of this rank, as rows by name.
+        microbatches: this rank's microbatches. Each one maps the names of its tensors to the tensors (`rows.py`).
     """
 
     first_sample: int
@@ -53,11 +54,11 @@ class StepBatch:
 
 
 class TrainBatches:
-    """Endless `StepBatch`es from `start_sample` on. A second `for` loop goes on where the first one stopped.
+    """An endless iterator of `StepBatch`es, from `start_sample` on. A second `for` loop continues after the first one.
 
     The state is one integer, the number of samples delivered so far. A run resumes from it exactly, with any number of
-    workers and of data ranks. StatefulDataLoader's own state cannot do that: with another number of workers it raises
-    an AssertionError, and with another number of data ranks it silently repeats or skips samples.
+    workers and of data ranks. StatefulDataLoader's own state does not allow that: with another number of workers the
+    loader raises an AssertionError, and with another number of data ranks it silently repeats or skips samples.
 
     The worker processes ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which terminals, torchrun and SLURM send
     to all processes, because only the trainer decides how the run ends. Workers end at `close()`, at the interpreter's
@@ -65,12 +66,12 @@ class TrainBatches:
     `if __name__ == "__main__"`.
 
     Args:
-        rows: rows of the samples.
-        data: the section [data] of the configuration.
-        batch: the section [batch].
+        rows: mapping from a range of samples to their tensors.
+        data: the configuration's [data] section.
+        batch: the configuration's [batch] section.
         rank: number of this data rank.
         world: number of data ranks.
-        start_sample: number of samples consumed before.
+        start_sample: number of samples that the run has consumed already.
         pin_memory: deliver tensors in page-locked memory, from which copies to a GPU overlap with compute.
 
     Raises:
@@ -115,26 +116,27 @@ class TrainBatches:
         return {"samples": self._consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the samples of `state`. Workers that are at this sample already are kept."""
+        """Continue after the samples that `state` counts. Workers that are already at that position are kept."""
         self._wait()
         if state["samples"] != self._consumed:
             self.close()
             self._consumed = state["samples"]
 
     def close(self) -> None:
-        """End the worker processes. Iterating after that starts new ones."""
+        """End the worker processes. The next iteration starts new ones."""
         with contextlib.suppress(Exception):  # an error at the start of workers that are not needed any more
             self._wait()
         self._iterator = None
-        # At the process's end, Python warns of semaphores that are still in use. Those of the queues are freed here:
-        # queues in a reference cycle by the garbage collector, and others by their feeder threads, a moment later.
+        # Python warns at exit about semaphores that are still in use, so the queues and their semaphores are freed
+        # here. The garbage collector frees the queues in reference cycles. The feeder threads free the other queues, a
+        # moment later.
         gc.collect()
         for feeder in self._feeders:
             feeder.join(timeout=5)
         self._feeders = set()
 
     def start(self) -> None:
-        """Start the worker processes, if any, without waiting for them. Otherwise the first iteration starts them."""
+        """Start the worker processes, if any, without waiting for them. If not called, the first iteration does it."""
         workers = self._n_workers()
         if workers:
             self._startup = _WorkerStartup(self._loader(workers))
@@ -150,9 +152,9 @@ class TrainBatches:
         self._feeders = startup.feeders
 
     def _n_workers(self) -> int:
-        """The number of worker processes: [data] num_workers; if that is -1, 0 if batches are made quickly, else 1.
+        """The number of worker processes, from [data] num_workers. -1 means 0 if batches are quick to make, else 1.
 
-        Two batches are timed and the faster one counts, because the first may be slow for reasons that do not last.
+        Two batches are timed and the faster one counts, because the first may be slow for a reason that does not recur.
         """
         if self._data.num_workers >= 0:
             return self._data.num_workers
@@ -189,18 +191,18 @@ class TrainBatches:
                 # Without this generator, the loader would draw from the global one and so change later draws from it.
                 generator=torch.Generator(),
                 worker_init_fn=_hear_only_the_trainer,
-                # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn of
-                # it), and the child of a fork server would not notice the trainer's death. Spawning costs an import of
-                # torch, about a second.
+                # A forked copy of a process with CUDA, gloo or OpenMP threads may hang (Python 3.12 and later warn
+                # about that), and the child of a fork server would not notice the trainer's death. Spawning costs an
+                # import of torch, about a second.
                 multiprocessing_context="spawn",
             )
 
 
 class _WorkerStartup:
-    """The start of a loader's workers, in a thread, because torchdata waits seconds for the answer of each worker.
+    """A thread that starts a loader's workers. It exists because torchdata waits seconds for each worker to answer.
 
     Args:
-        loader: the loader.
+        loader: loader whose workers the thread starts.
 
     Attributes:
         feeders: multiprocessing's threads that feed the queues to the workers.
@@ -226,7 +228,7 @@ class _WorkerStartup:
         """Wait until the workers have answered; return an iterator over the rows of each step.
 
         Raises:
-            Exception: the error that ended the start.
+            Exception: the error that kept the workers from starting.
         """
         self._thread.join()
         if self._error is not None:
@@ -236,13 +238,13 @@ class _WorkerStartup:
 
 
 def eval_batches(rows: Rows, batch: Batch, rank: int, world: int, steps: int) -> Iterator[StepBatch]:
-    """The first `steps` global batches of full size, the same ones in each evaluation; made in this process.
+    """The first `steps` global batches of a split, at full size. They are the same in each evaluation.
 
-    A split with fewer samples continues in its next epoch.
+    They are made in this process, without workers. A split with too few samples continues in its next epoch.
 
     Args:
-        rows: rows of the samples of a split.
-        batch: the section [batch]; its ramp-up is not used.
+        rows: mapping from a range of the split's samples to their tensors.
+        batch: the configuration's [batch] section; its ramp-up is not used.
         rank: number of this data rank.
         world: number of data ranks.
         steps: number of batches.
@@ -291,10 +293,13 @@ def _check_sizes(batch: Batch, world: int) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals for the processes that start here. They inherit the mask, so no signal ends them at their start."""
+    """Block signals for the processes that start inside this context.
+
+    The processes inherit the mask, so no signal can end them while they start.
+    """
     blocked = LEFT_TO_THE_TRAINER if CAN_TELL_SENDER else set()
     # The resource tracker, which the workers share, is started first. It ignores two of the signals by itself, and up
-    # to Python 3.11 its start unblocks these two in this process; so they are blocked only after it.
+    # to Python 3.11 its start unblocks these two in this process. So these two are blocked after the tracker's start.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked - IGNORED_BY_THE_TRACKER)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -307,7 +312,7 @@ def _signals_blocked() -> Iterator[None]:
 def _hear_only_the_trainer(worker: int) -> None:
     """Make SIGTERM end a worker only if its trainer sent it. Runs in the worker, at its start.
 
-    multiprocessing in the trainer sends SIGTERM to its workers at exit, and waits for them to end.
+    When the trainer exits, multiprocessing sends SIGTERM to the workers and waits for them to end.
     """
     # The trainer may have died before this line. torch's watchdog would then take the new parent (init) for the
     # trainer, and the worker would never end.
@@ -315,7 +320,7 @@ def _hear_only_the_trainer(worker: int) -> None:
     if trainer is not None and os.getppid() != trainer.pid:
         os._exit(0)
 
-    # It waits without a timeout, because a thread that wakes up while Python shuts down aborts the process.
+    # `wait` has no timeout, because a thread that wakes up while Python shuts down aborts the process.
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             pass
@@ -323,6 +328,7 @@ def _hear_only_the_trainer(worker: int) -> None:
 
     if CAN_TELL_SENDER:
         threading.Thread(target=wait, daemon=True).start()
-    # With that thread or one of torch's, the interpreter's shutdown sometimes aborts ("terminate called ..."), so the
-    # process is ended before it, but after multiprocessing's own finalizers, whose last priority is -5.
+    # While that thread or one of torch's is running, the interpreter's shutdown sometimes aborts ("terminate called
+    # ..."). So the process ends before that shutdown, but after multiprocessing's own finalizers, the last of which has
+    # priority -5.
     util.Finalize(None, os._exit, args=(0,), exitpriority=-10)
