@@ -34,14 +34,14 @@ class PrefixSamples(Samples):
 
 
 def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """The tokens that are in the prefix of their document, bool [B, S].
+    """Mask of the tokens that are in the prefix of their document, bool [B, S].
 
-    The length of a prefix is uniform from 0 to all of the document except its last token. A document that continues
-    after the sample's end has no last token here, so its prefix may be all of its tokens.
+    The length of a prefix is drawn uniformly, from 0 to the document's length minus 1. A document that continues after
+    the sample's end has no last token here, so its prefix may cover all of its tokens in the sample.
 
     Args:
-        ends: bool [B, S], true at the last token of each document; at the sample's last token if the sample counts as
-            one document.
+        ends: bool [B, S], true at the last token of each document. If the whole sample counts as one document, it is
+            true at the sample's last token.
         keys: uint64 [B], keys of the samples.
     """
     n_tokens = ends.shape[1]
@@ -59,7 +59,7 @@ def prefixes(ends: NDArray[np.bool_], keys: NDArray[np.uint64]) -> NDArray[np.bo
 
 
 def weights(n_tokens: int) -> NDArray[np.float32]:
-    """Weights of the labels by place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
+    """Weight of the label at each place, fp32 [S]: 2 (S - i) / (S + 1) at place i.
 
     The length of a prefix is drawn uniformly, so place i has a label in (i + 1) / S of the samples. Later places have
     labels more often, so those labels weigh less (Megatron-DeepSpeed's `--reweight-loss-based-on-position-frequency`).

@@ -1,7 +1,7 @@
-"""The numbers of a step: sums over the global batch, each divided by a count, and the loss that is made of them.
+"""The numbers that a step reports: sums over the global batch, divided by counts, and the loss computed from them.
 
-A mean over the global batch cannot be taken on each rank by itself, because ranks and microbatches have different
-numbers of labels. So models return sums, and the counts of the whole global batch divide them.
+No rank can take a mean over the global batch by itself, because ranks and microbatches have different numbers of
+labels. So models return sums, and these are divided by the counts of the whole global batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Tally:
         scale: loss scale, by which backward multiplies all gradients.
 
     Attributes:
-        totals: fp64 [sums]. Added up over all ranks of the `loss` group they are the sums of the global batch.
+        totals: fp64 [sums], this rank's total of each sum. The totals of all ranks of the `loss` group add up to the
+            sums of the global batch.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Tally:
         return self.add({term.name: outputs[term.name] for term in self._sums})
 
     def add(self, outputs: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
-        """Add those outputs of a pipeline stage that are sums over a microbatch, scalars by name.
+        """Add the sums over a microbatch that a pipeline stage returned, scalars by name. Other outputs are ignored.
 
         Returns:
             The sums that belong to the loss and have a gradient, each with its factor.
@@ -79,7 +80,7 @@ class Tally:
 
 
 def divisors(counts: Mapping[str, float]) -> dict[str, float]:
-    """The counts as divisors of sums: 1 in place of a count of 0, whose sum is 0 too.
+    """The counts, changed so that sums can be divided by them: a count of 0, whose sum is 0 too, becomes 1.
 
     Args:
         counts: counts by name, already added up over the whole step or evaluation; a batch without labels adds 0.
@@ -105,6 +106,6 @@ def loss_of(sums: Sequence[Sum], means: Mapping[str, float]) -> float:
 
     Args:
         sums: the numbers that the objective reports.
-        means: mean by name, from `means_of`.
+        means: means by name, from `means_of`.
     """
     return sum(term.weight * means[term.name] for term in sums if term.weight)

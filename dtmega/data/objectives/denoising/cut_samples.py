@@ -1,6 +1,6 @@
-"""Samples of sentences. An epoch has each entry of the table in `cut.py` once, in an order keyed by (seed, epoch).
+"""Samples of sentences. An epoch has each entry of the table from `cut.py` once, in an order keyed by (seed, epoch).
 
-`pairs.py` and `separate_spans.py` make a sample of an entry's sentences.
+`pairs.py` and `separate_spans.py` turn the sentences of an entry into a sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHORTEST = 2  # tokens of the shortest sample
 
 
 class CutSamples(ABC):
-    """The endless samples of one part of one corpus whose sequences are sentences.
+    """An endless sequence of samples from one part of a corpus. The sequences of the corpus are sentences.
 
     Args:
         dataset: the corpus.
@@ -29,15 +29,15 @@ class CutSamples(ABC):
         seq_len: S, length of a sample with its special tokens.
         short_seq_prob: share of short samples, see `Targets`.
         seed: the run's seed.
-        split: "train", "valid" or "test". With `corpus` it gives each part its own draws, as in `Samples`.
+        split: "train", "valid" or "test". Together with `corpus` it gives each part its own draws, as in `Samples`.
         corpus: position of the corpus in a blend.
 
     Attributes:
         n_special: number of special tokens among the S tokens of a sample.
-        fewest: minimum of sentences in a sample.
+        fewest: minimum number of sentences in a sample.
         n_tokens: number of tokens that an epoch reads.
         n_samples: number of samples in an epoch.
-        n_unread: number of tokens of the documents that no epoch reads.
+        n_unread: number of the part's tokens that no epoch reads.
         note: a line for the user about text that is not read, or ''.
         stream: name of the random stream of this part; all draws are functions of it.
 
@@ -98,9 +98,9 @@ class CutSamples(ABC):
         return self._table[entry].tolist()
 
     def n_read(self, lengths: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of tokens in each sample that are read in at least one epoch, [n].
+        """The number of tokens in each sample that at least one epoch reads, [n].
 
-        By default these are all tokens; a subclass may drop the same tokens in every epoch.
+        By default all tokens are read. A subclass may drop tokens, if it drops the same ones in every epoch.
 
         Args:
             lengths: [n], tokens in the sentences of each sample.

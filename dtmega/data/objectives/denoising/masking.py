@@ -4,8 +4,8 @@
     masked.tokens, masked.hidden  # [B, S] both
 
 The rule is Megatron-LM's (`create_masked_lm_predictions`). `ngrams.py` chooses the n-grams; an n-gram has n <=
-max_ngram words, with probability proportional to 1/n. Of the hidden tokens 80 % become [MASK], 10 % become a random
-token, and 10 % stay.
+max_ngram words, with probability proportional to 1/n. 80 % of the hidden tokens become [MASK], 10 % become a random
+token, and 10 % stay unchanged.
 
 There are two differences from Megatron: random tokens are never special ones, and an n-gram never crosses from one
 segment into the other.
@@ -44,7 +44,7 @@ class MaskedTokens(NamedTuple):
 
     Attributes:
         tokens: int64 [B, S], the tokens that the model reads.
-        hidden: bool [B, S], the places whose original token is to be predicted.
+        hidden: bool [B, S], true at the places where the model has to predict the original token.
     """
 
     tokens: NDArray[np.int64]
@@ -56,7 +56,7 @@ def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int)
 
     Args:
         pairs: samples [B, S].
-        vocabulary: the ids by kind.
+        vocabulary: ids of the vocabulary, by kind.
         mask_prob: share of a sample's tokens to hide.
         max_ngram: maximum number of words in an n-gram.
     """
@@ -74,11 +74,11 @@ def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngra
 
     Args:
         drawn: uniform numbers in [0, 1), [B, W].
-        most: maximum number of words that the n-gram may have before its segment ends, [B, W].
+        most: number of words from the n-gram's first word to the end of its segment, [B, W].
         max_ngram: maximum number of words in any n-gram.
     """
-    # Inverse transform sampling: `sums[n - 1]` is the sum of 1/1 to 1/n, and n is the first whose sum exceeds the drawn
-    # share of the sum of all possible n.
+    # Inverse transform sampling: `sums[n - 1]` is 1/1 + ... + 1/n. The result is the first n with
+    # sums[n - 1] > drawn x sums[most - 1].
     sums = np.cumsum(1 / np.arange(1, max_ngram + 1))
     most = np.clip(most, 1, max_ngram)
     return 1 + (drawn[..., None] * sums[most - 1][..., None] >= sums[:-1]).sum(2)

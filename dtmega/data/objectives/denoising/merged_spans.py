@@ -5,10 +5,10 @@
     hide(counts, [samples[g] for g in range(8)])  # texts of [8, 568]
 
 The rule is T5's `random_spans_noise_mask` (Raffel et al., arXiv:1910.10683, section 3.3.4), as in transformers'
-`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into as many pieces of text; every cut
-is equally likely. Pieces and spans alternate, beginning with a piece of text. So all samples have the same counts, and
-texts are as long as they can be for the encoder's sequence (the text that is not hidden, a sentinel for each span and
-the end mark) to fit in S.
+`run_t5_mlm_flax.py`. The hidden tokens are cut into spans, and the other tokens into the same number of pieces; every
+cut is equally likely. Pieces and spans alternate, beginning with a piece of text. So all samples have the same counts.
+Their texts have the greatest length at which the encoder's sequence (the text that is not hidden, a sentinel for each
+span and the end mark) still fits in S.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dtmega.ops import keyed
 
 
 class SpanCounts(NamedTuple):
-    """The counts of a sample, which are those of all samples.
+    """The counts of a sample. All samples have the same counts.
 
     Attributes:
-        n_tokens: L, tokens of its text.
-        n_hidden: hidden tokens.
-        n_spans: hidden spans.
+        n_tokens: L, number of tokens in the sample's text.
+        n_hidden: number of hidden tokens.
+        n_spans: number of hidden spans.
     """
 
     n_tokens: int
@@ -87,7 +87,7 @@ def counts_of_longest(seq_len: int, mask_prob: float, mean_span: float) -> SpanC
 
 
 class SpanSamples(Samples):
-    """The samples of `Samples`, without the last token, which the next sample has too. Each sample has its own key."""
+    """The samples of `Samples`, each with its own key, and without the last token, which the next sample repeats."""
 
     def __getitem__(self, g: int) -> SpanSample:
         return SpanSample(self.tokens(g)[:-1], keyed.key64(f"{self._stream}/{g}/spans"))
@@ -113,7 +113,7 @@ def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.boo
     text = _pieces(counts.n_tokens - counts.n_hidden, counts.n_spans, keys, "text")
     spans = _pieces(counts.n_hidden, counts.n_spans, keys, "hidden")
     lengths = np.stack([text, spans], 2).reshape(len(keys), -1)
-    # Mark where each piece or span ends and the next begins. After an odd number of marks a token is hidden.
+    # Mark where each piece or span ends and the next begins. A token after an odd number of marks is hidden.
     changes = np.zeros((len(keys), counts.n_tokens), np.bool_)
     np.put_along_axis(changes, lengths.cumsum(1)[:, :-1], True, 1)
     return changes.cumsum(1) % 2 == 1

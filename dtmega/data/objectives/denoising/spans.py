@@ -34,7 +34,8 @@ class HiddenSpans(NamedTuple):
         tokens: int64 [B, L], the texts.
         is_text: bool [B, L], false at the padding of shorter texts.
         hidden: bool [B, L], true at hidden tokens.
-        begins: bool [B, L], true at the first token of each hidden span. It tells touching spans apart.
+        begins: bool [B, L], true at the first token of each hidden span. Without it, spans that touch would look like
+            one.
     """
 
     tokens: NDArray[np.int64]
@@ -49,7 +50,7 @@ class Sequences(NamedTuple):
     Attributes:
         tokens: int64 [B, S], input of the encoder.
         decoder_tokens: int64 [B, T], input of the decoder.
-        targets: int64 [B, T], tokens that the decoder is to predict.
+        targets: int64 [B, T], tokens that the decoder has to predict.
         padding, decoder_padding: bool [B, S] and [B, T], true at padding.
     """
 
@@ -64,14 +65,14 @@ def check_room(data: Data, n_tokens: int, n_hidden: int, n_spans: int, key: str)
     """Refuse a decoder length or a number of sentinels that is too small for the hidden spans of a text.
 
     Args:
-        data: the section [data] of the configuration.
-        n_tokens: tokens of the text.
-        n_hidden: hidden tokens.
-        n_spans: hidden spans.
+        data: the configuration's [data] section.
+        n_tokens: number of tokens in the text.
+        n_hidden: number of hidden tokens.
+        n_spans: number of hidden spans.
         key: key of [data] that sets the length of spans, for the message.
 
     Raises:
-        ValueError: one of them is too small; the message has the equation and the keys to change.
+        ValueError: the length or the number is too small; the message has the equation and the keys to change.
     """
     spans = f"the {n_hidden} tokens in {counted(n_spans, 'span')} that are hidden of {n_tokens}"
     keys = f"[data] seq_len, [data] mask_prob, [data] {key}"
@@ -88,14 +89,14 @@ def check_room(data: Data, n_tokens: int, n_hidden: int, n_spans: int, key: str)
 
 
 def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: int, end_of_input: bool) -> Sequences:
-    """The sequences of encoder and decoder, for all texts at once.
+    """Build the sequences of encoder and decoder, for all texts at once.
 
     Args:
         spans: texts and their hidden spans, which must fit in S, T and the number of sentinels.
         marks: ids of sentinels, start, end and padding.
         seq_len: S, length of the encoder's sequence.
         decoder_seq_len: T, length of the decoder's sequence.
-        end_of_input: put the end mark after the encoder's sequence too.
+        end_of_input: True to put the end mark after the encoder's sequence too.
     """
     n_rows = len(spans.tokens)
     row = np.broadcast_to(np.arange(n_rows)[:, None], spans.tokens.shape)
@@ -112,8 +113,8 @@ def sequences(spans: HiddenSpans, marks: Marks, seq_len: int, decoder_seq_len: i
         tokens[row[:, 0], n_read] = marks.end
         n_read = n_read + 1
 
-    # The place of a hidden token among the targets: after all hidden tokens before it, and after the sentinels of its
-    # own span and of the spans before. A span's sentinel stands right before its first token.
+    # A hidden token's place among the targets is after all earlier hidden tokens, and after the sentinels of its own
+    # span and of all earlier spans. A span's sentinel stands right before the span's first token.
     place = spans.hidden.cumsum(1) + number
     targets = np.full((n_rows, decoder_seq_len), marks.pad)
     targets[row[spans.begins], place[spans.begins] - 1] = sentinels[spans.begins]
