@@ -72,7 +72,7 @@ class TrainBatches:
         rank: number of this data rank.
         world: number of data ranks.
         start_sample: number of samples that the run has consumed already.
-        pin_memory: deliver tensors in page-locked memory, from which copies to a GPU overlap with compute.
+        pin_memory: True to deliver tensors in page-locked memory, from which copies to a GPU overlap with compute.
 
     Raises:
         ValueError: a size of the global batch, ramp-up included, is not a multiple of B x world.
@@ -94,7 +94,7 @@ class TrainBatches:
         self._rank, self._world, self._pin_memory = rank, world, pin_memory
         self._consumed = start_sample
         self._iterator: Iterator[dict[str, Tensor]] | None = None  # owns the worker processes, which end with it
-        self._startup: _WorkerStartup | None = None  # until its workers have answered
+        self._startup: _WorkerStartup | None = None  # not None until the workers have answered
         self._feeders: set[threading.Thread] = set()  # threads that feed the queues to the workers
 
     def __iter__(self) -> TrainBatches:
@@ -124,7 +124,7 @@ class TrainBatches:
 
     def close(self) -> None:
         """End the worker processes. The next iteration starts new ones."""
-        with contextlib.suppress(Exception):  # an error at the start of workers that are not needed any more
+        with contextlib.suppress(Exception):  # the workers may have failed to start, but they are not needed any more
             self._wait()
         self._iterator = None
         # Python warns at exit about semaphores that are still in use, so the queues and their semaphores are freed
@@ -136,7 +136,10 @@ class TrainBatches:
         self._feeders = set()
 
     def start(self) -> None:
-        """Start the worker processes, if any, without waiting for them. If not called, the first iteration does it."""
+        """Start the worker processes, if any, without waiting for them.
+
+        If this method is not called, the first iteration starts them.
+        """
         workers = self._n_workers()
         if workers:
             self._startup = _WorkerStartup(self._loader(workers))
@@ -152,9 +155,10 @@ class TrainBatches:
         self._feeders = startup.feeders
 
     def _n_workers(self) -> int:
-        """The number of worker processes, from [data] num_workers. -1 means 0 if batches are quick to make, else 1.
+        """The number of worker processes, from [data] num_workers.
 
-        Two batches are timed and the faster one counts, because the first may be slow for a reason that does not recur.
+        If that key is -1, the number is 0 for batches that are made quickly, and 1 for other batches. Two batches are
+        timed and the faster one counts, because the first may be slow for a reason that does not recur.
         """
         if self._data.num_workers >= 0:
             return self._data.num_workers

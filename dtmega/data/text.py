@@ -33,7 +33,7 @@ BLOCK_BYTES, N_BLOCKS = 2**16, 64  # size and number of the blocks that `fingerp
 
 
 class Text(NamedTuple):
-    """The samples of each split, and how they become batches.
+    """The samples of each split, and the settings that turn them into batches.
 
     Attributes:
         objective: training objective that made the samples.

@@ -123,7 +123,7 @@ class IndexedDataset:
         Args:
             i: number of the sequence.
             offset: first token of the range, counted from the start of the sequence.
-            length: number of tokens; None takes all to the end of the sequence.
+            length: number of tokens; None for all tokens up to the end of the sequence.
 
         Raises:
             IndexError: there is no sequence i, or the range is not inside the sequence.
@@ -193,7 +193,7 @@ def check_free(prefix: str, overwrite: bool) -> None:
     """Refuse to replace token files, unless `overwrite` allows it.
 
     Raises:
-        ValueError: a file with that prefix exists.
+        ValueError: a file with that prefix exists, and `overwrite` is False.
     """
     for path in (f"{prefix}.bin", f"{prefix}.idx"):
         if os.path.lexists(path) and not overwrite:

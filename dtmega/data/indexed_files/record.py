@@ -85,7 +85,7 @@ def check_tokenizer(dataset: IndexedDataset, data: Data, tokenizer: Tokenizer) -
 
 
 def check_sentences(dataset: IndexedDataset, expected: bool) -> None:
-    """Refuse a text split into sentences if documents are expected, and the reverse.
+    """Refuse a text that is split into sentences if documents are expected, and any other text if sentences are.
 
     A text without a record counts as split into sentences if it has more sequences than documents. If documents are
     expected, a text without a record is accepted in any case, because files that Megatron has merged look like that.

@@ -32,7 +32,7 @@ class Objective(Protocol):
     Attributes:
         sums: sums that a model with labels returns; each sum may come from any pipeline stage.
         aim: description of the targets that a model learns to predict, for messages: "next tokens".
-        reads: keys of [data] that this objective reads and others may not; its samples depend on them.
+        reads: keys of [data] that this objective reads, but some others do not. The samples depend on these keys.
         sentences: True if the objective reads texts that are split into sentences, each of which is one sequence of the
             data set.
         not_in_megatrons_order: reason why the objective cannot follow one of Megatron's orders ([data] order); '' if it
@@ -87,7 +87,7 @@ class Objective(Protocol):
     def samples(
         self, dataset: IndexedDataset, documents: tuple[int, int], data: Data, seed: int, split: str, corpus: int
     ) -> AnySamples:
-        """The samples of documents (start, stop) of one corpus in a split.
+        """The samples made from documents (start, stop) of one corpus, for one split.
 
         Raises:
             ValueError: the documents are too small for a single sample.
@@ -224,7 +224,7 @@ class Spans:
 class SeparateSpans(Spans):
     """The objective of Megatron's T5: hidden n-grams of words in a text of sentences.
 
-    Two n-grams that touch stay two spans.
+    Two n-grams that touch stay separate spans.
     """
 
     aim = "hidden n-grams"

@@ -20,7 +20,7 @@ from dtmega.ops import keyed
 
 
 class PrefixSample(NamedTuple):
-    """The tokens of a sample [S + 1], and 64 bits that key the lengths of its prefixes."""
+    """The tokens of a sample [S + 1], and a 64-bit key that decides the lengths of its prefixes."""
 
     tokens: NDArray[Any]
     key: int

@@ -6,7 +6,7 @@ Every microbatch of B sequences has
     labels        int64 [B, S]  token to predict at each place, or IGNORED
     sample_ids    int64 [B]     global sample numbers, which key dropout
     places        int64 [B, S]  0, 1, ...: index of each token in its sample
-    document_ids  int64 [B, S]  only with several documents or padding: tokens attend only to equal numbers
+    document_ids  int64 [B, S]  with several documents or padding: a token sees only tokens of the same id
 
 and the tensors that its objective adds. The classes here hold plain data only, so that they can be pickled.
 """
@@ -195,7 +195,7 @@ def _places(tokens: Tensor) -> Tensor:
 
 
 def document_ids(tokens: Tensor, eod_id: int) -> Tensor:
-    """Number of the document that each token belongs to, from 0 in each sample, [B, S] -> [B, S].
+    """Number of the document that each token belongs to, counted from 0 in each sample, [B, S] -> [B, S].
 
     An end-of-document token belongs to the document that it ends.
     """

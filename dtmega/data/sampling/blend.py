@@ -1,4 +1,6 @@
-"""Blends of corpora by weight. Sample g is a function of g, and for every n, the first n samples have the right shares.
+"""Blends of corpora by weight.
+
+Sample g is a function of g alone. For every n, each corpus has its share of the first n samples.
 
     splits = build_samples(NEXT_TOKEN, config.data, parts_of(config.data, datasets), config.run.seed)
     splits.samples["train"][g]  # [S + 1] token ids
@@ -119,7 +121,7 @@ class Blend:
 
 
 class SplitRule(NamedTuple):
-    """The rule by which a corpus is cut into parts for the splits.
+    """A rule that cuts a corpus into parts for the splits.
 
     Attributes:
         size: function that counts the units of a corpus, which are its documents or its sequences.

@@ -55,7 +55,7 @@ def document_order(dataset: IndexedDataset, documents: tuple[int, int], stream: 
 
     Args:
         dataset: the data set.
-        documents: (start, stop) in its document index.
+        documents: (start, stop) in the data set's document index.
         stream: name of the random stream.
         epoch: number of the epoch, from 0.
     """
@@ -88,7 +88,7 @@ def _starts(dataset: IndexedDataset, first: int, order: NDArray[Any]) -> Iterato
 
 
 def _lengths(dataset: IndexedDataset, start: int, stop: int) -> NDArray[Any]:
-    """Tokens in each document from start to stop - 1, in the smallest dtype that holds them."""
+    """Number of tokens in each document from start to stop - 1, in the smallest dtype that holds all the numbers."""
     lengths = np.diff(dataset.first_token(np.arange(start, stop + 1)))
     return lengths.astype(np.min_scalar_type(lengths.max()))
 

@@ -5,9 +5,9 @@ The tokens depend neither on the samples read before nor on the length of the ru
     samples = Samples(dataset, documents=(0, 1000), seq_len=256, seed=1234, split="train")
     samples[g]  # [S + 1] token ids
 
-Documents are shuffled in each epoch, laid end to end and cut into samples, as in Megatron's GPTDataset. Unlike there,
-the stream has no end. Megatron's shuffle depends on the number of samples that the run asks for, so a longer run reads
-other data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
+Documents are shuffled in each epoch, laid end to end and cut into samples, as in Megatron's GPTDataset. Unlike
+Megatron's stream, this one has no end. Megatron's shuffle depends on the number of samples that the run asks for, so a
+longer run reads other data, and Megatron needs a special rule for the last epoch. Here there is no last epoch.
 """
 
 from __future__ import annotations

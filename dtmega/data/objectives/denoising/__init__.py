@@ -1,6 +1,6 @@
 """The samples of models that predict hidden words, such as BERT and T5.
 
-    cut.py, cut_samples.py    samples that are cut out of documents of sentences, and their shuffle
+    cut.py, cut_samples.py    the cutting of documents into samples, and the shuffling of the samples
     ngrams.py                 the choice of hidden words, as n-grams
     pairs.py, masking.py      BERT: pairs of segments, in order or swapped, and their masks
     spans.py, sentinels.py    T5: the sequences of encoder and decoder, and the special ids in them

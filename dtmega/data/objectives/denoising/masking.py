@@ -7,7 +7,7 @@ The rule is Megatron-LM's (`create_masked_lm_predictions`). `ngrams.py` chooses 
 max_ngram words, with probability proportional to 1/n. 80 % of the hidden tokens become [MASK], 10 % become a random
 token, and 10 % stay unchanged.
 
-There are two differences from Megatron: random tokens are never special ones, and an n-gram never crosses from one
+There are two differences from Megatron: a random token is never a special token, and an n-gram never crosses from one
 segment into the other.
 """
 
@@ -52,7 +52,7 @@ class MaskedTokens(NamedTuple):
 
 
 def hide(pairs: Pairs, vocabulary: Vocabulary, mask_prob: float, max_ngram: int) -> MaskedTokens:
-    """Hide about `mask_prob` of the tokens of each sample; a little less if no n-gram fits into the remainder.
+    """Hide about the share `mask_prob` of each sample's tokens, or a little less if no n-gram fits into the rest.
 
     Args:
         pairs: samples [B, S].
@@ -85,7 +85,7 @@ def _drawn_lengths(drawn: NDArray[np.float64], most: NDArray[np.int64], max_ngra
 
 
 def _replaced(pairs: Pairs, hidden: NDArray[np.bool_], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """The tokens that the model reads, [B, S]: hidden ones become [MASK] or a random token, or stay."""
+    """The tokens that the model reads, [B, S]: hidden tokens become [MASK] or a random token, or stay unchanged."""
     keys = pairs.keys[:, None]
     places = np.arange(pairs.tokens.shape[1])
     kind = keyed.uniform(keyed.draws(keys, "kind", places))

@@ -51,7 +51,7 @@ class SpanCounts(NamedTuple):
 def counts_of(n_tokens: int, mask_prob: float, mean_span: float) -> SpanCounts:
     """The counts of a text of two or more tokens."""
     n_hidden = min(max(round(n_tokens * mask_prob), 1), n_tokens - 1)
-    # Each span needs a piece of text before it, so there are no more spans than tokens of either kind.
+    # Each span needs a piece of text before it, so there are no more spans than hidden tokens, or than other tokens.
     n_spans = max(round(min(n_hidden, n_tokens - n_hidden) / mean_span), 1)
     return SpanCounts(n_tokens, n_hidden, n_spans)
 
@@ -121,7 +121,7 @@ def _alternating(counts: SpanCounts, keys: NDArray[np.uint64]) -> NDArray[np.boo
 
 def _pieces(n_items: int, n_pieces: int, keys: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
     """Random lengths >= 1 that add up to n_items, [B, n_pieces]; each way to cut the items is equally likely."""
-    # Choose n_pieces - 1 of the n_items - 1 items after which a cut is possible.
+    # A cut is possible after each item but the last. Choose n_pieces - 1 of these n_items - 1 places.
     order = np.argsort(keyed.draws(keys[:, None], name, np.arange(n_items - 1)), 1)
     last_items = np.sort(order[:, : n_pieces - 1], 1)
     bounds = np.pad(last_items, ((0, 0), (1, 1)), constant_values=((0, 0), (-1, n_items - 1)))

@@ -32,7 +32,7 @@ class Words(NamedTuple):
             segments.
         begins: bool [B, S], true at the first token of each word.
         sizes: int64 [B, W], number of tokens in each word; 0 after a sample's last word.
-        in_segment: int64 [B, W], number of words from this one to the end of its segment, both included.
+        in_segment: int64 [B, W], number of words from this word to the last word of its segment, both included.
     """
 
     numbers: NDArray[np.int64]
@@ -119,7 +119,8 @@ def choose(
     totals = np.cumsum(padded[:, index[:, None] + ahead], 2)
     chosen = np.zeros(padded.shape, np.bool_)
     firsts = np.zeros(padded.shape, np.bool_)
-    # Numbers of tokens to hide, of places in the room and of n-grams that each sample has left.
+    # For each sample: the number of tokens still to hide, the room that is left, and the number of n-grams still
+    # allowed.
     remaining = to_hide.copy()
     room_left = np.full(n_rows, room)
     grams_left = np.full(n_rows, max_grams)

@@ -32,7 +32,7 @@ class Segments(NamedTuple):
         tokens: [n], both segments as they stand in the document.
         n_first: number of tokens in the first segment.
         target: maximum number of tokens that the sample may take from both segments together.
-        key: 64 bits; all draws for the sample are functions of them.
+        key: 64-bit key of the sample; all its random draws are functions of the key.
     """
 
     tokens: NDArray[Any]

@@ -112,6 +112,11 @@ def hide(samples: list[SpanSample], continuing: NDArray[np.int64], limits: Limit
 
 
 def _drawn_lengths(drawn: NDArray[np.float64], max_span: int) -> NDArray[np.int64]:
-    """Number of words of each span, [B, W] from uniform numbers: 1 to max_span, geometric with p = STOPS."""
+    """The number of words of each span, [B, W]: 1 to max_span, geometrically distributed with p = STOPS.
+
+    Args:
+        drawn: uniform numbers in [0, 1), [B, W].
+        max_span: maximum number of words in a span.
+    """
     bounds = 1 - (1 - STOPS) ** np.arange(1, max_span)
     return 1 + np.searchsorted(bounds, drawn, "right")

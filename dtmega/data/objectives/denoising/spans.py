@@ -21,7 +21,7 @@ from dtmega.files.console import counted
 
 
 class SpanSample(NamedTuple):
-    """The tokens of a text [n], and 64 bits that key the choice of its spans."""
+    """The tokens of a text [n], and a 64-bit key that decides the choice of its spans."""
 
     tokens: NDArray[Any]
     key: int
