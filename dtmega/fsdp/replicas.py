@@ -30,7 +30,7 @@ class Replicas:
     Args:
         stage: the stage; its parameters must not be replaced afterwards.
         blocks: the stage's blocks, in order.
-        group: the ranks that hold a copy of the stage.
+        group: process group of the ranks that hold a copy of the stage.
     """
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:

@@ -100,7 +100,7 @@ class Indices(NamedTuple):
     shuffle: NDArray[Any]
 
     def digest(self) -> str:
-        """A digest in 16 hex digits, from the arrays' shapes and runs of entries spread over them; dtypes do not count."""
+        """A digest in 16 hex digits, of the arrays' shapes and of runs of entries spread over them. Ignores dtypes."""
         digest = xxhash.xxh3_64()
         for array in self:
             digest.update(str(array.shape).encode())
