@@ -1,4 +1,4 @@
-"""The model families that can be trained. No other file joins a model with its plan and its formats.
+"""The model families that can be trained. Only this file knows which plan and which formats belong to a model.
 
 Each family is one record. All other code calls `of(cfg.model)` and knows no family by name. A new model is a file in
 `models/`, a table in `plans/`, and a line in FAMILIES (docs/adding-a-model.md).
@@ -58,7 +58,7 @@ class BuiltInFamily:
 
     Attributes:
         model: class of the model, called with the [model] section.
-        plan: function that makes the plan, called with the [model] section and whether sequence parallelism is on.
+        plan: function that makes the plan, called with the [model] section and True if sequence parallelism is on.
         vocabulary_of: function that the method `vocabulary` calls.
     """
 

@@ -264,7 +264,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make this process's group among `lists`; a process in none of them gets a group of its own. All must call it."""
+    """Make this process's group among `lists`; a process in none of them gets a group of its own. All call it."""
     everyone = dist.group.WORLD
     assert everyone is not None
     members = set(itertools.chain.from_iterable(lists))

@@ -18,8 +18,8 @@ class Key(NamedTuple):
         ours: the key of [model].
         theirs: the other program's names for the key, oldest first. The first name that is present is read; the last
             name is written.
-        default: the other program's default, used if none of the names is present. None if the key is required; it must
-            then be a positive integer.
+        default: the other program's default, used if none of the names is present. None if the key is required;
+            the value must then be a positive integer.
         free: True if the weights mean the same whatever the value is, so that a run that starts from the weights may
             choose a different value.
         resolved: name of the section's property with the effective value, for a key in which 0 stands for "the usual

@@ -186,7 +186,7 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
-    """Runs of rows of a fused QKV: (first row if sorted by head, first row if q, k and v come in turn, number of rows).
+    """Runs of rows of a fused QKV: (first row if sorted by head, first row in the other order, number of rows).
 
     The order by head is [groups, (the group's q heads, k, v), K], the other order is [(q, k, v), heads of each, K].
     """

@@ -65,8 +65,8 @@ def apply_fsdp(
     Args:
         mesh: mesh of the data ranks: 1-D (dp_shard), or for HSDP 2-D (dp_replicate, dp_shard). HSDP with dp_shard = 1
             is the same as DDP.
-        reshard: True to free each block's gathered weights after the block's forward. The weights of the root are kept,
-            because backward needs them first and last, and so are those of the last block, which it needs next.
+        reshard: True to free each block's gathered weights after the block's forward. The weights of the root and
+            of the last block are kept, because backward needs the root's first and last, and the last block's next.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),

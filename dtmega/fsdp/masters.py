@@ -18,8 +18,8 @@ class Masters:
     """The fp32 parameters of a model, which optimizer and checkpoints use, and the copies that compute.
 
     From the model's forward until `release` the copies replace the parameters in the modules. Between steps the copies
-    have no memory. As soon as backward has computed a copy's gradient, the gradient is added to the
-    parameter's gradient and freed.
+    have no memory. As soon as backward has computed the gradient of a copy, the gradient is added to the parameter's
+    gradient and freed.
 
     Args:
         model: the model; its parameters may still be on meta.

@@ -1,8 +1,8 @@
 """FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
 
-gloo implements reduce-scatter as an all-reduce of everything, of which each rank keeps one part, and it copies
-all-gather through a buffer. As messages, both collectives move only (n - 1) / n of the payload, which is the minimum,
-and take a third of the CPU time (benchmarks/TIMINGS.md).
+gloo implements reduce-scatter as an all-reduce of everything, after which each rank keeps one part, and all-gather as
+copies through a buffer. As messages, both collectives move only (n - 1) / n of the payload, which is the minimum, and
+take a third of the CPU time (benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations

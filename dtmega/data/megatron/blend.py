@@ -30,7 +30,7 @@ from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.data.sampling.samples import AnySamples
 
 FORMAT = 1  # increase it when a change makes the same weights choose different corpora
-LONG = 1 << 20  # number of samples from which on the choices are kept in a file
+LONG = 1 << 20  # choices for at least this many samples are kept in a file
 STRETCHES = 4096  # maximum number of stretches computed side by side
 MIN_STRETCH = 256  # minimum number of samples in a stretch
 COUNT_EVERY = 4096  # number of samples between two running counts

@@ -10,8 +10,8 @@ separately from the earlier ones.
 
 Sources: `_build_index_mappings` and `build_sample_idx` in `megatron/data/gpt_dataset.py` and `helpers.cpp` of
 Megatron-LM (2022) and of BigScience's Megatron-DeepSpeed; `_build_document_sample_shuffle_indices` in megatron-core's
-`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. Here token k S is
-looked up for many k at once.
+`datasets/gpt_dataset.py`. Megatron walks through the tokens sample by sample. This file looks up where sample k begins,
+at token k S, for many k at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtmega.data.indexed_files.dataset import CHUNK, IndexedDataset
 from dtmega.data.indexed_files.shared_file import SharedFile, index_path, index_state
 
 FORMAT = 1  # increase it when a change makes the same settings give different indices
-LONG = 1 << 20  # number of entries from which on indices are kept in a file; fewer are made in 0.1 s
+LONG = 1 << 20  # indices with at least this many entries are kept in a file; fewer are made in 0.1 s
 SEQUENCES_AT_ONCE = 1 << 17  # number of sequences processed at a time, which bounds the memory
 INT32 = np.iinfo(np.int32).max
 UINT32 = np.iinfo(np.uint32).max
@@ -71,7 +71,7 @@ class Epochs(NamedTuple):
     Attributes:
         n: number of epochs.
         samples: number of samples that the tokens of these epochs hold.
-        first: number of samples that are shuffled together: all samples, or the samples before the last epoch.
+        first: number of samples that are shuffled together: all, or those that begin before the last epoch.
     """
 
     n: int

@@ -3,7 +3,7 @@
     rule = FORKS[cfg.data.order].rule
     splits = ordered(cfg, parts_of(cfg.data, datasets, rule))
 
-Sample g of the training is entry g of the order, whatever the layout. The three forks of Megatron differ in how they
+Training reads entry g of the order as its sample g, whatever the layout. The three forks of Megatron differ in how they
 round the parts of a split, in how many samples they request from each corpus of a blend, and in when they shuffle the
 last epoch separately. Each order depends on the number of samples that the run was started for, so the run must be
 continued with the same number.
@@ -108,7 +108,7 @@ def _n_asked(n: int, share: float) -> int:
 
 
 def _core_n_asked(n: int, share: float) -> int:
-    """The result of `_n_asked` as megatron-core computes it, which rounds up twice."""
+    """The result of `_n_asked` as megatron-core computes it: rounded up twice."""
     return math.ceil(math.ceil(n * share) * (1 + 0.005))
 
 

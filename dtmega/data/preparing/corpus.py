@@ -2,8 +2,8 @@
 
 Its documents are the entries of `pydoc_data.topics` (the language reference, in English) and the `.py` sources of the
 standard library. `prepare_stdlib` tokenizes them into a `.bin/.idx` pair in the cache directory, once for each Python
-version, vocabulary and form (whole documents or sentences). It is safe to kill it, or to call it in several processes
-at once.
+version, vocabulary and form (whole documents or sentences). It is safe to kill that process, or to call the function in
+several processes at once.
 """
 
 from __future__ import annotations

@@ -113,7 +113,10 @@ def _below(folder: str, *, of_any_kind: bool) -> list[str]:
 
 
 def _suffix(path: str) -> str:
-    """The suffix of a name, ignoring a final .gz or .zst; but not in .parquet.gz, as parquet compresses by itself."""
+    """The suffix of a name, ignoring a final .gz or .zst.
+
+    In .parquet.gz the .gz counts, and is refused later, because parquet files are compressed inside.
+    """
     stem, suffix = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]
     return inner if suffix in (".gz", ".zst") and inner != ".parquet" else suffix

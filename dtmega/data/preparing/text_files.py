@@ -22,7 +22,7 @@ BLANK_LINES = "blank-lines"
 # Matches the end of a line and the last blank line before the next text.
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
 CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file is a batch of its own
-MAX_RECORD_BYTES = 1 << 28  # for a record in a compressed file, because 91 kB of zstd can hold a line of 3 GB
+MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
 # Number of compressed bytes to decompress at a time. They expand to 128 MiB at most: a zstd block takes 4 bytes or more
 # and holds up to 128 KiB.
 ZSTD_BYTES = 4096
@@ -134,7 +134,7 @@ def part_starts(text: bytes) -> list[int]:
 
 
 def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
-    """Refuse too large a record in a compressed file, which can expand to more than 30,000 times its own size.
+    """Refuse a record that is too large, in a compressed file. Such a file can expand to 30,000 times its own size.
 
     Args:
         path: path of the file.

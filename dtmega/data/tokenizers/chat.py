@@ -3,9 +3,9 @@
     chat = Chat.beside(tokenizer)                           # None if there is no template
     ids = chat.ids([{"role": "user", "content": "Hi"}])     # ends where the assistant's answer begins
 
-The template is a Jinja program that transformers runs in a sandbox. The sandbox denies the template files but does not
-stop an endless loop, so the template runs in a child process with limits. Unlike a document of training text, a
-conversation contains special ids: the ids that the template writes.
+The template is a Jinja program that transformers runs in a sandbox. The sandbox keeps the template from reading files,
+but cannot stop an endless loop, so the template runs in a child process with limits. Unlike a document of training
+text, a conversation contains special ids: the ids that the template writes.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 def _eos_token(path: Path) -> list[str]:
     """The `eos_token` of the tokenizer_config.json next to a tokenizer.json, as a list: its name, or nothing.
 
-    In that file the token is either its name or an object whose `content` is the name.
+    In that file, the token is either a string with its name, or an object whose `content` is the name.
     """
     try:
         token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")

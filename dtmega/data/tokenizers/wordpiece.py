@@ -1,10 +1,10 @@
 """WordPiece, BERT's kind of vocabulary: a vocab.txt with one token per line. A token's id is its line number, from 0.
 
 Text is split at blanks, and around each punctuation mark and each Chinese character. Each word is then cut, from the
-left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut
-like this becomes one [UNK]. Blanks, line ends and indentation are lost.
+left, into the longest tokens that fit; a token that continues a word begins with "##". A word that cannot be cut like
+this becomes one [UNK]. Blanks, line ends and indentation are lost.
 
-The ids are those of transformers' BertTokenizer. One difference from google-research/bert is known: its lowercasing
+The ids equal those of transformers' BertTokenizer. One difference from google-research/bert is known: its lowercasing
 turns a capital sigma at the end of a word into ς, ours into σ.
 """
 
