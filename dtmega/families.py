@@ -1,7 +1,7 @@
-"""The families that can be trained, one record each: the only file that joins a model with its plan and its formats.
+"""The model families that can be trained. Only this file knows which plan and which formats belong to a model.
 
-All other code calls `of(cfg.model)` and knows no family by name. A new model is a file in `models/`, a table in
-`plans/`, and a line in FAMILIES (docs/adding-a-model.md).
+Each family is one record. All other code calls `of(cfg.model)` and knows no family by name. A new model is a file in
+`models/`, a table in `plans/`, and a line in FAMILIES (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class BuiltInFamily:
 
     Attributes:
         model: class of the model, called with the [model] section.
-        plan: function that makes the plan, called with the [model] section and whether sequence parallelism is on.
-        vocabulary_of: function behind the method `vocabulary`.
+        plan: function that makes the plan, called with the [model] section and True if sequence parallelism is on.
+        vocabulary_of: function that the method `vocabulary` calls.
     """
 
     model: Callable[[Any], Model]
@@ -158,7 +158,7 @@ class BuiltInFamily:
         """The format in which another program stores a model with these values of [model].
 
         Raises:
-            ValueError: the program has no such model.
+            ValueError: the program has no model with these values.
         """
         forms = self.formats.get(program, ())
         fitting = next((form for form in forms if form.fits(model)), None)
@@ -203,7 +203,7 @@ def resolve(cfg: config.Config) -> config.Config:
     """The configuration, completed with the values that only its family knows, such as the sizes of an `hf` model.
 
     Raises:
-        ValueError: keys that the family ignores or cannot honour.
+        ValueError: the configuration has keys that the family ignores or cannot honour.
     """
     return of(cfg.model).resolve(cfg)
 
@@ -212,7 +212,7 @@ def objective(cfg: config.Config) -> Objective:
     """The objective that a run is trained for.
 
     Raises:
-        ValueError: the family has no such objective.
+        ValueError: the family has no objective of this name.
     """
     known = of(cfg.model).objectives
     if cfg.data.objective not in known:
@@ -224,7 +224,7 @@ def objective(cfg: config.Config) -> Objective:
 
 
 def sample_options(cfg: config.Config) -> dict[str, Any]:
-    """The options of `Show.text` that follow from how a run was trained, by name.
+    """The options of `Show.text` that depend on how a run was trained, by name.
 
     Raises:
         ValueError: the family does not have the run's objective.
@@ -267,13 +267,13 @@ def open_folder(path: Path, model: config.Model | None) -> tuple[Source, config.
 
     Args:
         path: the directory, with config.json and safetensors.
-        model: the [model] section that config.json must agree with; None: make one from config.json.
+        model: the [model] section that config.json must agree with; None to make one from config.json.
 
     Returns:
         The weights by our names, and the [model] section.
 
     Raises:
-        ValueError: a model of no built-in family, or one that does not agree with the section.
+        ValueError: no built-in family has the model, or config.json does not agree with the section.
     """
     if model is None:
         file = f"{path}/{config_json.NAME}"
@@ -305,12 +305,12 @@ def section_of(
     Args:
         program: a key of `Family.formats`.
         names: names of the stored tensors, from which the family is recognised.
-        theirs: the configuration stored with them.
-        where: their path, for messages.
-        expected: the section that the configuration has to agree with; None: make one from it.
+        theirs: configuration stored with the tensors.
+        where: path of the tensors, for messages.
+        expected: the section that the configuration must agree with; None to make one from the configuration.
 
     Raises:
-        ValueError: no family has such a model, or the configuration does not agree.
+        ValueError: no family has the model, or the configuration does not agree with `expected`.
     """
     if expected is not None:
         family = of(expected)

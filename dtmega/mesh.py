@@ -47,13 +47,13 @@ class World:
     """This process among the others.
 
     Attributes:
-        rank, size: number of this process, from 0, and number of processes.
+        rank, size: number of this process, counted from 0, and number of processes.
         device: the device that this process computes on.
         sizes: size of each axis.
         mesh: the 5-axis mesh.
         tp, fsdp: slices of the mesh, made once, because torch compares meshes by identity.
         data_rank, data_size: number of this process's slice of the global batch, and number of slices.
-        groups: the groups that this process is in, by name: one for each axis, and the derived ones named above.
+        groups: the groups that this process is in, by name: a group for each axis, and the derived groups named above.
         timeout: timeout of the collectives of every group.
     """
 
@@ -75,10 +75,10 @@ class World:
         return self.mesh.get_local_rank(axis)
 
     def between(self, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks at these places of this process's pipeline, made at the first call for them.
+        """The group of the ranks at these places of this process's pipeline; None if this process is at none of them.
 
-        It is also in `groups` from then on, as "pp 0+2". Every process calls this, for the same places in the same
-        order, and gets None if it is at none of them.
+        The first call for some places makes their group and adds it to `groups`, under a name such as "pp 0+2". Every
+        process must call this for the same places in the same order.
         """
         key, name = tuple(places), f"pp {'+'.join(map(str, places))}"
         if key not in self._between:
@@ -95,7 +95,7 @@ class World:
 
 
 def world_size() -> int:
-    """The number of processes: those of the process group, else those that the launcher started, else 1.
+    """The size of the process group; before there is one, the launcher's number of processes, or 1.
 
     Raises:
         ValueError: the launcher's RANK or WORLD_SIZE is not a number in its range.
@@ -104,7 +104,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The number of this process, from 0; raises errors like `world_size`."""
+    """The number of this process, counted from 0. Raises the same errors as `world_size`."""
     return dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
 
 
@@ -136,7 +136,7 @@ def resolve(mesh: config.Mesh, world: int) -> dict[str, int]:
 def rank_groups(sizes: dict[str, int], axes: Iterable[str]) -> list[list[int]]:
     """The groups of ranks that differ only along these axes, in Megatron's order (`mpu/initialize.py`)."""
     axes = tuple(axes)
-    # All ranks as a box, the given axes moved last: each row of the last dim is one group.
+    # Lay out all ranks as a box, with the given axes last: each row along the last dim is then one group.
     grid = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in AXES])
     others = [axis for axis in AXES if axis not in axes]
     order = [AXES.index(axis) for axis in (*others, *axes)]
@@ -150,7 +150,7 @@ def group_lists(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
 
 
 def describe_groups(sizes: dict[str, int]) -> str:
-    """Every group of the mesh with its ranks, one name a line."""
+    """Every group of the mesh with its ranks, one line per name."""
     lines = []
     for name, lists in group_lists(sizes).items():
         lines.append(f"{name:<12} " + " ".join(str(ranks).replace(" ", "") for ranks in lists))
@@ -158,7 +158,7 @@ def describe_groups(sizes: dict[str, int]) -> str:
 
 
 def data_coordinate(sizes: dict[str, int], rank: int) -> tuple[int, int]:
-    """(data_rank, data_size) of a rank."""
+    """The pair (data_rank, data_size) of a rank, as in `World`."""
     (column,) = (ranks for ranks in rank_groups(sizes, DATA) if rank in ranks)
     return column.index(rank), len(column)
 
@@ -167,7 +167,7 @@ def pick_device(configured: str) -> torch.device:
     """The device for [run] device: 'auto' takes cuda:LOCAL_RANK if there is a GPU, else the CPU.
 
     Raises:
-        ValueError: fewer GPUs on this machine than local processes.
+        ValueError: this machine has fewer GPUs than local processes.
     """
     if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -194,11 +194,11 @@ def start(
     """Join the process group (nccl or gloo by device) and make the mesh. Works with and without torchrun.
 
     Args:
-        timeout_s: timeout of the rendezvous and of every collective. A process group that exists already keeps its own.
-        store: the result of `rendezvous`, if it was called before.
+        timeout_s: timeout of the rendezvous and of every collective. An existing process group keeps its own timeout.
+        store: result of `rendezvous`, if the caller has called it already.
 
     Raises:
-        ValueError: an error of `rendezvous.meet`, or ranks that made different numbers of groups before this call.
+        ValueError: an error of `rendezvous.meet`, or the ranks made different numbers of groups before this call.
     """
     on_gpu, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     if on_gpu:
@@ -238,12 +238,12 @@ def start(
 def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta) -> dict[str, dist.ProcessGroup]:
     """The groups that this process is in, by name. Names whose groups have the same ranks share one group.
 
-    Each process makes only the groups that it is in, one per kind of group, whatever the number of processes. All make
-    the kinds in the same order. So overlapping groups cannot wait for each other in a circle, and torch, which names a
-    group by the number of groups that the process made before, gives it the same name on all its members.
+    Each process makes only the groups that it is in, one per kind of group, whatever the number of processes. All
+    processes make the kinds in the same order, so overlapping groups cannot wait for each other in a circle. torch
+    names a group by the number of groups that the process made before, so a group has the same name on all members.
 
     Raises:
-        ValueError: ranks that made different numbers of groups before this call.
+        ValueError: the ranks made different numbers of groups before this call.
     """
     # One all-reduce gives the largest and (negated) the smallest number of groups on any rank.
     made = len(distributed_c10d._world.pg_names)
@@ -264,7 +264,7 @@ def make_groups(sizes: dict[str, int], device: torch.device, timeout: timedelta)
 
 
 def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make this process's group among `lists`; a process in none of them gets a group of its own. All must call it."""
+    """Make this process's group among `lists`; a process in none of them gets a group of its own. All call it."""
     everyone = dist.group.WORLD
     assert everyone is not None
     members = set(itertools.chain.from_iterable(lists))
@@ -274,7 +274,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
     if len(lists) == 1:
         return everyone
     if everyone.bound_device_id is not None:
-        # nccl splits a communicator, in which all its processes take part: one call makes all groups of a kind.
+        # All processes of an nccl communicator take part in splitting it, so one call makes all groups of a kind.
         group = dist.split_group(split_ranks=[list(ranks) for ranks in lists], timeout=timeout, group_desc=names)
     else:
         (mine,) = (ranks for ranks in lists if dist.get_rank() in ranks)
@@ -284,7 +284,7 @@ def _make_group(lists: Sequence[Sequence[int]], names: str, timeout: timedelta) 
 
 
 def rendezvous(timeout_s: float) -> Store:
-    """The store of the process group, else a new one that only the processes of this attempt of the job use.
+    """The store of the process group; before there is one, a new store for this attempt of the job only.
 
     Raises:
         ValueError: an error of `rendezvous.meet`.

@@ -1,10 +1,10 @@
 """Train a model: `torchrun [--nproc-per-node N] train.py --config bloom.toml [--section.key value ...]`.
 
-The story, top to bottom: `begin` reads the configuration and the data (a fault in them ends the run here, with exit
-code 2), then makes the process group and the model, and resumes; `train` is the loop, the last evaluation and a sample.
+From top to bottom: `begin` reads the configuration and the data (an error in them ends the run with exit code 2), makes
+the process group and the model, and resumes from a checkpoint. `train` runs the loop, the last evaluation and a sample.
 `--help` lists every key. On SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C or a closed terminal the run finishes its step, saves and
-leaves with exit code 75; the same command goes on from there, with the numbers it would have had anyway. All exit codes
-are in `dtmega/distributed/exit_codes.py`.
+leaves with exit code 75. The same command then continues the run, with the same numbers as without the interruption.
+All exit codes are in `dtmega/distributed/exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ GO_ON = "to go on all the same: --train.past_stop true"
 
 @console.guarded()
 def main(argv: list[str]) -> int:
-    """Train or evaluate. The process group is left to the caller.
+    """Train or evaluate. The caller has to leave the process group.
 
     Returns:
         The exit code.
@@ -83,20 +83,20 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     """Start a run, in steps that all ranks take together.
 
     Args:
-        argv: the command line.
-        startup: meeting of the ranks, at the end of each step.
-        closing: stack that closes whatever is opened here.
+        argv: arguments of the command line.
+        startup: meeting point of the ranks at the end of each step.
+        closing: stack that closes everything that is opened here.
         exit_status: record of how the run ends.
 
     Returns:
-        The run, and its progress: of the checkpoint that it resumes from, or of a new run.
+        The run, and the progress from which it starts: the checkpoint's progress, or that of a new run.
     """
-    # Nothing is claimed yet: a refusal here is recorded in a run directory only if it holds a run already.
+    # The run directory is not claimed yet: an error here is recorded in it only if it already holds a run.
     with found.early_end_recorded(config.run_dir_of(argv), exit_status, first=startup.rank == 0):
         settings = start.read_configuration(argv, startup)
         text, batches = start.open_data(settings, startup)
     paths = start.claim_run_directory(settings, text, startup, closing, exit_status)
-    # Before whatever takes time to close, and so closed after it.
+    # Open the log before anything that takes time to close, so that the log is closed after it.
     log = start.open_rank_log(settings, startup, closing)
     settings, origin = start.open_checkpoints(settings, paths, startup)
     cfg = settings.cfg
@@ -105,14 +105,14 @@ def begin(argv: list[str], startup: Startup, closing: ExitStack, exit_status: Ex
     watch = start_watch(cfg, world, startup, closing, exit_status)
     closing.callback(batches.close)
     if not origin.candidates and not cfg.eval.only:
-        # A new run knows its first sample: the workers come up while the model is built.
+        # A new run knows its first sample, so the workers can start while the model is built.
         batches.start()
     model, optimizer = start.build(cfg, world, startup)
     checkpoints, loaded = start.fill(settings, origin, model, optimizer, startup, closing)
     at = loaded.progress if loaded else resume.START
     end = cfg.end(at.step, at.samples)
     batches.load_state_dict({"samples": at.samples})
-    # An evaluation leaves the run where it is, and writes nothing into its files.
+    # An evaluation does not change the run's progress and writes nothing into the run's files.
     if not cfg.eval.only:
         exit_status.step = at.step
         exit_status.checkpoint = checkpoints.newest
@@ -160,10 +160,11 @@ def leave_traces(log: RankLog, metrics: Metrics) -> None:
 def start_watch(
     cfg: config.Config, world: World, startup: Startup, closing: ExitStack, exit_status: ExitStatus
 ) -> Watch:
-    """Start the watchdog, which from here on hears signals and ends a rank that hangs."""
+    """Start the watchdog, which from then on catches signals and ends a rank that hangs."""
     records = Path(cfg.run.dir, flight_recorder.FOLDER)
     watch = Watch(cfg.run.grace_s, cfg.run.timeout_s, world.rank, exit_status, records)
-    # Registered before whatever takes time to close, and so closed after it: until then it hears a second signal.
+    # Register the watch before anything that takes time to close: it is closed last, and catches a second signal until
+    # then.
     closing.callback(watch.close)
     watch.share(mesh.store(), world.size)
     startup.on_heartbeat = partial(watch.beat, 0, "load")
@@ -171,14 +172,14 @@ def start_watch(
 
 
 def loss_scale_of(cfg: config.Config, loaded: State | None) -> LossScale | None:
-    """The loss scale of float16, resumed where it was; None in other precisions."""
+    """The loss scale for float16, continued from the checkpoint if there is one; None for other precisions."""
     if cfg.precision.params != "float16":
         return None
     return LossScale(cfg.precision, loaded and loaded.loss_scale)
 
 
 def train(run: Run, at: Progress) -> int:
-    """Run the loop, from `at` to the last step or to a reason to stop.
+    """Run the training loop from `at` until the last step, or until there is a reason to stop.
 
     Returns:
         The exit code.
@@ -230,7 +231,7 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
     """Evaluate a new run before its first step, if that is wanted.
 
     Returns:
-        The reason not to take a step, such as that the run was ended by its losses before; '' if there is none.
+        The reason not to take any step, for example that the losses have ended this run before; '' if there is none.
     """
     cfg = run.cfg
     if at.step >= end.steps:
@@ -245,10 +246,10 @@ def reason_not_to_begin(run: Run, at: Progress, end: RunEnd) -> str:
 
 
 def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at: Progress) -> None:
-    """Check that not too many steps in a row left the weights as they were.
+    """Refuse to go on after too many steps in a row that left the weights unchanged.
 
     Raises:
-        RuntimeError: more than [train] max_skipped did.
+        RuntimeError: more than [train] max_skipped steps in a row did not change the weights.
     """
     if skipped_in_a_row > cfg.train.max_skipped:
         raise RuntimeError(
@@ -259,21 +260,21 @@ def check_learns(cfg: config.Config, skipped_in_a_row: int, batch: StepBatch, at
 
 
 def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOutcome]:
-    """Begin a save if this is the step for one.
+    """Begin a save if this step should be saved.
 
     Args:
         run: the run.
-        at: its progress after the step.
-        wanted: True if this step is to be saved whatever the interval, because the run stops here or was validated.
-        last: True if no step follows, so that every save is waited for.
+        at: progress of the run after the step.
+        wanted: True to save this step whatever the interval, because the run stops here or was validated.
+        last: True if no step follows. The function then waits for every save.
 
     Returns:
-        The saves that have ended: this one, or earlier ones that a thread has written meanwhile.
+        The outcomes of the saves that have ended: this save, or earlier saves that a thread has written meanwhile.
     """
     cfg = run.cfg.checkpoint
     if due(at.step, cfg.interval) or wanted or (last and cfg.final):
         run.phases.enter(SAVING)
-        # The lines of the steps come to the disk before the checkpoint: a run that resumes from it counts on them.
+        # Write the metrics of the steps to disk before the checkpoint: a run that resumes from it relies on them.
         run.metrics.sync()
         state = State.of(
             run.saved_cfg.model_dump(),
@@ -295,14 +296,14 @@ def save_if_due(run: Run, at: Progress, wanted: bool, last: bool) -> list[SaveOu
 
 
 def finish(run: Run, at: Progress, end: RunEnd, stopping: str, unsaved: str) -> int:
-    """Say how the run has ended and what it leaves.
+    """Report how the run has ended and which files it leaves.
 
     Args:
         run: the run.
-        at: its progress.
-        end: the place where the run ends.
-        stopping: reason why it stopped before; '' if it did not.
-        unsaved: reason why the last save failed; '' if it did not.
+        at: progress of the run.
+        end: configured end of the run.
+        stopping: reason why the run stopped before its end; '' if it did not stop early.
+        unsaved: reason why the last save failed; '' if it did not fail.
 
     Returns:
         The exit code.
@@ -328,11 +329,11 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
         run: the run.
         batch: this rank's part of the step's batch.
         at: progress before the step.
-        end: the place where the run ends, on which the learning rate depends.
+        end: configured end of the run, on which the learning rate depends.
 
     Returns:
-        Progress after the step; and True if the step was faulty, False if it was not. None if the step says nothing
-        about that: it was passed over, or it only found float16's scale too large.
+        The progress after the step; and True if the step was faulty, False if it was not, or None if it cannot be
+        judged: because it was passed over, or only found float16's loss scale too large.
     """
     cfg, metrics = run.cfg, run.metrics
     samples = range(batch.first_sample, batch.first_sample + batch.samples)
@@ -368,7 +369,7 @@ def one_step(run: Run, batch: StepBatch, at: Progress, end: RunEnd) -> tuple[Pro
 
 
 def evaluate_only(run: Run, at: Progress) -> int:
-    """Report the losses on the other splits, of the newest checkpoint or of the weights that a new run starts with.
+    """Report the validation and test losses of the newest checkpoint, or of a new run's initial weights.
 
     Returns:
         The exit code.
@@ -385,13 +386,13 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
     Args:
         run: the run.
         step: number of the step that has just ended.
-        minutes: minutes since this start.
+        minutes: minutes since training started in this process.
 
     Returns:
         The reason to save and exit before the last step, the same on all ranks; '' if there is none.
     """
     cfg = run.cfg.train
-    # Of several reasons that hold, on one rank or on different ones, the last in this list counts.
+    # If several reasons hold, on one rank or on different ranks, the last reason in this dict counts.
     reasons = {
         "": True,
         "[train] exit_interval": due(step, cfg.exit_interval),
@@ -410,12 +411,12 @@ def meet_after_step(run: Run, step: int, minutes: float) -> str:
 
 
 def killed(run: Run) -> bool:
-    """True on rank 0 if the file [train] kill_switch exists. Only rank 0 looks: a thousand ranks would load a disk."""
+    """True on rank 0 if the file [train] kill_switch exists. The other ranks do not look, to spare the disk."""
     return run.world.rank == 0 and bool(run.cfg.train.kill_switch) and Path(run.cfg.train.kill_switch).exists()
 
 
 def killed_before_it_began(run: Run) -> bool:
-    """True on all ranks if the file [train] kill_switch exists at the start: one file empties a whole queue of jobs."""
+    """True on all ranks if the file [train] kill_switch exists at the start: one file ends a whole queue of jobs."""
     seen = torch.tensor(int(killed(run)), device=run.world.device)
     dist.broadcast(seen, src=0)
     return bool(seen.item())

@@ -18,12 +18,12 @@ class Key(NamedTuple):
         ours: the key of [model].
         theirs: the other program's names for the key, oldest first. The first name that is present is read; the last
             name is written.
-        default: the other program's default, used where none of the names is present. None: the key is required, and
-            is a positive integer.
+        default: the other program's default, used if none of the names is present. None if the key is required;
+            the value must then be a positive integer.
         free: True if the weights mean the same whatever the value is, so that a run that starts from the weights may
             choose a different value.
         resolved: name of the section's property with the effective value, for a key in which 0 stands for "the usual
-            value"; '' if the value is that of the key itself.
+            value"; '' if the key itself has the effective value.
     """
 
     ours: str
@@ -48,8 +48,8 @@ class Format:
         rules: rules between our tensors and theirs.
         rules_of: function that returns further rules for a model, whose names depend on the model's configuration.
         keys: keys of [model] that each correspond to a single key of their configuration.
-        fixed: entries that their configuration has for every model of the family, `model_type` among them. Reading a
-            configuration compares each of them, if it is present, except the class names (`architectures`).
+        fixed: entries that their configuration has for every model of the family, including `model_type`. If one
+            is present in a configuration, it must have this value, except the class names (`architectures`).
         base: prefix of most of their names. Files of a bare base model lack it.
         ignored: regular expression for the ends of stored names that are not weights.
         older: ends of names in old files -> ends of today's names.

@@ -9,12 +9,12 @@ number of a layer. The form is one word or several:
 
     same        both tensors are equal
     transpose   theirs is [in, out], as in GPT-2's Conv1D; vectors are equal
-    concat      one tensor on one side is the concatenation, along the rows, of several equally large ones on the other
+    concat      one tensor on one side concatenates, along the rows, several tensors of equal size on the other side
     heads       one side has the rows of q, k and v one after the other (or in three tensors); the other side has one
                 tensor sorted by head: [groups, (the group's q heads, k, v), K]. Ours is the one sorted by head, unless
                 the rule names several of ours. If one side has two names, they are k and v, without q.
-    stack       theirs have one more `{}`, the number of an entry, and are the entries of ours, [entries, rows of each,
-                ...]; with concat, an entry of ours concatenates the rows of several of theirs
+    stack       ours is [entries, rows of each, ...], and each of theirs is one entry; their name has one more `{}`, the
+                number of the entry. With concat, an entry of ours concatenates the rows of several of their tensors
 
 Every form moves whole rows (of a stack: the rows of all entries, one entry after the other). A rule therefore comes
 down to runs of rows, and a reader that needs a box of a tensor reads only the rows of that box.
@@ -164,7 +164,7 @@ def _apply(rule: Rule, place: _Place, ours: Mapping[str, Shape], heads: Heads, r
 
 
 def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: int) -> dict[str, int]:
-    """Name -> number of rows of each of their tensors in one rule, counted before any transpose.
+    """The number of rows of each of their tensors in one rule, by name, counted before any transpose.
 
     Args:
         total: number of rows of all our tensors in the rule.
@@ -186,7 +186,7 @@ def _their_rows(rule: Rule, place: _Place, total: int, heads: Heads, n_entries: 
 
 
 def _by_head(total: int, heads: Heads, without_q: bool) -> list[tuple[int, int, int]]:
-    """Runs of rows of a fused QKV: (first row if sorted by head, first row if q, k and v follow, number of rows).
+    """Runs of rows of a fused QKV: (first row if sorted by head, first row in the other order, number of rows).
 
     The order by head is [groups, (the group's q heads, k, v), K], the other order is [(q, k, v), heads of each, K].
     """

@@ -16,8 +16,8 @@ from torch import Tensor
 from dtmega.formats.rules import Assembly, RowRun, stored_dims
 
 Slices = tuple[slice, ...]
-# Tensors of dtmega's models with a row, or a number, for each token of the vocabulary. They alone may have rows of
-# padding after those of the tokens.
+# Tensors of dtmega's models with a row, or a number, for each token of the vocabulary. Only they may have rows of
+# padding after the tokens' rows.
 BY_TOKEN = ("embed.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias")
 
 
@@ -120,7 +120,7 @@ class Cast:
 
 
 class Combined:
-    """The tensors of several sources as one source. No two of them may have a name in common."""
+    """The tensors of several sources as one source. No name may occur in two sources."""
 
     def __init__(self, *sources: Source) -> None:
         self._source_of = {name: source for source in sources for name in source.tensors}
@@ -167,7 +167,7 @@ class Translated:
         entries, rows, *others = box
         result = torch.empty([side.stop - side.start for side in box], dtype=self.tensors[name][0])
         for at, entry in enumerate(range(entries.start, entries.stop)):
-            # A stack's rows are counted through its entries: those of entry i begin at i times the rows of one entry.
+            # A stack's rows are counted through its entries: entry i begins at row i * shape[1].
             first = entry * assembly.shape[1]
             result[at] = self._part(name, slice(first + rows.start, first + rows.stop), others)
         return result
@@ -184,8 +184,8 @@ class Translated:
             return self._rows(runs[0], others, assembly.source_view)
         shape = [side.stop - side.start for side in (rows, *others)]
         result = torch.empty(shape, dtype=self.tensors[name][0])
-        # Runs may alternate, as q, k and v of each head do: rows that are adjacent in the source are read at once and
-        # then distributed to their places.
+        # Runs may alternate, as q, k and v of each head do. So read rows that are adjacent in the source at once, and
+        # then distribute them to their places.
         for stretch in _stretches(runs):
             first, last = stretch[0], stretch[-1]
             all_rows = first._replace(rows=last.start + last.rows - first.start)

@@ -18,7 +18,7 @@ Build = Callable[[config.Model], nn.Module]
 SAME = "they are one parameter of this model"
 # Sizes up to this one are not compared with the stored tensors: a model built with them on meta takes no memory.
 PLAUSIBLE_SIZE = 2**20
-# The same for lengths of sequences. It is larger, because most models have no tensor as long as their sequences.
+# The same limit for lengths of sequences. It is larger, because most models have no tensor as long as their sequences.
 PLAUSIBLE_LENGTH = 2**31
 LENGTH = re.compile("max_position_embeddings|relative_max_distance|rope_original_length")
 
@@ -27,7 +27,7 @@ class TensorNames(NamedTuple):
     """The tensors of one model by their names on both sides.
 
     Attributes:
-        translation: the assemblies of the tensors of each side from the other side's. A tied parameter has an entry
+        translation: assemblies of each side's tensors from the other side's tensors. A tied parameter has an entry
             under each of its names.
         parameters: all names of each parameter; the parameter is saved under the first.
     """
@@ -36,7 +36,7 @@ class TensorNames(NamedTuple):
     parameters: list[list[str]]
 
     def by_token(self, name: str) -> bool:
-        """True if their tensor `name` has a row for each token, and possibly rows of padding after those."""
+        """True if their tensor `name` has a row for each token, and possibly rows of padding after them."""
         return any(run.tensor in BY_TOKEN for run in self.translation.theirs[name].runs)
 
 
@@ -64,7 +64,7 @@ def tensor_names(form: Format, model: config.Model, build: Build) -> TensorNames
 
 
 class Deduplicated:
-    """A source under our names, in which a tied parameter occurs once even if files store several copies of it.
+    """A source under our names, in which a tied parameter occurs once, even if the files store it several times.
 
     Attributes:
         tensors: name -> dtype and shape; a tied parameter is listed under its first name.
@@ -104,7 +104,7 @@ class Deduplicated:
 
 
 def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> dict[str, list[str]]:
-    """First name of each parameter -> those of its names under which it is stored.
+    """Map the first name of each parameter to the names under which the parameter is stored.
 
     Args:
         stored: names of the stored tensors, as the other program calls them.
@@ -124,7 +124,7 @@ def stored_copies(names: TensorNames, stored: Collection[str], where: str) -> di
 
 
 def check_stored(model: config.Model, stored: Source, where: str) -> None:
-    """Refuse, before the model is built, a [model] section whose sizes cannot be those of the stored tensors.
+    """Refuse, before the model is built, a [model] section whose sizes cannot match the stored tensors.
 
     A configuration may be damaged or crafted. Building its model, even on meta, would go on layer by layer until memory
     runs out, or would ask for a tensor with more elements than torch can count.
@@ -134,7 +134,7 @@ def check_stored(model: config.Model, stored: Source, where: str) -> None:
         where: path of the source, for messages.
 
     Raises:
-        ValueError: the model has more layers than there are tensors, or a size beyond every dim of the stored tensors.
+        ValueError: the model has more layers than there are stored tensors, or a size larger than all their dims.
     """
     if model.n_layers > len(stored.tensors):
         raise ValueError(f"{where} has n_layers={model.n_layers}, but {len(stored.tensors)} tensors")
@@ -155,8 +155,8 @@ def as_ours(source: Source, form: Format, model: config.Model, build: Build, whe
         where: path of the source, for messages.
 
     Raises:
-        ValueError: a tensor is missing, is not part of the model, or has a different shape. `read` of the result raises
-            the error if copies of a tied parameter differ.
+        ValueError: a tensor is missing, is not part of the model, or has a different shape. The result's `read` raises
+            ValueError too, if copies of a tied parameter differ.
     """
     names = tensor_names(form, model, build)
     theirs = names.translation.theirs
@@ -203,8 +203,8 @@ def closest(names: Collection[str], forms: Mapping[str, Format]) -> str:
     """The key of the form that fits the names of some tensors best, with the fewest missing or unknown modules.
 
     Args:
-        names: the tensors' names.
-        forms: key -> form; all forms are those of one program, in any order. There is at least one.
+        names: names of the tensors.
+        forms: key -> form; at least one form, all of the same program, in any order.
     """
     stored_modules = {_module(name) for name in names}
 

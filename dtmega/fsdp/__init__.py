@@ -60,12 +60,13 @@ def apply_fsdp(
     """Wrap each block, then the root with everything else, so that tied weights are in one group.
 
     Parameters stay fp32 shards; forward and backward use them in `precision.params`. Gradients are summed, not
-    averaged, in `precision.reduce`, because the loss is divided by the counts of the global batch already.
+    averaged, in `precision.reduce`, because the loss is already divided by the counts of the global batch.
 
     Args:
-        mesh: 1-D (dp_shard), or 2-D (dp_replicate, dp_shard): HSDP, which with dp_shard = 1 is the same as DDP.
-        reshard: True to free each block's gathered weights after the block's forward. The weights of the root are kept,
-            because backward needs them first and last, and so are those of the last block, which it needs next.
+        mesh: mesh of the data ranks: 1-D (dp_shard), or for HSDP 2-D (dp_replicate, dp_shard). HSDP with dp_shard = 1
+            is the same as DDP.
+        reshard: True to free each block's gathered weights after the block's forward. The weights of the root and
+            of the last block are kept, because backward needs the root's first and last, and the last block's next.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.precision.params),
@@ -97,7 +98,7 @@ def apply_fsdp(
         if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
             # If only some data ranks have used a parameter, the others contribute zeros instead of leaving it out.
             module.set_reduce_scatter_unused_params(True)
-        # Otherwise FSDP asks for a sum multiplied by a factor, here 1.0, which gloo does not have.
+        # Otherwise FSDP requests a sum multiplied by a factor, here 1.0, which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
 
 

@@ -18,15 +18,16 @@ class Masters:
     """The fp32 parameters of a model, which optimizer and checkpoints use, and the copies that compute.
 
     From the model's forward until `release` the copies replace the parameters in the modules. Between steps the copies
-    have no memory. As soon as backward has computed the gradient of a copy, the gradient is added to that of the
-    parameter and freed.
+    have no memory. As soon as backward has computed the gradient of a copy, the gradient is added to the parameter's
+    gradient and freed.
 
     Args:
         model: the model; its parameters may still be on meta.
         dtype: dtype of the copies.
 
     Attributes:
-        last: True if the next backward is that of a step's last microbatch, which frees each copy with its gradient.
+        last: True if the next backward is for the last microbatch of a step. It then frees each copy together with the
+            copy's gradient.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -70,7 +71,7 @@ class Masters:
                 master.grad += gradient
             if self.last:
                 _free(copy)
-            # Backward runs only the hooks of the copy. Those of the parameter, such as `Replicas`', are run here.
+            # Backward runs only the copy's hooks. The parameter's hooks, such as `Replicas` registers, are run here.
             for hook in (master._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
                 hook(master)
 

@@ -23,20 +23,20 @@ from dtmega.ops.shards import local
 class Replicas:
     """The copies of one stage on the ranks of a group, with the sums of their gradients.
 
-    Sums start block by block, the last block first, as backward finishes the blocks. A block waits for those before it
-    in this order, so that all ranks launch the same collectives in the same order even if the ranks use different
-    parameters.
+    Sums start block by block, the last block first, as backward finishes the blocks. Each block waits for the blocks
+    before it in this order, so that all ranks launch the same collectives in the same order even if the ranks use
+    different parameters.
 
     Args:
         stage: the stage; its parameters must not be replaced afterwards.
         blocks: the stage's blocks, in order.
-        group: the ranks that hold a copy of the stage.
+        group: process group of the ranks that hold a copy of the stage.
     """
 
     def __init__(self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
         self._group = group
-        # Each block is a unit, and everything outside the blocks is the last unit. The gradient of a parameter that
-        # several blocks share is complete only with the last of them, so later blocks overwrite earlier ones here.
+        # Each block is a unit, and everything outside the blocks is the last unit. If several blocks share a parameter,
+        # its gradient is complete only after the last of these units, so later units overwrite earlier units here.
         unit_of: dict[nn.Parameter, int] = {}
         for number, module in enumerate(reversed(blocks)):
             unit_of |= dict.fromkeys(module.parameters(), number)

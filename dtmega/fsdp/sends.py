@@ -1,8 +1,8 @@
 """FSDP2's two collectives on a CPU, as messages between all pairs of ranks.
 
-gloo implements reduce-scatter as an all-reduce of everything, from which it keeps one part, and all-gather through a
-buffer. As messages, both move only (n - 1) / n of the payload, the least possible, in a third of the CPU time
-(benchmarks/TIMINGS.md).
+gloo implements reduce-scatter as an all-reduce of everything, after which each rank keeps one part, and all-gather as
+copies through a buffer. As messages, both collectives move only (n - 1) / n of the payload, which is the minimum, and
+take a third of the CPU time (benchmarks/TIMINGS.md).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ReducesAndScatters(_Allocates):
         assert not async_op
         rank = group.rank()
         parts = [*input_tensor.view(group.size(), -1)]
-        # received[i] is rank i's part for this rank. The sum starts from a message received straight into the output,
-        # which saves a copy: that of rank 0, or on rank 0 that of rank 1. A sum of two numbers has the same bits in
-        # either order, so the result is still that of adding in the order of ranks.
+        # received[i] is rank i's part for this rank. To save a copy, one message is received straight into the output,
+        # and the sum starts from it: the message from rank 0, or on rank 0 the message from rank 1. A sum of two
+        # numbers has the same bits in either order, so the result is the same as adding in the order of ranks.
         first, second = (1, 0) if rank == 0 else (0, 1)
         buffers = {rank: parts[rank], first: output_tensor}
         received = [buffers[i] if i in buffers else torch.empty_like(part) for i, part in enumerate(parts)]
@@ -67,7 +67,7 @@ class ReducesAndScatters(_Allocates):
 
 
 class _Messages(dist.Work):
-    """Several messages that are waited for as one."""
+    """Several messages, with one `wait` for all of them."""
 
     def __init__(self, messages: Sequence[dist.Work]) -> None:
         super().__init__()

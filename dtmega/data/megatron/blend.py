@@ -6,12 +6,13 @@ Sample i comes from the first corpus j with the largest w_j max(i, 1) - c_j, whe
 of samples taken from it so far (`build_blending_indices` in the compiled `helpers.cpp` of Megatron-LM,
 Megatron-DeepSpeed and megatron-core).
 
-This rule has to be computed sample by sample, which is slow in numpy. So the run is cut into up to a few thousand
-stretches, which are computed side by side, each from a guess of the counts at its beginning. If the stretch before it
-ends with other counts, a stretch is repaired: it is computed from the true counts, until its counts are those of the
-last pass. That takes only a few samples, because the sum of the absolute differences between two sets of counts never
-grows: where the two choose different corpora, both differences shrink. In the end each stretch begins with the counts
-at the end of the one before it. So the result equals Megatron's, rounding included, whatever was guessed.
+The rule works sample by sample, which is slow in numpy. So the run is cut into at most STRETCHES stretches, and all
+stretches are computed side by side, each from guessed counts at its beginning. If the stretch before ends with
+different counts, the stretch is repaired: it is computed again from those counts, until the new counts meet the counts
+of the last pass. A repair takes only a few samples, because the sum of the absolute differences between two sets of
+counts never grows: wherever the two sets choose different corpora, both differences shrink. In the end each stretch
+begins with the counts at the end of the stretch before it. So the result equals Megatron's, rounding included, whatever
+the guess was.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from dtmega.data.indexed_files.shared_file import SharedFile
 from dtmega.data.sampling.samples import AnySamples
 
 FORMAT = 1  # increase it when a change makes the same weights choose different corpora
-LONG = 1 << 20  # samples from which choices are kept in a file
-STRETCHES = 4096  # most stretches side by side
-MIN_STRETCH = 256  # fewest samples in a stretch
-COUNT_EVERY = 4096  # samples between two running counts
-COMPARE_EVERY = 8  # samples between two comparisons while a stretch is repaired
+LONG = 1 << 20  # choices for at least this many samples are kept in a file
+STRETCHES = 4096  # maximum number of stretches computed side by side
+MIN_STRETCH = 256  # minimum number of samples in a stretch
+COUNT_EVERY = 4096  # number of samples between two running counts
+COMPARE_EVERY = 8  # number of samples between two comparisons while a stretch is repaired
 
 
 class MegatronBlend:
@@ -41,7 +42,7 @@ class MegatronBlend:
 
     Args:
         parts: the samples of each corpus.
-        weights: shares of the corpora, normalised as Megatron does it.
+        weights: share of each corpus, normalised as in Megatron.
         n: number of samples.
 
     Raises:
@@ -72,7 +73,7 @@ class MegatronBlend:
         return self.parts[corpus][sample]
 
     def locate(self, g: int) -> tuple[int, int]:
-        """The corpus that sample g comes from, and the number of samples that it has given before."""
+        """The corpus that sample g comes from, and the number of earlier samples that come from the same corpus."""
         if not 0 <= g < self.n:
             raise IndexError(f"sample {g} of the {self.n} of a blend in Megatron's order")
         corpus = int(self._choices[g])
@@ -86,7 +87,7 @@ class MegatronBlend:
 
 
 def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
-    """Samples taken from each corpus before samples 0, COUNT_EVERY, 2 COUNT_EVERY, ..., and after the last one.
+    """The number of samples taken from each corpus before every COUNT_EVERY-th sample, from 0, and after the last one.
 
     Returns:
         int64 [ceil(n / COUNT_EVERY) + 1, corpora].
@@ -98,7 +99,7 @@ def _running_counts(choices: NDArray[Any], n_corpora: int) -> NDArray[np.int64]:
 
 
 def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """The result of `greedy`. A long one is made once per node, in a file that all processes there map."""
+    """The result of `greedy`. If it is long, one process of the node stores it in a file that all processes map."""
     if n >= LONG and len(weights) > 1:
         try:
             return _from_file(weights, n)
@@ -108,10 +109,10 @@ def blend_choices(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
 
 
 def _from_file(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
-    """The choices in the cache directory, memory-mapped; made if they are not there.
+    """Memory-map the choices from the cache directory; compute them first if they are not there.
 
     Raises:
-        OSError, ValueError: no cache directory, or no room in it.
+        OSError, ValueError: there is no cache directory, or no room in it.
     """
     made_from = f"{weights.tolist()} {n} {FORMAT}"
     path = cache_dir() / f"megatron-blend-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.bin"
@@ -138,7 +139,8 @@ def greedy(weights: NDArray[np.float64], n: int) -> NDArray[Any]:
     begins = _guess_counts(weights, firsts)
     ends = begins.copy()
     _compute(weights, firsts, ends, choices)
-    # A repair may change the end of a stretch and so the beginning of the next, until all fit together.
+    # A repair may change the counts at the end of a stretch, and so the counts at the beginning of the next stretch.
+    # Repeat until all stretches fit together.
     while True:
         wrong = 1 + np.flatnonzero((begins[1:] != ends[:-1]).any(1))
         if not len(wrong):
@@ -171,14 +173,14 @@ def _guess_counts(weights: NDArray[np.float64], firsts: NDArray[np.int64]) -> ND
 
 
 def _choose(weights: NDArray[np.float64], at: NDArray[np.int64], counts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The corpus that each of some samples comes from, int64 [stretches].
+    """The corpus that each of these samples comes from, int64 [stretches].
 
     Args:
         weights: fp64 [corpora].
-        at: int64 [stretches], numbers of the samples.
-        counts: fp64 [stretches, corpora], samples taken from each corpus before.
+        at: int64 [stretches], numbers of the samples, one in each stretch.
+        counts: fp64 [stretches, corpora], number of samples taken from each corpus before that sample.
     """
-    # The operations are those of Megatron's C++, in its order, because a tie may hang on the rounding.
+    # The operations and their order are the same as in Megatron's C++, because rounding may decide a tie.
     errors = np.maximum(at, 1).astype(np.float64)[:, None] * weights
     errors -= counts
     return errors.argmax(1)
@@ -210,15 +212,15 @@ def _repair(
     differences: NDArray[np.float64],
     choices: NDArray[Any],
 ) -> None:
-    """Compute some stretches once more, from other counts, until the new counts equal those of the last pass.
+    """Compute some stretches again from new counts, until the new counts equal the counts of the last pass.
 
     Args:
         weights: fp64 [corpora].
         firsts: int64 [stretches], first sample of each stretch.
         stretches: int64 [wrong], the stretches to repair.
-        counts: fp64 [wrong, corpora], their new counts at the beginning; changed in place.
-        differences: fp64 [wrong, corpora], new counts minus those of the last pass, at the beginning of the stretches;
-            on return, at their ends.
+        counts: fp64 [wrong, corpora], new counts at the beginning of the stretches to repair; changed in place.
+        differences: fp64 [wrong, corpora], new counts minus the counts of the last pass, at the beginning of the
+            stretches; on return, at their ends.
         choices: [length, stretches], the corpus of each sample; corrected in place.
     """
     differing = np.arange(len(stretches))  # stretches whose new counts still differ

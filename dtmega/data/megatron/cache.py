@@ -1,4 +1,4 @@
-"""Indices that Megatron has cached next to its data, as .npy files. If there are some for a run, they decide its order.
+"""Indices that Megatron has cached next to its data, as .npy files. A run whose indices are cached follows them.
 
 Megatron-LM and Megatron-DeepSpeed name the files by their settings, such as
 PREFIX_train_indexmap_3200ns_256sl_1234s_{doc,sample,shuffle}_idx.npy. megatron-core puts them into
@@ -20,8 +20,8 @@ from dtmega.data.indexed_files.dataset import CHUNK
 from dtmega.data.megatron.index import Indices, OrderSettings
 from dtmega.files.untrusted_json import read_object
 
-MAX_BYTES = 1 << 20  # of a description file
-# The ends of the files' names: in Megatron-LM and Megatron-DeepSpeed, and in megatron-core.
+MAX_BYTES = 1 << 20  # limit for a description file
+# Endings of the file names: NAMED in Megatron-LM and Megatron-DeepSpeed, DESCRIBED in megatron-core.
 NAMED = ("doc_idx", "sample_idx", "shuffle_idx")
 DESCRIBED = ("document_index", "sample_index", "shuffle_index")
 
@@ -31,7 +31,7 @@ class FoundIndices(NamedTuple):
 
     Attributes:
         indices: the cached indices; None if there are none with these settings.
-        note: a line for the user about the caches that are there; '' if there are none.
+        note: a line for the user about the caches that were found; '' if there were none.
     """
 
     indices: Indices | None
@@ -44,9 +44,10 @@ class OrderName(NamedTuple):
     Attributes:
         name: name of the split or mixture that the part belongs to.
         split: "train", "valid" or "test".
-        matrix: (start, end) of each split as fractions of the corpus, None for an empty split; None in all if the
-            splits read different corpora.
-        is_described: the caches are megatron-core's, with description files; else the settings are in the files' names.
+        matrix: (start, end) of each split as fractions of the corpus, None for an empty split. The whole matrix is None
+            if the splits read different corpora.
+        is_described: True for caches of megatron-core, which have description files; False for caches that have the
+            settings in their file names.
     """
 
     name: str
@@ -77,7 +78,7 @@ def named_caches(settings: OrderSettings, name: str) -> FoundIndices:
     missing = [path for path in paths if not Path(path).is_file()]
     if not missing:
         return FoundIndices(_load(paths, settings), f"the order of '{name}' is that of {wanted}_*.npy")
-    # The order will be computed. If there are caches with other settings, name one: a wrong setting may be a mistake.
+    # The order will be computed. If there are caches with other settings, name one: a setting may be wrong by mistake.
     others = sorted(glob.glob(f"{glob.escape(stem)}*_doc_idx.npy"))
     if not others:
         return FoundIndices(None, "")
@@ -94,12 +95,12 @@ def described_caches(
     Args:
         settings: settings that determine the order.
         split: "train", "valid" or "test".
-        matrix: as in `OrderName`.
+        matrix: ranges of the splits, as in `OrderName`.
 
     Raises:
         ValueError: there is a cache, but it is damaged or belongs to other data.
     """
-    # megatron-core cannot read a range of a corpus, except as a split, so it has no caches for one.
+    # megatron-core reads a range of a corpus only as a split, so it has no caches for any other range.
     if matrix is None and settings.sequences != (0, len(settings.dataset)):
         return FoundIndices(None, "")
     folder = Path(settings.dataset.prefix, "cache", "GPTDataset_indices")
@@ -126,14 +127,14 @@ def described_caches(
 
 
 def _load(paths: list[str], settings: OrderSettings) -> Indices:
-    """The indices in these files, memory-mapped and checked.
+    """Memory-map the indices in these files and check them.
 
     Args:
-        paths: files of the doc, the sample and the shuffle index.
+        paths: paths of the doc, the sample and the shuffle index.
         settings: the corpus part that they must belong to.
 
     Raises:
-        ValueError: a file holds no index, or the three belong to different orders or to another part of the data.
+        ValueError: a file holds no index, or the three indices belong to different orders or to other data.
     """
     indices = Indices(*(_array(path) for path in paths))
     documents, samples, shuffle = indices
@@ -152,7 +153,7 @@ def _load(paths: list[str], settings: OrderSettings) -> Indices:
 
 
 def _array(path: str) -> NDArray[Any]:
-    """The array of integers in an .npy file, memory-mapped.
+    """Memory-map the array of integers in an .npy file.
 
     Raises:
         ValueError: the file is damaged or holds something else.

@@ -19,11 +19,12 @@ from typing import IO
 from dtmega.data.preparing.input_files import STDIN, File
 
 BLANK_LINES = "blank-lines"
-# The end of a line and the last blank line before the next text.
+# Matches the end of a line and the last blank line before the next text.
 BETWEEN_PARTS = re.compile(rb"\n[ \t\r]*\n(?=[ \t\r]*[^ \t\r\n])")
 CHUNK_BYTES = 1 << 20  # text in a batch of lines; a longer line or .txt file is a batch of its own
-MAX_RECORD_BYTES = 1 << 28  # of a record in a compressed file, because 22 kB of zstd can hold a line of 3 GB
-# Compressed bytes that are decompressed at a time. They become 128 MiB at most: a block of 4 bytes holds up to 128 KiB.
+MAX_RECORD_BYTES = 1 << 28  # limit for a record in a compressed file: 91 kB of zstd can hold a line of 3 GB
+# Number of compressed bytes to decompress at a time. They expand to 128 MiB at most: a zstd block takes 4 bytes or more
+# and holds up to 128 KiB.
 ZSTD_BYTES = 4096
 PARQUET_ROWS = 256  # rows in a batch: their bytes are known only after reading
 
@@ -35,11 +36,11 @@ class RecordBatch:
     Attributes:
         path: path of the file.
         kind: one of KINDS.
-        first: line (of parquet: row) of the first record, from 1.
-        data: whole lines of JSON; a .txt, or some parts of it; or the rows of a parquet file, None for a null. If the
-            file is sound, it is UTF-8.
-        is_cut: blank lines end documents; only for a .txt.
-        position_bytes: bytes of all input files, as stored, that had been read when this batch was complete.
+        first: line number (in parquet: row number) of the first record, counted from 1.
+        data: whole lines of JSON; a whole .txt, or some of its parts; or rows of a parquet file, None for a null. The
+            text is UTF-8 unless the file is faulty.
+        is_cut: True if blank lines end documents, which only a .txt can have.
+        position_bytes: number of stored bytes, of all input files, that had been read when this batch was complete.
     """
 
     path: str
@@ -58,11 +59,11 @@ def read_batches(
     Args:
         files: the files, in the order in which they are read.
         column: column of parquet files that holds the text.
-        at_blank_lines: each part of a .txt that ends with blank lines is a document of its own.
+        at_blank_lines: True to cut each .txt at blank lines and make each part a document of its own.
         encoding: name of the encoding of all text files; '' is UTF-8.
 
     Raises:
-        ValueError: a file is damaged or cut off, is not in the encoding, or lacks a column of strings of that name.
+        ValueError: a file is damaged or cut off, is not in the encoding, or has no column of strings with that name.
     """
     before_bytes = 0
     for file in files:
@@ -80,7 +81,7 @@ def read_batches(
         before_bytes += file.n_bytes
 
 
-# The readers below yield (line or row of the first record, data of a batch, bytes of the stored file read so far).
+# Each reader below yields (line or row of the first record, data of a batch, number of stored bytes read so far).
 
 
 def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
@@ -93,7 +94,7 @@ def _read_whole(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline, maybe b""."""
+    """Batches of whole lines, about CHUNK_BYTES each; the last batch is the text after the last newline, or b""."""
     first, pending, position = 1, [], 0
     for chunk, position in _chunks(path, encoding):
         end = chunk.rfind(b"\n") + 1
@@ -108,9 +109,9 @@ def _read_lines(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
-    """Batches of whole parts, where a part of the text ends with blank lines."""
+    """Batches of whole parts; blank lines end a part."""
     first, pending, position = 1, [], 0
-    # Blanks at the end of the text read so far. They may be the end of a part, which the next lines will show.
+    # Blanks at the end of the text read so far. Only the next lines show whether a part ends here.
     blanks = b""
     for _, lines, position in _read_lines(path, encoding):
         read = blanks + lines
@@ -128,17 +129,17 @@ def _read_parts(path: str, encoding: str) -> Iterator[tuple[int, bytes, int]]:
 
 
 def part_starts(text: bytes) -> list[int]:
-    """The places in a text where a part begins after blank lines."""
+    """The offsets in a text at which a part begins after blank lines."""
     return [match.end() for match in BETWEEN_PARTS.finditer(text)]
 
 
 def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
-    """Refuse a record that is too large, in a compressed file: one can hold a million times its own size.
+    """Refuse a record that is too large, in a compressed file. Such a file can expand to 30,000 times its own size.
 
     Args:
         path: path of the file.
         line: line where the record starts, for the message.
-        pieces: the decompressed bytes of the record so far.
+        pieces: decompressed bytes of the record so far.
     """
     if path.endswith((".gz", ".zst")) and sum(map(len, pieces)) > MAX_RECORD_BYTES:
         raise ValueError(
@@ -150,7 +151,7 @@ def _check_size(path: str, line: int, pieces: list[bytes]) -> None:
 def _chunks(path: str, encoding: str) -> Iterator[tuple[bytes, int]]:
     """Chunks of a file's text, each with the number of bytes of the stored file read so far.
 
-    The text becomes UTF-8. A file without an `encoding` should be UTF-8 already; `document_text` checks that.
+    The text is converted to UTF-8. Without an `encoding` the file should be UTF-8 already; `document_text` checks that.
     """
     if not encoding:
         yield from _decompressed(path)
@@ -173,8 +174,8 @@ def _decoded(
         chunk: decompressed bytes in `encoding`.
         path: path of the file, for messages.
         encoding: name of the encoding, for messages.
-        before_bytes: decompressed bytes before this chunk.
-        is_last: no more chunks follow.
+        before_bytes: number of decompressed bytes before this chunk.
+        is_last: True if no chunk follows.
 
     Raises:
         ValueError: the file is not in the encoding.
@@ -183,7 +184,7 @@ def _decoded(
     try:
         return decoder.decode(chunk, is_last).encode()
     except UnicodeError as error:
-        # UTF-16 or UTF-32 without the byte order mark at its start raises a bare UnicodeError, without a place.
+        # UTF-16 or UTF-32 without the byte order mark at its start raises a bare UnicodeError, without a position.
         place, why = (error.start, error.reason) if isinstance(error, UnicodeDecodeError) else (0, str(error))
         at = before_bytes - kept_bytes + place
         raise ValueError(f"{path} is not in {encoding}: {why} at byte {at} (--encoding)") from None
@@ -215,15 +216,15 @@ def _decompressed(path: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _unzstd(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompress a zstd file. (zstandard's own stream reader reads a file that was cut off without an error.)
+    """Decompress a zstd file. zstandard's own stream reader is not used: it reports no error for a file cut off.
 
     Raises:
         EOFError: the file is damaged or cut off.
     """
     import zstandard
 
-    # Allow windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd allocates a window
-    # only as far as the text fills it.
+    # Allow windows of 2 GiB: archives made with `zstd --long=31` are common among text corpora. zstd allocates only as
+    # much of a window as the text fills.
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, is_open = decompressor.decompressobj(), False
     chunks: list[bytes] = []
@@ -250,7 +251,7 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
     """Batches of rows of one column of strings.
 
     Raises:
-        ValueError: the file is damaged, or has no such column.
+        ValueError: the file is damaged, or has no column of strings with that name.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -266,10 +267,10 @@ def _read_parquet(path: str, column: str) -> Iterator[tuple[int, list[bytes | No
                     values = values.dictionary_decode()
                 if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
                     raise ValueError(f"{path}: expected strings in '{column}' (--json-key), got {values.type}")
-                # As bytes, because a row that is not UTF-8 should be reported by itself, not end the reading.
+                # Read strings as bytes, so that a row that is not UTF-8 is reported alone and does not end the reading.
                 data = values.cast(pa.large_binary()).to_pylist()
                 row += len(data)
-                # The position in the file is not known; take it to be in proportion to the rows.
+                # The position in the file is not known; estimate it from the share of rows read so far.
                 yield row - len(data) + 1, data, size_bytes * row // n_rows
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or cut off ({error})") from None

@@ -38,7 +38,7 @@ from dtmega.files.console import counted
 
 SHOWN = 5  # malformed records that are printed; all are counted
 
-Document = list[list[int]]  # the ids of each of its sequences: one, or one for each sentence
+Document = list[list[int]]  # token ids of each sequence: one sequence, or one for each sentence
 
 
 def write(args: argparse.Namespace) -> str:
@@ -48,7 +48,7 @@ def write(args: argparse.Namespace) -> str:
         args: the options of `python -m dtmega tokenize`.
 
     Returns:
-        A line for the user: counts of documents, tokens and skipped records, the time, and the files' names.
+        A line for the user: counts of documents, tokens and skipped records, the time, and the names of the files.
 
     Raises:
         ValueError: an argument or the input cannot be used.
@@ -146,9 +146,10 @@ class Job:
     Attributes:
         tokenizer: spec of the tokenizer.
         key: key of a JSON object, or column of a parquet file, that holds the text.
-        append_eod: end each document with end-of-document.
+        append_eod: True to end each document with the id of end-of-document.
         longest: maximum number of tokens in a piece of a .txt; each piece becomes a document. 0 leaves each .txt whole.
-        sentences: kind of sentences, each of which becomes a sequence; None makes each document one sequence.
+        sentences: kind of sentences, "prose" or "blocks"; each sentence becomes a sequence. None makes each document
+            one sequence.
     """
 
     tokenizer: str
@@ -178,7 +179,7 @@ class Result:
 
 
 class Worker:
-    """A function from a batch of records to its documents, with the vocabulary loaded once."""
+    """A tokenizer of batches: it loads the vocabulary once, and turns each batch of records into documents."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.tokenizer = job, load_tokenizer(job.tokenizer)
@@ -209,13 +210,13 @@ class Worker:
         )
 
     def _in_sentences(self, texts: Sequence[str]) -> list[list[Document]]:
-        """The documents of each text, with a sequence for each sentence: one document, or none without tokens."""
+        """The documents of each text: one, with a sequence for each sentence, or none if the text has no tokens."""
         assert self.job.sentences
         documents = [sentences.encode(text, self.job.sentences, self.tokenizer) for text in texts]
         return [[document] if document else [] for document in documents]
 
     def _in_documents(self, texts: Sequence[str], kind: str) -> list[list[Document]]:
-        """The documents of each text, each of one sequence: several if the text is cut, none without tokens."""
+        """The documents of each text, one sequence each: several if the text is cut, none if it has no tokens."""
         return [self._pieces(ids, kind) for ids in self.tokenizer.encode_all(texts)]
 
     def _pieces(self, ids: list[int], kind: str) -> list[Document]:
@@ -259,7 +260,7 @@ def _receive(pipe: Connection) -> Result:
     """The next result of a worker.
 
     Raises:
-        EOFError: the worker died, between two messages or in the middle of one.
+        EOFError: the worker died, between two messages or while it sent a message.
     """
     try:
         return pipe.recv()
@@ -269,12 +270,13 @@ def _receive(pipe: Connection) -> Result:
 
 def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
     """Start a worker process; return it and this process's end of the pipe to it."""
-    # Spawned, because a fork would copy locks that other threads of this process hold at the moment.
+    # Spawn the worker: a fork would copy locks that other threads of this process hold at that moment.
     context = multiprocessing.get_context("spawn")
     pipe, workers_end = context.Pipe()
     process = context.Process(target=_serve, args=(workers_end, job), daemon=True)
-    # A terminal sends Ctrl-C to all processes, but only the parent is to answer it. The worker inherits the blocked
-    # signal. The resource tracker that spawn needs unblocks it when it starts, so the tracker is started before.
+    # A terminal sends Ctrl-C to all processes, but only the parent should react. So SIGINT is blocked while the worker
+    # starts, and the worker inherits the block. Spawn needs the resource tracker, whose start unblocks SIGINT in this
+    # process, so the tracker is started first.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -286,13 +288,13 @@ def _start_worker(job: Job) -> tuple[BaseProcess, Connection]:
 
 
 def _serve(pipe: Connection, job: Job) -> None:
-    """Run a worker process until the parent's end of the pipe is closed, even if the parent was killed."""
+    """Run a worker process until the parent closes its end of the pipe, or is killed."""
     batches: SimpleQueue[text_files.RecordBatch] = SimpleQueue()
 
     # A thread receives while this one computes. Otherwise both processes could block in `send`, each waiting for the
     # other to receive.
     def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):  # OSError: the parent ended in the middle of a message
+        with contextlib.suppress(EOFError, OSError):  # OSError: the parent ended while it sent a message
             while True:
                 batches.put(pipe.recv())
         os._exit(0)
@@ -303,5 +305,5 @@ def _serve(pipe: Connection, job: Job) -> None:
     with contextlib.suppress(ConnectionError):
         while True:
             pipe.send(worker(batches.get()))
-    # With a thread that still receives, the interpreter's own shutdown may hang, and the parent would wait for it.
+    # While a thread still receives, the interpreter's own shutdown may hang, and the parent would wait for it.
     os._exit(0)

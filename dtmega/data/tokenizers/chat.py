@@ -1,11 +1,11 @@
 """Conversations in the form that a model was trained on: rendered by the chat template next to its tokenizer.json.
 
     chat = Chat.beside(tokenizer)                           # None if there is no template
-    ids = chat.ids([{"role": "user", "content": "Hi"}])     # up to the first word of the assistant's answer
+    ids = chat.ids([{"role": "user", "content": "Hi"}])     # ends where the assistant's answer begins
 
-The template is Jinja, which transformers runs in a sandbox. The sandbox keeps it from files but not from running for
-ever, so it runs in a child process with limits. Unlike a document of training text, a conversation contains special
-ids: those that the template writes.
+The template is a Jinja program that transformers runs in a sandbox. The sandbox keeps the template from reading files,
+but cannot stop an endless loop, so the template runs in a child process with limits. Unlike a document of training
+text, a conversation contains special ids: the ids that the template writes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Chat:
     """The chat template of one tokenizer.
 
     Args:
-        template: the file with the template.
-        tokenizer: the tokenizer.json in the same folder.
+        template: path of the file that holds the template.
+        tokenizer: tokenizer loaded from the tokenizer.json in the same folder.
 
     Attributes:
-        end_ids: ids that end the assistant's turn: end-of-document, and the ids that generation_config.json names.
+        end_ids: ids that end the assistant's turn: end-of-document, and the ids that generation_config.json lists.
 
     Raises:
         ValueError: transformers is not installed.
@@ -65,7 +65,7 @@ class Chat:
         self._child.start()
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation, up to where the assistant's next answer begins.
+        """The ids of a conversation, up to the beginning of the assistant's next answer.
 
         Raises:
             ValueError: the template refuses the conversation, fails, or exceeds the limits of `confined.py`.
@@ -101,7 +101,7 @@ def read_conversations(folder: str) -> Callable[[list[Message]], list[int]]:
 
 
 def _template(folder: Path) -> Path | None:
-    """The file of a folder that holds its chat template; None if there is none."""
+    """The file in a folder that holds the chat template; None if there is no template."""
     template = folder / "chat_template.jinja"
     if template.is_file():
         return template
@@ -110,7 +110,7 @@ def _template(folder: Path) -> Path | None:
 
 
 def _end_ids(folder: Path) -> list[int]:
-    """The ids that a folder's generation_config.json names as ends of an answer: one number there, or a list."""
+    """The ids that end an answer according to a folder's generation_config.json, which has one number or a list."""
     file = folder / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [named]

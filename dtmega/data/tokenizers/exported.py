@@ -18,8 +18,8 @@ class ExportedTokenizer(NamedTuple):
     """A tokenizer in the form of a transformers model directory.
 
     Attributes:
-        json: the text of its tokenizer.json.
-        ids: the token ids for config.json, by their name there: eos_token_id and others.
+        json: text of the tokenizer.json.
+        ids: token ids for config.json, by key: eos_token_id and others.
     """
 
     json: str
@@ -29,7 +29,7 @@ class ExportedTokenizer(NamedTuple):
 def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """The tokenizer for models of running text.
 
-    End-of-document serves as both BOS and EOS, because in training one stands before and after each document.
+    End-of-document serves as both BOS and EOS, because training puts one before and after each document.
     """
     return ExportedTokenizer(
         to_json(tokenizer.name), {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
@@ -39,11 +39,11 @@ def of_documents(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
 def of_spans(tokenizer: Tokenizer, data: Data) -> ExportedTokenizer:
     """The tokenizer for models of hidden spans, with the marks that training added after the tokenizer's last id.
 
-    It appends the end mark to each text that it encodes, because in training the encoder read one there.
+    It appends the end mark to each text that it encodes, because in training the encoder's input ended with that mark.
 
     Raises:
-        ValueError: as `marks`; or the tokenizer's ids have gaps, so that a tokenizer.json cannot give the added marks
-            the ids that they had in training.
+        ValueError: an error of `marks`; or the tokenizer's ids have gaps, so that a tokenizer.json cannot give the
+            added marks the same ids as in training.
     """
     mark_ids = marks(tokenizer, data.sentinels)
     names = {i: f"<extra_id_{number}>" for number, i in enumerate(mark_ids.sentinels)}

@@ -1,6 +1,6 @@
 """Text <-> token ids.
 
-A spec is one string that names a vocabulary; every process loads its own tokenizer from that string.
+A spec is a string that names a vocabulary. Every process loads its own tokenizer from the spec.
 
     stdlib-8k              shipped: byte-level BPE, 8,192 ids, trained on Python's library by tools/train_tokenizer.py
     stdlib-wordpiece       shipped: 8,192 WordPieces, cased, trained on the same text by tools/train_wordpiece.py
@@ -13,7 +13,7 @@ A spec is one string that names a vocabulary; every process loads its own tokeni
                            tokenizer_config.json next to it, else the first of HF_EODS that it has
     gpt2, cl100k_base ...  tiktoken's own vocabularies, which it downloads
 
-Text never makes a special id, not even a document that contains "<|endoftext|>" or "[MASK]".
+Text never becomes a special id, even if a document contains "<|endoftext|>" or "[MASK]".
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from dtmega.data.tokenizers import tokenizer_trial, wordpiece
 from dtmega.files.untrusted_json import check_not_a_pointer, dangling, download, read_object
 
 # cl100k_base's rule, written so that both tiktoken and Hugging Face's `tokenizers` can read it. In order: contractions;
-# words with at most one mark before them; digits in threes; punctuation with the newlines after it; blank lines;
+# words with at most one mark before them; up to three digits; punctuation with the newlines after it; blank lines;
 # indentation except its last blank, which goes to the word after it.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-# GPT-2's rule. A .tiktoken file does not carry a rule, and GPT-2's ranks give GPT-2's ids under this one only.
+# GPT-2's rule. A .tiktoken file does not store a rule, and GPT-2's ranks give GPT-2's ids only with this rule.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 GPT2_RANKS = 50_256
 
@@ -60,14 +60,14 @@ class Tokenizer:
     """A loaded vocabulary. It cannot be pickled: send the spec (`name`) to another process and load it there.
 
     Attributes:
-        name: the spec that it was loaded from.
-        vocab_size: the ids are in [0, vocab_size); `[model] vocab_size` may be larger.
+        name: spec that the tokenizer was loaded from.
+        vocab_size: upper bound of the ids, which are in [0, vocab_size); `[model] vocab_size` may be larger.
         eod_id: id of end-of-document, which `encode` never returns.
-        fingerprint: 12 hex digits, equal for equal vocabularies.
+        fingerprint: digest in 12 hex digits, equal for equal vocabularies.
         encode: function from a text to its ids.
-        encode_all: function from several texts to the ids of each, on all cores if the library can do that.
+        encode_all: function from several texts to the ids of each; it uses all cores if the library can.
         decode: function from ids in [0, vocab_size) to text; bytes that are not UTF-8 become U+FFFD.
-        special_ids: ids that stand for no text, so that `encode` never returns one. [UNK] is not among them.
+        special_ids: ids that stand for no text; `encode` never returns them. [UNK] is not included.
         continuing_ids: ids of tokens inside a word ("##ing"); empty if the vocabulary does not mark them.
         cls_id, sep_id, mask_id: ids of [CLS], [SEP] and [MASK]; None if the vocabulary lacks the token.
         pad_id: id of [PAD] or <pad>; None if the vocabulary has neither.
@@ -116,7 +116,7 @@ def load_wordpiece(spec: str) -> tuple[tokenizers.Tokenizer, str]:
     """The tokenizer and the fingerprint of a spec that names a vocab.txt.
 
     Raises:
-        ValueError: as `load_tokenizer`.
+        ValueError: the file is missing or malformed.
     """
     kind, _, path = spec.partition(":")
     file = STDLIB_WORDPIECE if spec == SHIPPED_WORDPIECES else Path(path)
@@ -130,7 +130,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
     """The byte-level BPE encoding (ranks and pattern) that a spec names, and its fingerprint.
 
     Raises:
-        ValueError: as `load_tokenizer`.
+        ValueError: an error of `load_tokenizer`.
     """
     if spec == "stdlib-8k":
         return _from_ranks_file(spec, STDLIB_8K)
@@ -144,7 +144,7 @@ def load_encoding(spec: str) -> tuple[tiktoken.Encoding, str]:
 
 
 def _advice(spec: str) -> str:
-    """The end of the message about an unknown spec: what the user can write instead."""
+    """The end of the message about an unknown spec, with specs that the user can write instead."""
     path = Path(spec)
     folder = path if path.is_dir() else path.parent
     saved = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
@@ -180,7 +180,7 @@ def _from_ranks_file(spec: str, path: Path) -> tuple[tiktoken.Encoding, str]:
                 raise ValueError(f"{path}:{number}: expected a base64 token and its rank, got {line[:80]!r}") from None
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{path}: expected each rank from 0 to {len(ranks) - 1} once")
-    # Without all 256 bytes there would be texts that cannot be encoded.
+    # Without all 256 bytes, some texts could not be encoded.
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ValueError(f"{path}: expected all 256 single bytes among the tokens, missing {missing[:8]}")
@@ -269,7 +269,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
         with _refusals(spec):
             return loaded.decode(list(ids), skip_special_tokens=False)
 
-    # Some pre_tokenizers leave "[MASK]" in one piece, and then a text could make the special id.
+    # Some pre_tokenizers leave "[MASK]" in one piece, and then text could become the special id.
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     by_name = {name: vocabulary.get(name) for name in (wordpiece.CLS, wordpiece.SEP, wordpiece.MASK, wordpiece.PAD)}
     for name, i in by_name.items():
@@ -303,7 +303,7 @@ def _from_huggingface(spec: str, loaded: tokenizers.Tokenizer, eod: str, fingerp
 
 @contextmanager
 def _refusals(spec: str) -> Iterator[None]:
-    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics, which are not even Exceptions."""
+    """Turn the library's errors into ValueErrors: bare Exceptions, and Rust panics, which are not Exceptions."""
     try:
         yield
     except BaseException as error:
@@ -321,9 +321,9 @@ def _sentinels(vocabulary: dict[str, int]) -> tuple[int, ...]:
 
 
 def _eos_token(path: Path) -> list[str]:
-    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json: a list of one name, or of none.
+    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json, as a list: its name, or nothing.
 
-    In that file the token is either its name or an object whose `content` is the name.
+    In that file, the token is either a string with its name, or an object whose `content` is the name.
     """
     try:
         token = read_object(path.with_name("tokenizer_config.json")).get("eos_token")
@@ -337,7 +337,7 @@ def _read(path: Path) -> bytes:
     """The content of a tokenizer's file.
 
     Raises:
-        ValueError: the file cannot be read, or is a pointer of Git LFS.
+        ValueError: the file cannot be read, or is a Git LFS pointer.
     """
     try:
         content = path.read_bytes()

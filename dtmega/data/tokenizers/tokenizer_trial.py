@@ -17,7 +17,7 @@ from dtmega.data import cache_dir
 from dtmega.files.confined import Confined
 
 SAMPLE = " [CLS] [SEP] [MASK] [PAD] a aa\tAB, b.\n\n  if x == 10: # é 中文 \U0001f600"
-DECODED = 1000  # ids that the trial decodes
+DECODED = 1000  # number of ids that the trial decodes
 
 
 def check(path: str, fingerprint: str) -> None:
@@ -44,9 +44,9 @@ def check(path: str, fingerprint: str) -> None:
 
 
 def try_out(path: str) -> Callable[[str], int]:
-    """Do with a file all that dtmega asks of a tokenizer: read it, encode and decode. Runs in the confined process.
+    """Use a file in every way that dtmega uses a tokenizer: read, encode, decode. Runs in the confined process.
 
-    Encoding and decoding may raise without failing the trial: a sound vocabulary without [UNK] refuses some texts.
+    Encoding and decoding may raise without failing the trial: a valid vocabulary without [UNK] refuses some texts.
 
     Returns:
         A function, because `Confined` expects one; it is never called.
