@@ -19,16 +19,16 @@ from dtmega.report.run import Run
 
 BUCKETS = 2000  # number of stretches of a thinned curve, with two points each; a screen has fewer columns of pixels
 MEAN_POINTS = 1000  # maximum number of points of a running mean
-MAX_SHARES = 500  # maximum number of points of a phase's share
+MAX_SHARES = 500  # maximum number of points in the curve of a phase's share
 MEANS = 50  # the window of a running mean has 1 / MEANS of all steps
-CIRCLES = 100  # maximum number of validations whose curve has markers
-MAX_LINES = 30  # maximum number of restarts drawn per run
+CIRCLES = 100  # a curve of validation losses has markers if it has at most this many points
+MAX_LINES = 30  # maximum number of lines at restarts per run
 MAX_CHARACTERS = 40  # maximum length of a drawn name
 MARKS = 1000  # maximum number of events drawn per kind
 
 
 def thinned(series: Series, marked: Iterable[int] = (), buckets: int = BUCKETS) -> Series:
-    """Thin a series to fewer points whose drawing looks the same.
+    """Reduce a series to fewer points without changing how its curve looks.
 
     The steps are divided into `buckets` stretches of about equal length. The smallest and the largest value of each
     stretch are kept, and also the first step, the last step and the marked steps. A series of at most 2 · buckets

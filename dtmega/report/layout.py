@@ -15,7 +15,7 @@ from dtmega.training.parallelize import with_micro_batch_size
 
 MAX_RANKS = 256  # maximum number of ranks of a mesh that is drawn
 MAX_ACTIONS = 3000  # maximum number of actions of a schedule that is drawn
-MAX_SIMULATED = 100_000  # maximum stages × microbatches of a schedule that is simulated to compute its bubble
+MAX_SIMULATED = 100_000  # maximum stages × microbatches; larger schedules are not simulated to compute their bubble
 CELL, GAP, PAD, LEFT, TOP = 34, 10, 5, 92, 34  # pixels
 FILLS = ("#dbe8fb", "#d9f0dc", "#fdebc8", "#f3dcf1", "#d5efee", "#fbdcd6")
 INK, FAINT = "#1d2733", "#5b6673"

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Every text from a file or a user is escaped by `text`, and only there."""
+"""Pieces of HTML. Text from a file or a user becomes HTML only through `text`, which escapes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dtmega.files import console
 from dtmega.report.run import Run
 
-SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # limits of the part of a long text that is shown unfolded
-MAX_CHARACTERS = 100_000  # limit of the part of a long text that the page contains, folded or not
+SHOWN_CHARACTERS, SHOWN_LINES = 1000, 15  # limits of the beginning of a long text, which is shown unfolded
+MAX_CHARACTERS = 100_000  # maximum length of a text in the page, including its folded part
 WORD_CHARACTERS = 30  # maximum length of a text that fits on one line of a narrow window
 
 
@@ -42,7 +42,9 @@ def times(html_text: str) -> str:
 
 
 def cut(value: str, keep: str = "") -> str:
-    """Escape a long text. Its beginning is shown and the rest is folded away; all after MAX_CHARACTERS is left out.
+    """Escape a long text. Its beginning is shown, and the rest is folded away.
+
+    Everything after the first MAX_CHARACTERS characters is left out.
 
     Args:
         value: the text.

@@ -128,7 +128,7 @@ def _verdict(run: Run, now: datetime, who: str) -> list[str]:
 def _value(value: str) -> str:
     """The HTML of a value like "5.43 (ppl 228)", with the part in brackets in small print."""
     number, bracket, remark = value.partition(" (")
-    # A path in the remark makes it too long for one line.
+    # A remark with a path is too long for one line, so it may break after a slash or a dot.
     written = breakable(remark) if "/" in remark else unbroken(remark)
     return text(number) + (f" <small>({written}</small>" if bracket else "")
 
@@ -243,7 +243,7 @@ def _notable(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _scores(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
-    """The section of scores; [] if there are none. It sorts by task and metric, so that runs are easy to compare."""
+    """The section of scores; [] if there are none. Sorting by task and metric makes runs easy to compare."""
     numbered: list[tuple[scores.Score, int]] = []
     for number, run in enumerate(runs):
         numbered += [(score, number) for score in run.scores.scores]
@@ -287,5 +287,5 @@ def _configurations(runs: Sequence[Run], colours: Sequence[str]) -> list[str]:
 
 
 def _without_none(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys whose value is not None, because TOML cannot express None."""
+    """Drop the keys whose value is None, because TOML cannot express None."""
     return {key: value for key, value in keys.items() if value is not None}

@@ -127,7 +127,7 @@ def _empty(runs: Sequence[Run], panels: Sequence[Panel], kinds: Sequence[str], c
 
 
 def _place_titles(figure: go.Figure, columns: int) -> None:
-    """Move the title of each panel to the panel's left edge. plotly would centre the titles.
+    """Move the title of each panel from the centre, where plotly puts it, to the left edge of the panel.
 
     Titles 0 and 1 belong to the loss and the events, which span all columns. The other titles are ordered row by row.
     """

@@ -54,7 +54,9 @@ def draw(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _draw_curve(axes: Axes, run: Run, number: int, panel: Panel) -> None:
-    """Draw the curve of one number into its panel, with a dashed line at each restart, and the validation losses too.
+    """Draw the curve of one number into its panel, with a dashed line at each restart.
+
+    The loss panel also shows the validation losses.
 
     Args:
         axes: the panel's axes.

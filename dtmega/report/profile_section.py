@@ -17,7 +17,7 @@ from dtmega.report.run import Run
 from dtmega.report.units import duration, file_size, gibibytes
 
 SHOWN_OPERATORS = 8  # number of operators shown unfolded
-MAX_CHARACTERS = 160  # maximum length of an operator's name; names of templates can have thousands of characters
+MAX_CHARACTERS = 160  # maximum length of an operator's name; C++ templates can have names of thousands
 REST = "rest"  # name for the time of a window that belongs to no phase
 HOW_TO_OPEN = (
     'To look into a trace, open its file at <a href="https://ui.perfetto.dev" rel="noreferrer">ui.perfetto.dev</a>, '

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     Attributes:
         first, last: numbers of the first and the last step.
-        start: the start that did these steps; None if `starts.jsonl` does not tell.
+        start: the start that did these steps; None if `starts.jsonl` does not tell which start it was.
     """
 
     first: int
@@ -129,8 +129,8 @@ class Run(NamedTuple):
     def events(self) -> list[Event]:
         """All events of the run, by ascending steps.
 
-        They come from the record, the scores, the restarts and the newest exit. An exit after the last step without
-        an error is no event.
+        They come from the record, the scores, the restarts and the newest exit. A normal exit
+        after the last step adds no event.
         """
         events = [*self.record.events, *self.scores.events]
         events += [Event(start.step, "restart", _restarted(start)) for start in self.starts[1:]]
@@ -217,9 +217,9 @@ def _sample(directory: Path, last_step: int) -> str:
 
 
 def _parts(all_starts: Sequence[Start], last_step: int) -> list[Part]:
-    """The parts of a run. Each part ends at the step after which the next start went on, and the last at `last_step`.
+    """The parts of a run. Each part ends at the step after which the next start went on.
 
-    If no start is recorded, there is one part whose start is None.
+    The last part ends at `last_step`. If no start is recorded, there is one part whose start is None.
     """
     recorded = history.parts(all_starts)
     # A start that has not finished a step yet is left out, unless there is no other start.

@@ -69,7 +69,7 @@ class Scores(NamedTuple):
     def series(self) -> dict[str, Series]:
         """Title of a panel -> scores in one metric over the steps of the checkpoints.
 
-        Metrics with the score of only one checkpoint are left out, and losses too.
+        Losses are left out, and so are metrics that have the score of only one checkpoint.
         """
         points_by_title: dict[str, list[tuple[int, float]]] = {}
         for score in self.scores:
@@ -118,7 +118,7 @@ def written(score: Score) -> str:
 
 
 def _of_harness(content: Mapping[str, Any]) -> Iterator[Score]:
-    """The scores in a file of `dtmega evaluate`: {"step": 3, "results": {task: {"acc,none": 0.5, ...}}, ...}."""
+    """The scores in a file from `dtmega evaluate`: {"step": 3, "results": {task: {"acc,none": 0.5, ...}}, ...}."""
     step = content.get("step")
     results = content.get("results")
     if type(step) is not int or not 0 <= step <= MAX_STEP or not isinstance(results, dict):

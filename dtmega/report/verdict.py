@@ -25,7 +25,7 @@ SHARE_OF_BEST = 0.02
 STANDARD_ERRORS = 5
 MIN_WINDOW = 10  # minimum number of steps in the window of a mean
 NEWEST_STEPS = 10  # number of newest steps among which steps without a finite loss are counted
-MAX_NOT_FINITE = 4  # more such steps count as divergence; float16 needs fewer to find its loss scale
+MAX_NOT_FINITE = 4  # more than this many such steps mean divergence; float16 needs fewer to find its loss scale
 SILENT_STEPS = 20  # a silent run is stalled after this many median step times, if they are longer than its timeout
 TIMEOUT_S = 600.0  # timeout of a run whose configuration has no [run] timeout_s
 MAX_CHARACTERS = 300  # maximum length of a quoted reason
@@ -57,7 +57,7 @@ def judge(run: Run, now: datetime) -> Verdict:
 
 
 def facts(run: Run) -> list[str]:
-    """Facts about a run in words: best validation loss, time, tokens and speed. Facts without a record are left out."""
+    """Facts about a run: best validation loss, time, tokens and speed. Facts that the record lacks are left out."""
     words = []
     best = best_validation(run)
     if best is not None:
@@ -99,7 +99,7 @@ def _state(run: Run, now: datetime) -> tuple[str, str]:
 
 
 def patience_s(run: Run) -> float:
-    """The time in seconds for which a run without exit.json may write nothing. After that it counts as stalled."""
+    """Seconds for which a run without exit.json may write nothing before the run counts as stalled."""
     timeout_s = run.config.get("run", {}).get("timeout_s")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e9:
         timeout_s = TIMEOUT_S
