@@ -33,7 +33,7 @@ LARGEST_PORT = 2**16 - 1
 
 
 class Rank0GaveUp(ValueError):
-    """Raised on the other ranks when rank 0 has given up waiting. Rank 0 prints the message, which is its own."""
+    """Raised on the other ranks when rank 0 has given up waiting. Rank 0 wrote the message, and also prints it."""
 
 
 def launcher_number(name: str, default: int, low: int, high: int) -> int:

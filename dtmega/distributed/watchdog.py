@@ -146,7 +146,7 @@ class Watch:
         self._publish()
 
     def before_exit(self, callback: Callable[[], None]) -> None:
-        """Set a function to call before the watching thread ends the process. It may run there for CALLBACK_S."""
+        """Set a function for the watching thread to call before it ends the process. It may take CALLBACK_S."""
         self._callback = callback
 
     def beat(self, step: int, phase: str) -> None:
@@ -380,7 +380,7 @@ class Watch:
         return f"rank {self.rank}: {reason}, at step {self._last.step} in {self._last.phase} (exit code {code})"
 
     def _is_first(self, key: str) -> bool:
-        """True if this rank is the first to ask with this key. Only the first rank prints messages about all ranks."""
+        """True if this rank is the first to ask for `key`. Only the first rank prints messages that concern all."""
         try:
             return self._reader is None or self._reader.add(key, 1) == 1
         except RuntimeError:

@@ -30,7 +30,7 @@ class PeakMemory:
     def since_restart_bytes(self) -> int | None:
         """Peak memory since the last call of this method, or since the process started if this is the first call.
 
-        None if the system cannot restart its measurement: only Linux can, other systems keep one peak per process.
+        None if the system cannot restart the measurement: outside Linux, a process has one peak for its whole life.
         """
         peak_bytes = self._system_bytes()
         self._before_restarts_bytes = max(self._before_restarts_bytes, peak_bytes)

@@ -1,4 +1,4 @@
-"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint only have the last start.
+"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint show only the last start.
 
     append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
     starts = read(run_dir)        # oldest first

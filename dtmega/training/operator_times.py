@@ -34,7 +34,7 @@ class _OperatorTime:
 
 
 def largest(profile: torch.profiler.profile, device: torch.device, n: int) -> list[dict[str, Any]]:
-    """The operators with the largest self times, which exclude the operators that they call; on a GPU, the kernels.
+    """The operators with the largest self times (without the operators that they call). On a GPU, the kernels.
 
     Args:
         profile: a profile that has been stopped.

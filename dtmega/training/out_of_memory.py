@@ -15,7 +15,7 @@ CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory")
 
 
 def find(error: BaseException | None) -> BaseException | None:
-    """Find the allocator's error behind another error, because torch's pipelines wrap it. None if there is none."""
+    """Find an allocator's error in a chain of errors, because torch's pipelines wrap it. None if there is none."""
     while error is not None:
         text = str(error)
         of_cpu = isinstance(error, RuntimeError) and any(words in text for words in CPU_ALLOCATOR)

@@ -38,6 +38,7 @@ class Pace:
 
     def after_step(self, n_tokens: int, times: StepTimes, exchange: bool) -> str:
         """Record a step.
+
         Args:
             n_tokens: number of tokens that the whole run has read in this step.
             times: the time of the step on this rank.

@@ -27,7 +27,7 @@ DATA = "data"
 COMPUTING = "forward+backward"
 REDUCE = "reduce"
 OPTIMIZER = "optimizer"
-# Key in metrics.jsonl of each phase. The rest of a step's time has the key `other_s`.
+# The key of each phase in metrics.jsonl. The rest of a step's time has the key `other_s`.
 KEYS = {DATA: "data_s", COMPUTING: "forward_backward_s", REDUCE: "reduce_s", OPTIMIZER: "optimizer_s"}
 
 

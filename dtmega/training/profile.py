@@ -125,7 +125,7 @@ class Profiler:
         self._say(f"profile of {steps}: {self._folder / name}.json.gz (open it with https://ui.perfetto.dev)")
 
     def dump_memory_history(self) -> str:
-        """Write the recorded allocations of a GPU that has run out of memory. Returns the file's path; '' if none."""
+        """Write the recorded allocations of a GPU that has run out of memory. Returns the path; '' if not written."""
         if not self._cfg.memory_history:
             return ""
         path = self._folder / f"out-of-memory-rank-{self._rank:05d}.memory.pickle"
@@ -173,7 +173,7 @@ class _Window:
             # This object records one window only. Without this option, torch 2.11 warns that it drops older windows.
             acc_events=True,
         )
-        # The first start in a process takes about a second. The window's clock starts after it, to leave it out.
+        # The first start in a process takes about a second. The window's clock starts after this second.
         self._profile.start()
         self._started = time.perf_counter()
 

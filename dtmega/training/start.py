@@ -105,7 +105,7 @@ def open_data(settings: Settings, startup: Startup) -> tuple[Text, TrainBatches]
     cfg = settings.cfg
     with startup.step("data") as step:
         text = open_text(cfg, families.objective(cfg))
-        # Check the checkpoint paths that the user names already here, before any folder is made.
+        # Checkpoint paths that the user names are checked at this point, before any folder is made.
         resume.named_checkpoints(cfg)
         if cfg.eval.only and startup.rank == 0:
             found.check_is_trained(cfg, families.of(cfg.model).weights(cfg.model))

@@ -1,4 +1,4 @@
-"""Experiment trackers: wandb, mlflow and trackio. `[log] trackers` names those that a run reports to.
+"""Experiment trackers: wandb, mlflow and trackio. `[log] trackers` names the ones that a run uses.
 
     trackers = Trackers(config, new=True)
     trackers.record(step, {"loss": 2.5})  # returns at once
