@@ -1,4 +1,4 @@
-"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint only know the last start.
+"""`starts.jsonl`: one line for each start of a run. `config.toml` and the newest checkpoint show only the last start.
 
     append(run_dir, step=100, config=cfg.model_dump(), layout={"processes": 4, "tp": 2, ...}, device="cpu", ...)
     starts = read(run_dir)        # oldest first
@@ -44,7 +44,7 @@ class Start(BaseModel):
         versions: versions of dtmega, torch and Python, by name.
     """
 
-    model_config = ConfigDict(extra="ignore", strict=True)  # a later version may say more
+    model_config = ConfigDict(extra="ignore", strict=True)  # a later version may write more keys
     step: Count
     time: str
     config: dict[str, dict[str, Any]]
@@ -57,7 +57,7 @@ class Start(BaseModel):
     @field_validator("config")
     @classmethod
     def _is_a_configuration(cls, config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Refuse values that TOML does not have, such as null in a list or 10^30: code that shows them would fail."""
+        """Refuse values that TOML cannot hold, such as null in a list or 10^30: code that prints them would fail."""
         for keys in config.values():
             for value in keys.values():
                 if value is not None and not _is_toml(value):
@@ -85,7 +85,7 @@ def append(
     parameters: int,
     steps: int,
 ) -> None:
-    """Add the line of a start, whole or not at all, even if the process or the machine stops meanwhile.
+    """Add the line of a start. It is written completely or not at all, even if the process or the machine stops.
 
     Args:
         run_dir: the run directory.
@@ -126,15 +126,15 @@ def _starts(lines: Sequence[bytes]) -> Iterator[Start]:
     for line in lines:
         try:
             yield Start.model_validate(parse_object(line, NAME))
-        except ValueError:  # pydantic's too
+        except ValueError:  # pydantic's ValidationError is a ValueError too
             continue
 
 
 def parts(starts: Sequence[Start]) -> list[Start]:
     """The starts whose steps are in metrics.jsonl, by ascending steps.
 
-    Each of them wrote the steps from its own to that of the next start. A start at an earlier step cuts the lines of
-    later steps, so starts that wrote only those are left out.
+    Each of these starts wrote the steps after its own `step`, up to the `step` of the next one. A start at an earlier
+    step removes the lines of later steps from metrics.jsonl, so starts that wrote only such lines are left out.
     """
     found: list[Start] = []
     for start in starts:

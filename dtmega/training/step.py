@@ -1,4 +1,4 @@
-"""One optimizer step on one global batch, which the training loop repeats, and whose time is the time of a step."""
+"""One optimizer step on one global batch. The training loop repeats it, and reports its duration as the step time."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from dtmega.training.rank_log import RankLog
 
 
 class Run(NamedTuple):
-    """A run as its training loop and evaluation use it.
+    """The objects of a run that its training loop and its evaluation use.
 
     Attributes:
         saved_cfg: the configuration that config.toml and checkpoints store. Values left open, such as the size of a
             microbatch, stay open in it, because another layout may need others.
         cfg: the same configuration with all values chosen for this layout and machine.
-        world: this process among the others.
+        world: the processes, the mesh and its groups.
         text: the data: splits, samples and tokenizer.
         model: this rank's part of the model.
         optimizer: the optimizer of that part.
-        batches: this rank's part of the training batches, from the run's place on.
+        batches: this rank's part of the training batches, from the run's current position on.
         spikes: recent losses and gradient norms, to find spikes.
         checkpoints: writer of the run's checkpoints.
-        metrics: output for people and files.
-        watch: guard that ends a run that hangs, and hears signals.
-        phases: the phases of a step, for the watch, the times and the profile.
+        metrics: reports about the steps, printed and in files.
+        watch: watchdog that receives signals and ends a run that hangs.
+        phases: the phases of a step, which are reported to the watch and the profiler, and timed.
         health: counts of high losses, which may end the run.
         pace: tokens per second of the last steps, and each rank's own time.
         log: text file of this rank, for [log] ranks.
@@ -78,15 +78,15 @@ class Run(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a step, the same on all ranks.
+    """The result of a step. It is the same on all ranks.
 
     Attributes:
         loss: the weighted sum of the means.
         grad_norm: L2 norm of the whole model's gradient, before clipping and without the loss scale.
-        skipped: True if the weights were left unchanged, because loss or gradient is not finite or a spike.
+        skipped: True if the weights were left unchanged, because loss or gradient norm is not finite or is a spike.
         means: mean over the global batch of each sum of the objective, by name.
-        loss_scale: scale that float16's gradients were computed with; None in other precisions.
-        overflowed: True if the step was skipped because a gradient is not finite in float16.
+        loss_scale: loss scale with which float16 gradients were computed; None in other precisions.
+        overflowed: True if the step was skipped because a float16 gradient is not finite.
     """
 
     loss: float
@@ -100,26 +100,26 @@ class StepResult(NamedTuple):
 def train_step(run: Run, batch: StepBatch) -> StepResult:
     """Take one optimizer step on one global batch.
 
-    The loss is made of sums over the global batch divided by counts over the global batch, so that neither microbatches
-    nor the layout can change it.
+    The loss is computed from sums and counts over the global batch, so neither the microbatch size nor the layout
+    changes it.
     """
     cfg, world, model = run.cfg, run.world, run.model
     run.phases.enter("counts")
     sums = model.objective.sums
-    # Before forward: every gradient is divided by the global count already where it arises.
+    # The counts are needed before forward, because each gradient is divided by its global count as it is computed.
     counts = divisors(count(world, model.objective, batch))
     run.optimizer.zero_grad()
     scale = None if run.loss_scale is None else run.loss_scale.scale
     run.phases.enter(phases.COMPUTING)
     totals = model.forward_backward(to(world.device, batch.microbatches), counts, scale)
-    # The norm counts each element of the model once; clipping scales every copy.
+    # The norm needs each element of the model once; clipping scales every copy.
     counted, gradients = model.gradients(), model.gradients(every=True)
     if scale is not None:
         optim.unscale(gradients, scale)
     totals, squared_norm = over_ranks(world, totals, optim.squared_norm(counted))
     means = means_of(sums, totals, counts)
     loss = loss_of(sums, means)
-    # An infinity or NaN on any rank makes this norm infinite or NaN on all of them, so they all decide alike.
+    # An infinity or NaN on any rank makes this norm infinite or NaN on all ranks, so all ranks decide alike.
     grad_norm = math.sqrt(squared_norm)
     overflowed = run.loss_scale is not None and not math.isfinite(grad_norm)
     if run.loss_scale is not None:
@@ -137,15 +137,15 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
 def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tensor, float]:
     """Add up the totals over the `loss` group and the squared norms over the `shards` group.
 
-    All ranks exchange both in one message, so that the host waits for a device once. Each adds the same numbers in the
-    order of ranks and gets the same bits.
+    The ranks exchange both in one message, so that the host waits for the device only once. Every rank adds the same
+    numbers in the order of ranks, so the results are equal to the bit on all ranks.
 
     Args:
-        totals: fp64 [sums], this rank's part.
-        squared_norm: fp64 scalar, squared norm of the gradients that this rank counts.
+        totals: this rank's part of the sums, fp64 [sums].
+        squared_norm: squared norm of the gradients that this rank counts, fp64 scalar.
 
     Returns:
-        Totals and squared norm of the whole, on the host.
+        The totals of the global batch, and the squared norm of the whole gradient; both on the host.
     """
     everyone = dist.group.WORLD
     assert everyone is not None
@@ -157,7 +157,7 @@ def over_ranks(world: World, totals: Tensor, squared_norm: Tensor) -> tuple[Tens
 
 
 def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, float]:
-    """The counts that divide the objective's sums, over the global batch, by name; they may be 0."""
+    """Counts over the global batch by which the objective's sums are divided, by name. A count may be 0."""
     mine: dict[str, float] = {}
     for microbatch in batch.microbatches:
         for name, n in objective.counts(microbatch).items():
@@ -168,7 +168,7 @@ def count(world: World, objective: Objective, batch: StepBatch) -> dict[str, flo
 
 
 def check_same_batch(batch: StepBatch, world: World) -> None:
-    """Check that ranks that compute a microbatch together read the same one.
+    """Check that the ranks that compute a microbatch together (tp and pp) have read the same microbatch.
 
     Raises:
         RuntimeError: the batches of tp or pp ranks differ.
