@@ -232,8 +232,8 @@ class T5(NativeModel):
     scale_scores: bool = key(False, "divide attention scores by sqrt(K), as in Megatron")
     init: Literal["fan_in", "normal"] = key(
         "fan_in",
-        "standard deviation of initial weights; fan_in: from the number of inputs of each matrix; normal: init_std, as in "
-        "Megatron",
+        "standard deviation of initial weights; fan_in: from the number of inputs of each matrix; normal: init_std, as "
+        "in Megatron",
     )
     hidden_dropout: float = key(0.0, "dropout on the embedding and on each residual branch", ge=0, lt=1)
     attention_dropout: float = key(0.0, "dropout on the attention probabilities", ge=0, lt=1)
